@@ -1,0 +1,65 @@
+# The whole developer contract: `make demo`, `make test`, `make lint`. `make help` lists the rest.
+#
+#   VENV    where the virtual environment lives; `make demo VENV=` uses the interpreter that is there and installs nothing
+#   PYTHON  the interpreter (default: the first python3 on the path that is new enough)
+#   ARGS    passed on to the command, for example: make demo ARGS="--steps 20 --ranks 1"
+#   CONFIG  the config of the demo
+
+VENV   ?= .venv
+CONFIG ?= configs/zero2.json
+ARGS   ?=
+NEWER   = import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c '$(NEWER)' 2>/dev/null && { echo $$p; break; }; done)
+PY      = $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+STAMP   = $(VENV)/.installed-from
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean setup
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo '  make demo ARGS="--steps 20"   passes options on; make demo VENV= uses the interpreter that is there'
+
+demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU processes
+	$(PY) -m shardengine.cli train --config $(CONFIG) $(ARGS)
+
+test: setup  ## every test, lint and types included
+	$(PY) -m pytest $(ARGS)
+
+lint: setup  ## ruff and mypy alone
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: setup  ## step time against torch DDP and the compute limit (minutes; wants an idle machine)
+	$(PY) -m benchmarks.step $(ARGS)
+
+clean:  ## remove caches and builds; .venv and what runs wrote stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find shardengine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment is touched only when what it was made from has other *contents*: a fresh checkout changes times, not text.
+setup:  ## make or update .venv (the other targets do this by themselves)
+ifeq ($(PYTHON),)
+	@echo "shardengine needs Python >= 3.11 and found none on the path; say which one with PYTHON=..." >&2; exit 2
+else ifeq ($(VENV),)
+	@$(PYTHON) -c '$(NEWER)' || { echo "shardengine needs Python >= 3.11; say which one with PYTHON=..." >&2; exit 2; }
+else
+	@if cat constraints.txt pyproject.toml | cmp -s - $(STAMP) && [ -x $(PY) ]; then exit 0; fi; set -e; \
+	if ! [ -x $(PY) ]; then \
+		had=$$([ -e $(VENV) ] && echo yes || echo no); \
+		if ! $(PYTHON) -m venv $(VENV); then \
+			[ $$had = yes ] || rm -rf $(VENV); \
+			v=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+			echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu install the package python$$v-venv (or python3-venv):" >&2; \
+			echo "    sudo apt-get install python$$v-venv" >&2; \
+			echo "or use the interpreter and packages that are there: make $(MAKECMDGOALS) VENV=" >&2; \
+			exit 2; \
+		fi; \
+	fi; \
+	echo "installing into $(VENV) (once; repeated when constraints.txt or pyproject.toml change)"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'; \
+	cat constraints.txt pyproject.toml > $(STAMP)
+endif

@@ -1,0 +1,18 @@
+"""Memory-sharded training (ZeRO stages 0 to 3) for PyTorch.
+
+    engine = shardengine.initialize(model, config)
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+
+Importing it loads torch and nothing else that is heavy.
+"""
+
+from shardengine.config import Config, load_config
+from shardengine.engine import Engine, initialize
+from shardengine.errors import ConfigError, ShardEngineError
+from shardengine.mesh import Mesh
+
+__version__ = "0.1.0"
+
+__all__ = ["Config", "ConfigError", "Engine", "Mesh", "ShardEngineError", "__version__", "initialize", "load_config"]

@@ -1,0 +1,9 @@
+"""``python -m shardengine``: the same as the console script."""
+
+from __future__ import annotations
+
+import sys
+
+from shardengine.cli import main
+
+sys.exit(main())

@@ -1,0 +1,88 @@
+"""Where in the window of micro-batches we are. Owns counting and the boundary; integers only.
+
+A window is the micro-batches of one optimizer step. A micro-batch counts when ``step()`` is called after its backward,
+or, for loops that call ``step()`` only at the end of a window, when the next backward starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardengine.errors import UsageError
+
+
+class Window:
+    """Counts micro-batches. ``size``: how many make a step."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.total = 0
+        self.done = 0
+        self._open = False
+        self._override: bool | None = None
+        self._no_sync = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no backward of this window has run yet."""
+        return self.done == 0 and not self._open
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the current micro-batch (the one to run, or the one whose backward just ran) ends the window."""
+        return self.done + 1 >= self.size if self._override is None else self._override
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether no ``no_sync`` is open."""
+        return self._no_sync == 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this window that had their backward."""
+        return self.done + self._open
+
+    def set_boundary(self, boundary: bool) -> None:
+        """Say whether the current micro-batch ends the window, until the next step is applied."""
+        self._override = boundary
+
+    def begin_backward(self) -> None:
+        """A backward starts. One that was not followed by ``step()`` counts now."""
+        if self._open:
+            self.count()
+        self._open = True
+
+    def backward_failed(self) -> None:
+        """The backward that was begun raised; its micro-batch does not count."""
+        self._open = False
+
+    def count(self) -> None:
+        """The micro-batch is over, the window is not."""
+        self.done += self._open
+        self.total += self._open
+        self._open = False
+
+    def close(self) -> int:
+        """The step was applied: a new window begins. Returns the micro-batches of the old one."""
+        self.count()
+        count, self.done, self._override = self.done, 0, None
+        return count
+
+    def restart(self) -> None:
+        """Forget the window's micro-batches (``zero_grad``)."""
+        self.close()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches inside neither communicate nor end the window."""
+        self._no_sync += 1
+        try:
+            yield
+        finally:
+            self._no_sync -= 1
+
+    def require_backward(self) -> None:
+        """``UsageError`` unless a backward has run in this window."""
+        if not self.micro_batches:
+            raise UsageError("step() without a backward: call engine.backward(loss) first")

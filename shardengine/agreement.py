@@ -1,0 +1,68 @@
+"""Ranks agree before the first data collective, which a mismatch would abort or hang.
+
+Owns the fingerprint of model, layout and config, and turning one rank's failure into an error on all ranks.
+Must not know: what is done afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from shardengine.collectives import Collectives
+from shardengine.errors import MismatchError
+
+_T = TypeVar("_T")
+
+
+def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
+    """Run ``work`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others."""
+    failure: BaseException | None = None
+    result: list[_T] = []
+    try:
+        result.append(work())
+    except Exception as error:
+        failure = error
+    flags = collectives.exchange(torch.tensor([failure is not None], dtype=torch.uint8)).view(-1).tolist()
+    if any(flags):
+        texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        rank = flags.index(1)
+        raise MismatchError(f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})")
+    return result[0]
+
+
+def compare(collectives: Collectives, facts: dict[str, list[str]]) -> None:
+    """``facts`` (topic → lines) must be equal on all ranks; ``MismatchError`` names the first difference and the ranks."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    rows = collectives.exchange(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    if all(torch.equal(row, rows[0]) for row in rows):
+        return
+    everyone = collectives.exchange_objects(facts)
+    for topic in facts:
+        different = [rank for rank, other in enumerate(everyone) if other[topic] != everyone[0][topic]]
+        if different:
+            ours, theirs = _first_difference(everyone[0][topic], everyone[different[0]][topic])
+            raise MismatchError(
+                f"the {topic} differs between ranks: rank 0 has {ours}, rank {different[0]} has {theirs} "
+                f"(ranks that differ from rank 0: {different}); expected the same on every rank. "
+                "Build the model and read the config the same way everywhere"
+            )
+
+
+def _first_difference(ours: list[str], theirs: list[str]) -> tuple[str, str]:
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            return f"[{mine}]", f"[{other}]"
+    shorter = min(len(ours), len(theirs))
+    return tuple(f"[{lines[shorter]}]" if len(lines) > shorter else "nothing more" for lines in (ours, theirs))  # type: ignore[return-value]
+
+
+def describe(value: Any) -> str:
+    """A stable text of a JSON-like value, for ``compare``."""
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,10 @@
+"""What `shardengine train` and `shardengine env` do: an ordinary user of the library's public names.
+
+command      the parent: checks everything, builds the default model, starts the ranks with torchrun
+loop         one rank: the training loop, to be read as an example of the library
+corpus       the built-in text and the small model that is made for it
+data         text to blocks of tokens, and which rank reads which block when
+report       what rank 0 prints and writes
+stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
+environment  what a bug report needs
+"""

@@ -1,0 +1,104 @@
+"""The text to train on and the small model made for the built-in one. Owns: their recipe and the cache they live in.
+
+Must not know: ranks, the engine, the training loop. transformers and tokenizers are imported when a model is made.
+
+The model is built once: a GPT-2 of about 4.2M random weights (tied embeddings) and a byte-level BPE tokenizer trained on
+the training part of CPython's documentation, saved as an ordinary Hugging Face directory. The directory's name holds a
+digest of recipe and corpus, so that a changed recipe or another Python makes a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardengine.app.settings import BUILTIN
+from shardengine.errors import UsageError
+
+END_OF_TEXT = "<|endoftext|>"
+VALIDATION_FRACTION = 0.05
+_RECIPE = {"vocab_size": 4096, "n_positions": 128, "n_embd": 256, "n_layer": 4, "n_head": 4, "dropout": 0.0, "seed": 42}
+
+
+def read_text(data: str) -> str:
+    """The corpus: CPython's own documentation for ``builtin:pydoc``, else the UTF-8 file."""
+    if data == BUILTIN:
+        from pydoc_data import topics
+
+        return "\n\n".join(topics.topics.values())
+    return Path(data).read_text(encoding="utf-8")
+
+
+def split(text: str) -> tuple[str, str]:
+    """(training, validation): the last 5% validate, contiguous, so that no sentence is in both; cut at a line's end."""
+    cut = int(len(text) * (1 - VALIDATION_FRACTION))
+    line_end = text.rfind("\n", cut // 2, cut) + 1
+    cut = line_end or cut
+    return text[:cut], text[cut:]
+
+
+def default_model(cache: Path) -> Path:
+    """The directory of the default model, which is built if it is not there. Safe against other processes doing so.
+
+    UsageError if ``cache`` cannot be written.
+    """
+    training, _ = split(read_text(BUILTIN))
+    digest = hashlib.sha256((json.dumps(_RECIPE) + training).encode()).hexdigest()[:12]
+    directory = cache / f"gpt2-4m-{digest}"
+    if directory.exists():
+        return directory
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
+    except OSError as error:
+        raise UsageError(f"cannot keep the default model in {cache}: {error.strerror}; choose --model-cache") from None
+    try:
+        _build(training, building)
+        building.chmod(0o755)
+        try:
+            os.rename(building, directory)  # atomic: the directory is there complete or not at all
+        except OSError:
+            if not directory.exists():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return directory
+
+
+def _build(text: str, directory: Path) -> None:
+    """Train the tokenizer on ``text``, make the model, save both."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_RECIPE["vocab_size"],
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([text], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=_RECIPE["n_positions"]
+    )
+    dropout = _RECIPE["dropout"]
+    config = GPT2Config(
+        **{name: _RECIPE[name] for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")},
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(int(_RECIPE["seed"]))
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,72 @@
+"""`shardengine env`: what a bug report needs, to be pasted as it is. Owns: finding it out. Must not know: the engine.
+
+No name of the machine or its user is printed. Versions come from package metadata, so that nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import shardengine
+from shardengine.app.report import size
+from shardengine.launch import cores
+
+_PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
+_VARIABLES = "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES".split()
+
+
+def describe() -> str:
+    """The whole text, one ``name: value`` per line."""
+    rows = {"shardengine": shardengine.__version__, "python": f"{platform.python_version()} on {platform.platform()}"}
+    rows |= {package: _version(package) for package in _PACKAGES}
+    rows["distributed"] = _backends()
+    rows["CUDA"] = _cuda()
+    rows["CPU"] = f"{_processor()}, {cores()} of {os.cpu_count()} cores usable, {torch.get_num_threads()} torch threads"
+    rows["CPU capability"] = torch.backends.cpu.get_cpu_capability()
+    rows["memory"] = _memory()
+    rows |= {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    return "\n".join(f"{name}: {value}" for name, value in rows.items())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _backends() -> str:
+    if not dist.is_available():
+        return "not available in this build of torch"
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return ", ".join(name for name, there in found.items() if there) or "no backend"
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return f"no GPU (torch built for CUDA {torch.version.cuda or 'none'})"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    return f"{torch.version.cuda}, NCCL {nccl}, {len(names)} GPU(s): {', '.join(sorted(set(names)))}"
+
+
+def _processor() -> str:
+    from cpuinfo import get_cpu_info  # takes a second
+
+    return str(get_cpu_info().get("brand_raw", platform.machine()))
+
+
+def _memory() -> str:
+    """Total and available, from /proc/meminfo where that exists."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return "unknown"
+    lines = dict(line.split(":", 1) for line in path.read_text(encoding="utf-8").splitlines())
+    total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return f"{size(total)}, {size(free)} available"

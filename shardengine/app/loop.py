@@ -1,0 +1,190 @@
+"""One rank of `shardengine train`: a training loop, to be read as an example of the library.
+
+Owns: the order of things (load, initialize, step, validate, save, sample). Must not know: how ranks were started, how a
+stage works. Every call that is marked collective happens on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import shardengine
+from shardengine import mesh as mesh_module
+from shardengine.app import corpus, data, report
+from shardengine.app.settings import Settings
+from shardengine.app.stopping import StopRequest
+from shardengine.app.together import Together
+from shardengine.config import Config, OptimizerConfig
+from shardengine.errors import UsageError
+
+MAX_BLOCK = 128
+SAMPLE_TOKENS = 48
+_VALIDATIONS = 10
+_DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
+
+
+@dataclass
+class Progress:
+    """What the loop knows after a step; ``loss`` is the mean over all ranks and micro-batches."""
+
+    step: int = 0
+    loss: float = math.nan
+    seconds: float = 0.0
+    stopped: bool = False
+
+
+def train(settings: Settings, config: Config, ranks_of_ours: int) -> None:
+    """Train as ``settings`` and ``config`` say; collective over ``ranks_of_ours`` ranks.
+
+    Raises UsageError for a model or a corpus that cannot be used.
+    """
+    stop = StopRequest()
+    owns_group = not dist.is_initialized()
+    mesh = mesh_module.build(timeout_s=config.timeout_s)
+    together = Together(mesh)
+    out = report.Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=mesh.rank == 0)
+
+    tokenizer, model = load_model(settings)
+    encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    length = min(MAX_BLOCK, int(getattr(model.config, "max_position_embeddings", MAX_BLOCK)))
+    blocks = data.load_blocks(settings.data, encode, length)
+
+    config = dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
+    engine = shardengine.initialize(
+        model,
+        config,
+        model_parameters=decay_groups(model),
+        lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.steps),
+        mesh=mesh,
+    )
+    torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; the weights came from a file
+
+    out.header(engine, blocks, ranks_of_ours)
+    out.validation(0, validate(engine, blocks.validation, together))
+    batches = data.training_batches(
+        blocks.training, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size, config.seed
+    )
+    interval = max(1, settings.steps // _VALIDATIONS)
+    progress = Progress()
+    for progress in steps(engine, batches, settings.steps, together, stop):
+        out.step(engine, progress, tokens=engine.train_batch_size() * blocks.length)
+        if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
+            out.validation(progress.step, validate(engine, blocks.validation, together))
+
+    engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
+    out.saved(tokenizer)
+    out.summary(engine, progress)
+    prompt = blocks.validation[0, : min(16, length // 2)]
+    out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
+    together.finish(destroy=owns_group)
+
+
+def steps(
+    engine: shardengine.Engine, batches: Iterator[data.Batch], count: int, together: Together, stop: StopRequest
+) -> Iterable[Progress]:
+    """Run optimizer steps and yield after each one; ends after ``count``, or after the step at which a rank was asked to."""
+    for number in range(1, count + 1):
+        engine.train()
+        started = time.perf_counter()
+        total = torch.zeros((), device=engine.device)
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = {name: tensor.to(engine.device) for name, tensor in next(batches).items()}
+            loss = engine(**batch, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()  # updates the weights after the last micro-batch of the window; before it only counts
+            total += loss.detach()
+        mean = total.item() / engine.gradient_accumulation_steps()
+        loss_sum, asked = together.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
+        yield Progress(number, loss_sum / engine.world_size, time.perf_counter() - started, asked > 0)
+        if asked:
+            return
+
+
+@torch.no_grad()
+def validate(engine: shardengine.Engine, blocks: torch.Tensor, together: Together) -> float:
+    """Mean loss per predicted token over all validation blocks, whatever the number of ranks; collective."""
+    engine.eval()
+    total, count = 0.0, 0
+    for batch, counted in data.validation_batches(
+        blocks, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size
+    ):
+        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}, use_cache=False).loss
+        total += loss.item() * counted
+        count += counted
+    loss_sum, tokens = together.sums([total, float(count)])
+    return loss_sum / tokens
+
+
+@torch.no_grad()
+def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokenizer: Any) -> torch.Tensor:
+    """``length`` sampled tokens after ``prompt`` [tokens]; collective, with the same tokens on every rank.
+
+    At stage 3 every forward gathers weights from all ranks. Equal seeds and a fixed length keep them together.
+    """
+    engine.eval()
+    torch.manual_seed(engine.config.seed)
+    end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = prompt.unsqueeze(0).to(engine.device)
+    output = engine.module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        min_new_tokens=length,
+        max_new_tokens=length,
+        do_sample=True,
+        temperature=0.8,
+        top_k=40,
+        pad_token_id=0 if end is None else end,
+    )
+    new: torch.Tensor = output[0, len(prompt) :].cpu()
+    return new
+
+
+def load_model(settings: Settings) -> tuple[Any, Any]:
+    """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    name = settings.model or str(corpus.default_model(settings.model_cache))
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows; expected at least as many"
+        )
+    return tokenizer, model
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with the optimizer's weight decay, vectors (biases, norms) with none."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2]},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def warmup_cosine(optimizer: torch.optim.Optimizer, count: int) -> LambdaLR:
+    """Linear warm-up over the first tenth of ``count`` steps, then a cosine down to a tenth of the base rate."""
+    warmup = max(1, count // 10)
+
+    def ratio(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, count - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, ratio)

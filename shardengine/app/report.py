@@ -1,0 +1,198 @@
+"""What rank 0 prints and writes. Owns: header, progress, metrics.jsonl, loss.png, shardengine.json, summary, sample.
+
+Must not know: how training works. Other ranks hold a report that is not enabled and does nothing; asking the engine for
+its (local) numbers is fine here, a collective call is not.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardengine.app.settings import Settings
+from shardengine.engine import Engine
+
+if TYPE_CHECKING:
+    from shardengine.app.data import Blocks
+    from shardengine.app.loop import Progress
+
+
+class Report:
+    """One run's output: lines for people on stdout, and files in ``settings.output``."""
+
+    def __init__(self, settings: Settings, *, steps: int, every: int, enabled: bool) -> None:
+        """steps: of the whole run · every: steps between two plain lines · enabled: whether this is rank 0."""
+        self._settings, self._steps, self._every, self._enabled = settings, steps, every, enabled
+        self._losses: list[tuple[int, float]] = []
+        self._validations: list[tuple[int, float]] = []
+        self._tokens, self._seconds = 0, 0.0
+        self._started = time.monotonic()
+        self._bar: Any = None
+
+    def header(self, engine: Engine, blocks: Blocks, ranks: int) -> None:
+        """Say what is going to happen, and write the resolved config."""
+        if not self._enabled:
+            return
+        config, settings = engine.config, self._settings
+        path = settings.output / "shardengine.json"
+        path.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        unique = list(engine.module.parameters())
+        device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+        groups = ", ".join(
+            f"{key} {value}" for key, value in (config.optimizer.params if config.optimizer else {}).items()
+        )
+        rows = {
+            "model": settings.model or "small GPT-2, from random weights",
+            "parameters": f"{sum(parameter.numel() for parameter in unique):,}",
+            "data": f"{settings.data}, {blocks.training.numel():,} tokens to train, "
+            f"{blocks.validation.numel():,} to validate, blocks of {blocks.length}",
+            "stage": f"{engine.zero_optimization_stage()}",
+            "ranks": f"{ranks} on {device}, {torch.get_num_threads()} thread(s) each",
+            "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
+            f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",
+            "optimizer": f"{config.optimizer.type if config.optimizer else ''} ({groups})",
+            "model state": f"{size(engine.memory()['predicted_model_state_bytes'])} per rank, predicted",
+            "output": str(settings.output),
+        }
+        for name, value in rows.items():
+            print(f"{name + ':':<13}{value}")
+        for notice in config.notices:
+            print(f"note: {notice}")
+        if find_spec("matplotlib") is None:
+            print("note: there will be no loss.png: pip install 'shardengine[plot]'")
+        print(flush=True)
+        if sys.stdout.isatty() and find_spec("tqdm"):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._steps, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False)
+
+    def step(self, engine: Engine, progress: Progress, tokens: int) -> None:
+        """One optimizer step that took ``progress.seconds`` for ``tokens`` tokens over all ranks."""
+        if not self._enabled:
+            return
+        self._tokens += tokens
+        self._seconds += progress.seconds
+        self._losses.append((progress.step, progress.loss))
+        speed, norm, rate = tokens / progress.seconds, engine.get_global_grad_norm(), engine.get_lr()[0]
+        self._record(
+            step=progress.step,
+            loss=progress.loss,
+            lr=rate,
+            grad_norm=norm,
+            tokens_per_s=speed,
+            peak_bytes=peak_bytes(engine),
+        )
+        words = {
+            "loss": f"{progress.loss:.3f}",
+            "lr": f"{rate:.1e}",
+            "grad norm": "-" if norm is None else f"{norm:.2f}",
+            "tokens/s": f"{self._tokens / self._seconds:,.0f}",
+            "peak": size(peak_bytes(engine)),
+        }
+        if self._bar is not None:
+            self._bar.set_postfix(words, refresh=False)
+            self._bar.update()
+        elif progress.step % self._every == 0 or progress.step in (1, self._steps):
+            left = duration((self._steps - progress.step) * (time.monotonic() - self._started) / progress.step)
+            text = "  ".join(f"{name} {value}" for name, value in words.items())
+            print(f"step {progress.step:>5}/{self._steps}  {text}  eta {left}", flush=True)
+
+    def validation(self, step: int, loss: float) -> None:
+        """The validation loss after ``step`` steps."""
+        if not self._enabled:
+            return
+        self._validations.append((step, loss))
+        self._record(step=step, validation_loss=loss)
+        self._say(f"step {step:>5}/{self._steps}  validation loss {loss:.3f}")
+
+    def saved(self, tokenizer: Any) -> None:
+        """The model is in ``model/``: put its tokenizer beside it and draw the losses."""
+        if not self._enabled:
+            return
+        tokenizer.save_pretrained(self._settings.output / "model")
+        if find_spec("matplotlib") is not None:
+            self._draw()
+
+    def summary(self, engine: Engine, progress: Progress) -> None:
+        """What came out, measured beside predicted."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        memory, traffic = engine.memory(), engine.traffic()
+        how = "stopped at" if progress.stopped else "finished at"
+        output = self._settings.output
+        rows = {
+            how: f"step {progress.step} of {self._steps}, after {duration(time.monotonic() - self._started)}",
+            "validation": f"loss {self._validations[0][1]:.3f} → {self._validations[-1][1]:.3f}",
+            "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks"
+            if self._seconds
+            else "no step was made",
+            "model state": f"{size(memory['measured_model_state_bytes'])} per rank measured, "
+            f"{size(memory['predicted_model_state_bytes'])} predicted",
+            "sent": f"{size(traffic['measured_bytes_last_step'])} per rank and step, "
+            f"lower bound {size(traffic['formula_bytes_per_step'])}",
+            "peak memory": f"{size(peak_bytes(engine))} on rank 0",
+            "model": f"{output / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",
+            "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
+        }
+        print()
+        for name, value in rows.items():
+            print(f"{name + ':':<13}{value}")
+        sys.stdout.flush()
+
+    def sample(self, tokenizer: Any, prompt: torch.Tensor, new: torch.Tensor) -> None:
+        """Generated text after its prompt; both are token ids [tokens]."""
+        if self._enabled:
+            print(f"\nsample after the prompt {tokenizer.decode(prompt)!r}:\n{tokenizer.decode(new)}", flush=True)
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def _record(self, **values: float | int | None) -> None:
+        with (self._settings.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def _draw(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for points, style, label in ((self._losses, "-", "training"), (self._validations, "o-", "validation")):
+            axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=label)
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.legend()
+        figure.savefig(self._settings.output / "loss.png", dpi=120)
+
+
+def peak_bytes(engine: Engine) -> int:
+    """Peak memory of this rank: allocated on its GPU, or the process's resident memory."""
+    if engine.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(engine.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``16.8 MB`` (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """``1:52`` or ``2:01:30``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,113 @@
+"""The options of `shardengine train`, checked. Owns: defaults, paths that must exist or must not, optional packages.
+
+Must not know: torch, models, ranks. Nothing here is slow, so that a wrong path is reported at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardengine.errors import UsageError
+
+BUILTIN = "builtin:pydoc"
+DEFAULT_STEPS = 200
+_OUTPUT_ROOT = Path("runs")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``model`` None is the small default model; ``data`` is a text file or ``builtin:pydoc``; ``output`` exists."""
+
+    config: Path
+    model: str | None
+    data: str
+    steps: int
+    output: Path
+    model_cache: Path
+
+
+def default_model_cache() -> Path:
+    """Where the default model is kept between runs: $XDG_CACHE_HOME/shardengine, else ~/.cache/shardengine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
+
+
+def require(*packages: str, extra: str) -> None:
+    """UsageError that names the extra to install if one of ``packages`` is missing."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise UsageError(
+            f"this needs {' and '.join(missing)}, which is not installed: pip install 'shardengine[{extra}]'"
+        )
+
+
+def check_data(data: str) -> None:
+    """UsageError unless ``data`` is the built-in corpus or a file of UTF-8 text."""
+    if data == BUILTIN:
+        return
+    if data.startswith("builtin:"):
+        raise UsageError(f"--data {data}: expected a text file or {BUILTIN}")
+    path = Path(data)
+    if not path.is_file():
+        raise UsageError(f"--data {data}: expected a text file or {BUILTIN}, found {_kind(path)}")
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--data {data}: expected UTF-8 text, byte {error.start} is not; convert it, for example with iconv"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"--data {data}: cannot be read: {error.strerror}") from None
+
+
+def check_model(model: str | None) -> None:
+    """UsageError if ``model`` looks like a path and no Hugging Face model is there."""
+    if model is None:
+        return
+    path = Path(model)
+    is_path = path.is_absolute() or model.startswith((".", "~")) or path.exists() or model.count("/") > 1
+    if is_path and not (path / "config.json").is_file():
+        raise UsageError(
+            f"--model {model}: expected a Hugging Face model (a directory with config.json, weights and tokenizer, or "
+            f"the name of a model on the Hub), found {_kind(path)}"
+        )
+
+
+def reserve_output(wanted: str | None, config: Path) -> Path:
+    """Make the output directory, so that no other run can take it.
+
+    Asked for by name it must be new or empty. Otherwise it is runs/<name of the config>, or, where that is taken,
+    runs/<name>-2, -3, …: a run never writes into an earlier one's output.
+    """
+    try:
+        if wanted is not None:
+            path = Path(wanted)
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise UsageError(
+                    f"--output {wanted} is not empty, and a run never overwrites another one: name a new directory, or "
+                    f"leave --output out (the next free directory under {_OUTPUT_ROOT}/ is taken)"
+                )
+            return path
+        _OUTPUT_ROOT.mkdir(exist_ok=True)
+        number = 1
+        while True:
+            path = _OUTPUT_ROOT / (config.stem if number == 1 else f"{config.stem}-{number}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        place = wanted or f"{_OUTPUT_ROOT}/"
+        raise UsageError(
+            f"cannot make the output directory {place}: {error.strerror}; choose one with --output"
+        ) from None
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a directory without config.json" if not (path / "config.json").exists() else "a directory"
+    return "a file" if path.exists() else "nothing there"

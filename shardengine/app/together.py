@@ -1,0 +1,37 @@
+"""Small numbers over all ranks, for the training loop. Owns: sums of a few floats and the last barrier.
+
+Must not know: the engine, the model. The engine moves weights and gradients itself; a loop only needs to average a loss
+and to agree with the other ranks on when to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardengine.bucket import BufferPool
+from shardengine.collectives import Collectives
+from shardengine.mesh import Mesh
+
+
+class Together:
+    """Collective: every rank makes the same calls in the same order."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._collectives = Collectives(mesh, BufferPool())
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = self._collectives.exchange(mine.view(torch.uint8)).contiguous().view(torch.float64)
+        total: list[float] = rows.sum(dim=0).tolist()
+        return total
+
+    def finish(self, *, destroy: bool) -> None:
+        """The last barrier and, if the process group is this program's own, its end (gloo may abort at exit otherwise)."""
+        self._collectives.barrier()
+        if destroy and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()

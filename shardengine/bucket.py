@@ -1,0 +1,145 @@
+"""Flat storage and views into it. Owns every tensor that weights rest in, and the pool of transient buffers.
+
+Must not know: who calls it, process groups, stages, hooks.
+
+An arena's storage is resized (0 or full), never replaced, because autograd keeps views of it from forward to backward.
+The exception is ``Arena.release(abandon=True)``: somebody outside still holds a view, so the storage is left to them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardengine.layout import ArenaLayout, BucketLayout
+
+
+def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """What a parameter shows while its weights are elsewhere: right shape and dtype, NaN, one element of memory.
+
+    Reading gives NaN (integers: their smallest value), writing raises, and nothing can crash the process, which reading
+    a view of freed storage does.
+    """
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class Bucket:
+    """A range of an arena: its ``full`` view (valid while the arena is allocated) and this rank's ``shard``.
+
+    In fp32 training the shard is the master weight. Resting replicated it is a view of ``full``; resting sharded it is
+    a tensor of its own.
+    """
+
+    def __init__(self, layout: BucketLayout, arena: Arena, rank: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.arena = arena
+        self.full = arena.flat[layout.start : layout.end]
+        self.shard = self.own_slice(self.full)
+        self.separate = False
+
+    def own_slice(self, full: Tensor) -> Tensor:
+        """This rank's slice of a tensor of the bucket's full length."""
+        first = self.rank * self.layout.slice_length
+        return full[first : first + self.layout.slice_length]
+
+    def detach_shard(self) -> None:
+        """Give the shard its own memory, so that ``full`` can be released."""
+        self.shard = self.shard.clone()
+        self.separate = True
+
+    def load_shard(self) -> None:
+        """Copy the shard to its place in ``full``, ready to be gathered."""
+        if self.separate:
+            self.own_slice(self.full).copy_(self.shard)
+
+    def store_shard(self) -> None:
+        """Copy this rank's slice of ``full`` into the shard."""
+        if self.separate:
+            self.shard.copy_(self.own_slice(self.full))
+
+
+class Arena:
+    """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``)."""
+
+    def __init__(
+        self, layout: ArenaLayout, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, rank: int
+    ) -> None:
+        self.layout = layout
+        self.shapes = shapes
+        self.dtype = dtype
+        self.device = device
+        self._build()
+        self.buckets = [Bucket(bucket, self, rank) for bucket in layout.buckets]
+        self.poisons = [poison(dtype, shape, device) for shape in shapes]
+
+    def _build(self) -> None:
+        with torch.inference_mode(False):
+            self.flat = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
+            self.views = [
+                self.flat[slot.start : slot.end].view(shape)
+                for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
+            ]
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes allocated at this moment."""
+        return self.flat.untyped_storage().nbytes()
+
+    @property
+    def storage_key(self) -> int:
+        """Identity of the storage, to find out whether some tensor is a view of it."""
+        return self.flat.untyped_storage()._cdata
+
+    def allocate(self) -> None:
+        """Grow the storage to full size; the contents are undefined."""
+        if self.storage_bytes == 0:
+            self.flat.untyped_storage().resize_(self.layout.length * self.layout.itemsize)
+
+    def release(self, *, abandon: bool = False) -> None:
+        """Free the storage. ``abandon``: someone holds a view; leave it to them and take a new one."""
+        if not abandon:
+            try:
+                self.flat.untyped_storage().resize_(0)
+                return
+            except RuntimeError:
+                pass  # Tensor.numpy() on any view makes a storage non-resizable for good
+        self._build()
+        for bucket in self.buckets:
+            bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
+        self.flat.untyped_storage().resize_(0)
+
+    def clear_gaps(self, tensor: Tensor, start: int, end: int) -> None:
+        """Zero the padding in ``tensor``, which holds elements [start, end) of this arena's coordinates."""
+        for first, last in self.layout.gaps:
+            first, last = max(first, start), min(last, end)
+            if first < last:
+                tensor[first - start : last - start].zero_()
+
+
+class BufferPool:
+    """Transient flat buffers, reused instead of freed: touching fresh pages costs more than the copies into them."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
+        self.allocated_bytes = 0
+
+    def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor with undefined contents."""
+        free = self._free.get((dtype, length, device))
+        if free:
+            return free.pop()
+        buffer = torch.empty(length, dtype=dtype, device=device)
+        self.allocated_bytes += buffer.nbytes
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Hand a buffer of ``take`` back. On CUDA its users are ordered by the stream that both calls run on."""
+        self._free.setdefault((buffer.dtype, buffer.numel(), buffer.device), []).append(buffer)
+
+    def clear(self) -> None:
+        """Free every buffer that nobody has taken."""
+        for (dtype, length, _), free in self._free.items():
+            self.allocated_bytes -= len(free) * length * dtype.itemsize
+        self._free.clear()

@@ -1,0 +1,119 @@
+"""The command line: `shardengine train | env | config`. Owns: options, help, exit codes of wrong usage.
+
+Must not know: what the commands do; each is imported when it is used, so that help and a wrong option answer at once.
+Exit codes: 0 done · 1 failure · 2 wrong usage or config, with the message only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from shardengine import __version__
+from shardengine.config import json_schema, load_config
+from shardengine.errors import ConfigError, UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; ``arguments`` default to the process's. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "train":
+            return _train(options)
+        if options.command == "env":
+            return _env()
+        return _config(options)
+    except (ConfigError, UsageError) as error:
+        print(f"shardengine {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+
+
+def _train(options: argparse.Namespace) -> int:
+    from shardengine.app import command
+
+    return command.run(options)
+
+
+def _env() -> int:
+    from shardengine.app import environment
+
+    print(environment.describe())
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    if options.schema:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    if options.file is None:
+        raise UsageError("expected a config file, or --schema")
+    config = load_config(options.file)
+    if options.ranks is not None:
+        config = config.resolve_batch(options.ranks)
+    rows = [(key, json.dumps(value), source) for key, value, source in config.resolved()]
+    keys, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for key, value, source in rows:
+        print(f"{key:<{keys}}  {value:<{values}}  {source}")
+    for notice in config.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardengine", description="Memory-sharded data-parallel training for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"shardengine {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    train = commands.add_parser(
+        "train",
+        help="train a Hugging Face causal LM",
+        description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun it uses those. "
+        "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved.",
+    )
+    train.add_argument("--config", required=True, metavar="FILE", help="JSON config, for example configs/zero2.json")
+    train.add_argument(
+        "--model", metavar="DIR_OR_ID", help="Hugging Face directory or name (default: a small GPT-2, random weights)"
+    )
+    train.add_argument(
+        "--data", metavar="FILE", default="builtin:pydoc", help="UTF-8 text, or builtin:pydoc, CPython's docs (default)"
+    )
+    train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
+    train.add_argument("--steps", metavar="N", type=_positive, default=200, help="optimizer steps (default: 200)")
+    train.add_argument(
+        "--output",
+        metavar="DIR",
+        help="new or empty directory (default: the next free one of runs/NAME, runs/NAME-2, …)",
+    )
+    train.add_argument(
+        "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
+    )
+
+    commands.add_parser("env", help="print what a bug report needs")
+
+    config = commands.add_parser("config", help="check a config file and show what it means")
+    config.add_argument("file", nargs="?", metavar="FILE", help="JSON config")
+    what = config.add_mutually_exclusive_group()
+    what.add_argument("--resolved", action="store_true", help="every value with its source (default)")
+    what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
+    config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, came {text!r}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

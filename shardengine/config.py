@@ -1,0 +1,282 @@
+"""The JSON config as frozen dataclasses. Owns: reading, checking, the batch triple, notices, and the way back to JSON.
+
+Strict: an unknown key is an error that names the nearest valid one, and every problem of a file is reported in one
+ConfigError. The keys themselves are rows of `config_keys.py`,
+read by `config_reader.py`. It must not know torch, devices, groups or any runtime
+object; the number of ranks comes in as an integer (`Config.resolve_batch`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardengine.config_keys import ALIASES, KEYS, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT, OPTIMIZERS, Key, Status
+from shardengine.config_kinds import describe
+from shardengine.config_reader import Reader, Source, plain, read_json
+from shardengine.errors import ConfigError, UsageError
+
+TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """A read-only mapping whose values are frozen too: objects become FrozenMapping, lists become tuples."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        self._items = {key: _freeze(value) for key, value in (items or {}).items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value if isinstance(value, FrozenMapping) else FrozenMapping(value)
+    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer by name: "AdamW", "Adam" (L2) or "SGD"; ``params`` are keyword arguments of the torch class."""
+
+    type: str
+    params: Mapping[str, Any] = field(default_factory=FrozenMapping)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", _freeze(self.params))
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Learning-rate schedule by name, with its parameters as written; `lr_schedules.check` validates both."""
+
+    type: str
+    params: Mapping[str, Any] = field(default_factory=FrozenMapping)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", _freeze(self.params))
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is sharded, and in which pieces it travels. Sizes are in elements, not bytes."""
+
+    stage: int = 0
+    reduce_bucket_size: int = 12_500_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_reshard_after_forward: bool = True
+    units: Literal["auto"] | tuple[str, ...] = "auto"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a config file says. ``gradient_clipping`` 0.0 is off; ``timeout_s`` is in seconds.
+
+    ``gradient_accumulation`` None is the stage's own letter, ``reproducible`` None is decided by the backend.
+    ``sources`` says for each dotted key where its value came from; ``notices`` are sentences to print once on rank 0.
+    Neither takes part in comparisons.
+    """
+
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float = 0.0
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_accumulation: Literal["full", "sharded"] | None = None
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
+    overlap_comm: bool = True
+    reproducible: bool | None = None
+    broadcast_buffers: bool = True
+    timeout_s: float = 600.0
+    debug: bool = False
+    seed: int = 42
+    steps_per_print: int = 10
+    sources: Mapping[str, Source] = field(default_factory=FrozenMapping, compare=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", _freeze(self.sources))
+
+    def resolve_batch(self, world_size: int) -> Config:
+        """Return a copy whose three batch sizes are set and fit ``world_size`` ranks.
+
+        Values that an earlier call derived are derived again. Raises ConfigError, showing the equation, if they
+        cannot fit.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise UsageError(f"resolve_batch: expected a world size >= 1, came {describe(world_size)}")
+        given = {name: vars(self)[name] for name in TRIPLE if self.sources.get(name) != "derived"}
+        total, micro, steps = (given.get(name) for name in TRIPLE)
+        if total is None and micro is None:
+            raise ConfigError(_MISSING_TRIPLE)
+        if steps is None and (total is None or micro is None):
+            steps = 1
+        known = math.prod(factor for factor in (micro, steps, world_size) if factor is not None)
+        if total is None:
+            total = known
+        shown = " * ".join("?" if factor is None else str(factor) for factor in (micro, steps, world_size))
+        if total % known or (micro is not None and steps is not None and total != known):
+            result = f"{known}" if "?" not in shown else f"{known} * ?, and {total} / {known} is not an integer"
+            raise ConfigError(f"{EQUATION}, but {total} != {shown} = {result}; change one of them or leave one out")
+        micro = total // known if micro is None else micro
+        steps = total // known if steps is None else steps
+        sizes: dict[str, int] = dict(zip(TRIPLE, (total, micro, steps), strict=True))
+        derived = {name: "derived" for name in TRIPLE if given.get(name) is None}
+        return dataclasses.replace(
+            self,
+            train_batch_size=total,
+            train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=steps,
+            sources=FrozenMapping({**dict.fromkeys(sizes, "file"), **self.sources, **derived}),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values that ``load_config`` turns into an equal Config."""
+        tree = {name: value for name, value in vars(self).items() if name not in ("sources", "notices")}
+        tree["zero_optimization"] = plain(vars(self.zero_optimization))
+        for name, part in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            tree[name] = None if part is None else plain(vars(part))
+        if self.optimizer is not None and self.optimizer.type == "Adam":
+            tree["optimizer"]["params"]["adam_w_mode"] = False
+        return tree
+
+    def resolved(self) -> list[tuple[str, Any, str]]:
+        """Return (dotted key, value, source) for every value, in the order of ``to_dict``."""
+
+        def rows(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, str]]:
+            for name, value in tree.items():
+                if isinstance(value, dict) and value:
+                    yield from rows(value, f"{prefix}{name}.")
+                else:
+                    yield prefix + name, value, self.sources.get(prefix + name, "default")
+
+        return list(rows(self.to_dict(), ""))
+
+
+_MISSING_TRIPLE = (
+    f"the batch size is missing: {EQUATION}; expected {TRIPLE[0]} or {TRIPLE[1]} (one alone, or any two of the three)"
+)
+
+
+def load_config(source: Mapping[str, Any] | str | Path | Config) -> Config:
+    """Read and check a config: a path to JSON, a mapping (left as it is) or a Config (returned as it is).
+
+    Raises ConfigError with every problem found.
+    """
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, (str, Path)):
+        return _build(read_json(Path(source)), str(source))
+    if isinstance(source, Mapping):
+        return _build(plain(source), "config")
+    raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, came {describe(source)}")
+
+
+def _build(tree: dict[str, Any], source: str) -> Config:
+    reader = Reader()
+    reader.read(tree)
+    optimizer, scheduler = reader.optimizer(), reader.named("scheduler", "WarmupCosineLR")
+    if not reader.failed.intersection(TRIPLE):
+        _check_triple(reader)
+    if reader.problems:
+        raise ConfigError(reader.problems, source)
+    if "gradient_clipping" not in reader.values:
+        reader.notices.append("gradients are not clipped, because gradient_clipping is not in the config")
+    for key in KEYS.values():
+        named = key.name.startswith(("optimizer.", "scheduler."))
+        if key.status is Status.ACTIVE and not named and key.name not in reader.values:
+            reader.values[key.name], reader.sources[key.name] = key.default, "default"
+    return Config(
+        **{name: value for name, value in reader.values.items() if "." not in name},
+        zero_optimization=ZeroConfig(
+            **{name.partition(".")[2]: value for name, value in reader.values.items() if "." in name}
+        ),
+        optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
+        scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
+        sources=reader.sources,
+        notices=tuple(reader.notices),
+    )
+
+
+def _check_triple(reader: Reader) -> None:
+    total, micro, steps = (reader.values.get(name) for name in TRIPLE)
+    if total is None and micro is None:
+        reader.problems.append(_MISSING_TRIPLE)
+    elif total is not None and total % ((micro or 1) * (steps or 1)):
+        shown = " * ".join("?" if factor is None else str(factor) for factor in (micro, steps, None))
+        reader.problems.append(f"{EQUATION}, but {total} = {shown} holds for no world size; change one of them")
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a config file, made from the same table that files are checked with.
+
+    It describes shapes and ranges. Cross-checks, and which features are not available yet, are in `load_config` only.
+    """
+    root: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "shardengine config",
+        **_object_schema(optional=False),
+        "anyOf": [{"required": [TRIPLE[0]]}, {"required": [TRIPLE[1]]}],
+    }
+    for key in KEYS.values():
+        _section_schema(root, key.name)[key.name.rpartition(".")[2]] = _key_schema(key)
+    for old, (new, _) in ALIASES.items():
+        _section_schema(root, old)[old.rpartition(".")[2]] = {"description": f"Old name of {new}.", "deprecated": True}
+    sections = root["properties"]
+    for name in ("optimizer", "scheduler"):
+        sections[name]["type"], sections[name]["required"] = ["object", "null"], ["type"]
+    sections["zero_optimization"]["type"] = "object"
+    hyper = {name: {**kind.schema} for table in OPTIMIZERS.values() for name, (kind, _) in table.items()}
+    other = {name: {"type": "boolean"} for name in ("adam_w_mode", *OPTIMIZER_FIXED)}
+    ignored: dict[str, Any] = {name: {"deprecated": True} for name in OPTIMIZER_NO_EFFECT}
+    sections["optimizer"]["properties"]["params"] |= {
+        "properties": {**hyper, **other, **ignored},
+        "additionalProperties": False,
+    }
+    return root
+
+
+def _object_schema(*, optional: bool) -> dict[str, Any]:
+    # A switched-off section may be an object, null or false.
+    kinds: str | list[str] = ["object", "null", "boolean"] if optional else "object"
+    return {"type": kinds, "properties": {}, "additionalProperties": False}
+
+
+def _section_schema(root: dict[str, Any], name: str) -> dict[str, Any]:
+    """The properties of the section that holds ``name``; made where missing."""
+    properties: dict[str, Any] = root["properties"]
+    for part in name.split(".")[:-1]:
+        properties = properties.setdefault(part, _object_schema(optional=True))["properties"]
+    return properties
+
+
+def _key_schema(key: Key) -> dict[str, Any]:
+    if key.status is Status.ACTIVE:
+        return {**key.kind.schema, "default": plain(key.default), "description": key.note}
+    if key.status is Status.LATER:
+        schemas = [key.kind.schema, {"enum": [None, False]}]
+        return {"anyOf": schemas, "description": "Not available yet: only switched off."}
+    if key.status is Status.REFUSED:
+        return {"description": f"Only switched off: {key.note}."}
+    return {"deprecated": True, "description": f"Accepted, has no effect, because {key.note}."}

@@ -1,0 +1,341 @@
+"""The table of every key that the JSON config knows. Owns: names, kinds, ranges, defaults, aliases and reasons.
+
+One row per key: `Key(name, status, kind, default, note)`. The loader (`config.py`), the JSON Schema and the frozen
+list in the tests are all read from this table, so a key exists in exactly one place. It must not know torch, files or
+the dataclasses.
+
+A row's status says what happens when the key is in a file:
+
+    ACTIVE     parsed and used
+    LATER      known; accepted while switched off, otherwise "not available yet"
+    REFUSED    known from other engines; accepted while switched off, otherwise refused with the reason (`note`)
+    NO_EFFECT  known from other engines; accepted, and said once with the reason (`note`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from shardengine.config_kinds import (
+    ANY,
+    BETAS,
+    BOOL,
+    COUNT,
+    DTYPE,
+    GROUP_SIZE,
+    NOT_NEGATIVE,
+    OBJECT,
+    POSITIVE,
+    SIZE,
+    TEXT,
+    UNITS,
+    Kind,
+    choice,
+    integer,
+    number,
+    optional,
+)
+
+
+class Status(Enum):
+    """What becomes of a known key; the module docstring says what each means."""
+
+    ACTIVE = "active"
+    LATER = "later"
+    REFUSED = "refused"
+    NO_EFFECT = "no effect"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key by its dotted name. ``note`` describes it or, for REFUSED and NO_EFFECT, ends a "…, because" sentence."""
+
+    name: str
+    status: Status
+    kind: Kind
+    default: Any
+    note: str
+
+
+def _rows(
+    status: Status, section: str, rows: Mapping[str, tuple[Kind, Any, str] | tuple[Kind, Any] | str]
+) -> Iterable[Key]:
+    for name, row in rows.items():
+        kind, default, note = (ANY, None, row) if isinstance(row, str) else (row if len(row) == 3 else (*row, ""))
+        yield Key(f"{section}.{name}" if section else name, status, kind, default, note)
+
+
+_DERIVED = "derived from the other two"
+_ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
+    "train_batch_size": (optional(COUNT, _DERIVED), None, "Samples per optimizer step over all ranks."),
+    "train_micro_batch_size_per_gpu": (optional(COUNT, _DERIVED), None, "Samples per rank and micro-batch."),
+    "gradient_accumulation_steps": (optional(COUNT, _DERIVED), None, "Micro-batches per optimizer step."),
+    "gradient_clipping": (NOT_NEGATIVE, 0.0, "Largest global gradient norm; 0 switches clipping off."),
+    "gradient_allreduce_op": (choice("mean", "sum"), "mean", "How the gradients of the ranks are combined."),
+    "gradient_accumulation": (
+        optional(choice("full", "sharded"), "the stage's third letter"),
+        None,
+        "How gradients rest between micro-batches: full size and unreduced, or reduced and sharded.",
+    ),
+    "overlap_comm": (BOOL, True, "Communicate while the backward pass computes; never changes a bit of the result."),
+    "reproducible": (
+        optional(BOOL, "true on gloo, false on NCCL"),
+        None,
+        "Sum over ranks in the declared order on every backend.",
+    ),
+    "broadcast_buffers": (BOOL, True, "Rank 0's buffers are the buffers of all ranks."),
+    "timeout_s": (POSITIVE, 600.0, "Seconds until a collective that does not finish is an error."),
+    "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
+    "seed": (integer(0, 2**63 - 1), 42, "Seed of the engine's own choices only."),
+    "steps_per_print": (SIZE, 10, "Optimizer steps between two progress lines; 0 prints none."),
+    "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false) or SGD.'),
+    "optimizer.params": (OBJECT, {}, "The optimizer's hyper-parameters."),
+    "scheduler.type": (TEXT, None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or a torch scheduler class."),
+    "scheduler.params": (OBJECT, {}, "The schedule's parameters."),
+}
+_ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
+    "stage": (integer(0, 3), 0, "0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too."),
+    "reduce_bucket_size": (COUNT, 12_500_000, "Elements of a gradient bucket, at most."),
+    "stage3_prefetch_bucket_size": (SIZE, 50_000_000, "Elements gathered ahead; 0 = no prefetch, else >= one unit."),
+    "stage3_reshard_after_forward": (BOOL, True, "Free a unit's weights between its forward and its backward pass."),
+    "units": (UNITS, "auto", "Class names of the modules that are gathered as one."),
+}
+_LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
+    "": {
+        "communication_data_type": (DTYPE, None),
+        "overlap_param_gather": (BOOL, False),
+        "static_graph": (BOOL, False),
+        "zero_allow_untested_optimizer": (BOOL, False),
+        "wall_clock_breakdown": (BOOL, False),
+    },
+    "data_types": {"grad_accum_dtype": (DTYPE, "fp32"), "reduce_dtype": (DTYPE, "fp32")},
+    "fp16": {
+        "enabled": (BOOL, False),
+        "loss_scale": (NOT_NEGATIVE, 0),
+        "initial_scale_power": (SIZE, 16),
+        "loss_scale_window": (COUNT, 1000),
+        "hysteresis": (COUNT, 2),
+        "min_loss_scale": (NOT_NEGATIVE, 1),
+        "auto_cast": (BOOL, False),
+        "consecutive_hysteresis": (BOOL, False),
+        "fp16_master_weights_and_grads": (BOOL, False),
+    },
+    "bf16": {"enabled": (BOOL, False), "master_weights": (BOOL, True), "stochastic_rounding": (BOOL, False)},
+    "torch_autocast": {"enabled": (BOOL, False), "dtype": (TEXT, None), "lower_precision_safe_modules": (ANY, None)},
+    "zero_optimization": {
+        "zero_hpz_partition_size": (COUNT, 1),
+        "shard_group_size": (GROUP_SIZE, "all"),
+        "zero_quantized_weights": (BOOL, False),
+        "zero_quantized_gradients": (BOOL, False),
+    },
+    "zero_optimization.offload_optimizer": {
+        "device": (choice("none", "cpu", "nvme"), "none"),
+        "nvme_path": (TEXT, None),
+        "ratio": (number(0), 1.0),
+        "pin_memory": (BOOL, False),
+        "buffer_count": (COUNT, 4),
+        "fast_init": (BOOL, False),
+        "pipeline": (BOOL, False),
+        "pipeline_read": (BOOL, False),
+        "pipeline_write": (BOOL, False),
+    },
+    "zero_optimization.offload_param": {
+        "device": (choice("none", "cpu", "nvme"), "none"),
+        "nvme_path": (TEXT, None),
+        "pin_memory": (BOOL, False),
+        "buffer_count": (COUNT, 5),
+        "buffer_size": (COUNT, 10**8),
+        "max_in_cpu": (SIZE, 10**9),
+    },
+    "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
+    "activation_checkpointing": {"enabled": (BOOL, False), "cpu_offload": (BOOL, False)},
+    "aio": {"block_size": (COUNT, 1048576), "queue_depth": (COUNT, 8), "thread_count": (COUNT, 1)},
+    "checkpoint": {"async_save": (BOOL, False), "keep_last": (COUNT, None)},
+    "monitor.jsonl": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
+    "monitor.csv": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
+    "monitor.tensorboard": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
+    "monitor.wandb": {"enabled": (BOOL, False), "group": (ANY, None), "team": (ANY, None), "project": (ANY, None)},
+    "comms_logger": {
+        "enabled": (BOOL, False),
+        "verbose": (BOOL, False),
+        "prof_all": (BOOL, True),
+        "prof_ops": (ANY, None),
+        "debug": (BOOL, False),
+    },
+}
+_OTHER_PROJECT = "shardengine shards training state and leaves this to other libraries"
+_REFUSED = dict.fromkeys(
+    (
+        *("elasticity", "autotuning", "flops_profiler", "curriculum_learning", "data_efficiency", "hybrid_engine"),
+        *("compression_training", "progressive_layer_drop", "eigenvalue", "sparse_attention", "pipeline"),
+    ),
+    _OTHER_PROJECT,
+) | {
+    "amp": "apex mixed precision is not supported",
+    "sparse_gradients": "gradients are reduced as dense buckets",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights travel in their own dtype",
+}
+_ONE_LAYOUT = "gradients always lie in contiguous buckets and every rank owns a slice of each"
+_ONE_HOLD = "a unit is gathered just before it is used and freed just after"
+_NO_PARTITION = "checkpointed activations stay whole on their rank"
+_ANY_RANKS = "saved files do not depend on the number of ranks"
+_NO_EFFECT: dict[str, dict[str, str]] = {
+    "": {
+        "prescale_gradients": "sums over ranks are fp32 and are divided once, when complete",
+        "gradient_predivide_factor": "sums over ranks are fp32 and are divided once, when complete",
+        "disable_allgather": "the stage decides what is gathered",
+        "dump_state": "`shardengine config FILE --resolved` prints the resolved config",
+        "memory_breakdown": "`engine.memory()` reports memory",
+        "dataloader_drop_last": "the engine makes no data loader",
+        "zero_force_ds_cpu_optimizer": "there is one optimizer arithmetic for all devices",
+    },
+    "optimizer": {"legacy_fusion": "there is one optimizer arithmetic"},
+    "zero_optimization": {
+        "allgather_partitions": "the stage decides what is gathered",
+        "allgather_bucket_size": "weights are gathered in the buckets that gradients are reduced in",
+        "reduce_scatter": "the stage decides how gradients are reduced",
+        "contiguous_gradients": _ONE_LAYOUT,
+        "round_robin_gradients": _ONE_LAYOUT,
+        "use_multi_rank_bucket_allreduce": _ONE_LAYOUT,
+        "sub_group_size": "the optimizer steps bucket by bucket",
+        "stage3_max_live_parameters": _ONE_HOLD,
+        "stage3_max_reuse_distance": _ONE_HOLD,
+        "stage3_param_persistence_threshold": "small parameters travel in their unit's bucket",
+        "stage3_model_persistence_threshold": "small parameters travel in their unit's bucket",
+        "stage3_gather_16bit_weights_on_model_save": "`engine.save_pretrained` always writes whole parameters",
+        "stage3_module_granularity_threshold": "`units` says which modules are gathered as one",
+        "stage3_use_all_reduce_for_fetch_params": "a gather sends the fewest bytes",
+        "ignore_unused_parameters": "unused parameters are supported at every stage",
+        "memory_efficient_linear": "weights are views of their bucket, no module is replaced",
+        "elastic_checkpoint": _ANY_RANKS,
+        "load_from_fp32_weights": "master weights are always saved and loaded",
+        "legacy_stage1": "there is one implementation of all stages",
+        "override_module_apply": "no torch function is replaced",
+        "log_trace_cache_warnings": "a wrong prefetch costs time only",
+        "cpu_offload_use_pin_memory": "`offload_optimizer.pin_memory` says it",
+    },
+    "activation_checkpointing": {
+        "partition_activations": _NO_PARTITION,
+        "contiguous_memory_optimization": _NO_PARTITION,
+        "number_checkpoints": "the model chooses its checkpoints",
+        "synchronize_checkpoint_boundary": _NO_PARTITION,
+        "profile": "torch's profiler shows the recomputation",
+    },
+    "aio": {
+        "single_submit": "requests are submitted by threads",
+        "overlap_events": "requests are submitted by threads",
+        "use_gds": "requests are submitted by threads",
+    },
+    "checkpoint": {
+        "tag_validation": "ranks always compare what they save",
+        "load_universal": _ANY_RANKS,
+        "use_node_local_storage": "the output directory is the caller's choice",
+        "parallel_write": "every rank writes its own shard",
+    },
+}
+
+KEYS: dict[str, Key] = {
+    key.name: key
+    for rows in (
+        _rows(Status.ACTIVE, "", _ACTIVE_TOP),
+        _rows(Status.ACTIVE, "zero_optimization", _ACTIVE_ZERO),
+        *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
+        _rows(Status.REFUSED, "", _REFUSED),
+        *(_rows(Status.NO_EFFECT, section, keys) for section, keys in _NO_EFFECT.items()),
+    )
+    for key in rows
+}
+"""Every known key by its dotted name."""
+
+SECTIONS: frozenset[str] = frozenset(name[:dot] for name in KEYS for dot in range(len(name)) if name[dot] == ".")
+"""Every dotted name whose value is an object with declared keys."""
+
+GATES: dict[str, str] = {
+    section: gate
+    for section, keys in _LATER.items()
+    for gate in ("enabled", "device", "name")
+    if gate in keys and section != "activation_checkpointing"
+}
+"""Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
+
+
+def _device(value: Any) -> Any:
+    return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **{
+        f"zero_optimization.{short}": (f"zero_optimization.stage3_{long or short}", _same)
+        for short, long in {
+            **dict.fromkeys(("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), ""),
+            **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), ""),
+            **dict.fromkeys(("module_granularity_threshold", "use_all_reduce_for_fetch_params"), ""),
+            "gather_16bit_weights_on_model_save": "",
+            "gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+        }.items()
+    },
+    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _device),
+    "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param", _device),
+    "zero_optimization.mics_shard_size": (
+        "zero_optimization.shard_group_size",
+        lambda value: "all" if value == -1 and not isinstance(value, bool) else value,
+    ),
+    "zero_optimization.overlap_comm": ("overlap_comm", _same),
+    "activation_checkpointing.cpu_checkpointing": ("activation_checkpointing.cpu_offload", _same),
+    "aio.intra_op_parallelism": ("aio.thread_count", _same),
+    "bfloat16": ("bf16", _same),
+    "tensorboard": ("monitor.tensorboard", _same),
+    "wandb": ("monitor.wandb", _same),
+    "csv_monitor": ("monitor.csv", _same),
+}
+"""Old dotted name -> (current dotted name, how its value is translated)."""
+
+_COMMON: dict[str, tuple[Kind, Any]] = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
+_ADAM: dict[str, tuple[Kind, Any]] = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
+
+OPTIMIZERS: dict[str, dict[str, tuple[Kind, Any]]] = {
+    "AdamW": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
+    "Adam": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "SGD": {
+        **_COMMON,
+        "momentum": (NOT_NEGATIVE, 0.0),
+        "dampening": (number(0), 0.0),
+        "weight_decay": (NOT_NEGATIVE, 0.0),
+        "nesterov": (BOOL, False),
+    },
+}
+"""The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim)."""
+
+OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
+    ("torch_adam", "foreach", "fused", "capturable"), "there is one optimizer arithmetic, the same on every device"
+)
+"""Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
+
+OPTIMIZER_FIXED: dict[str, tuple[bool, tuple[str, ...], str]] = {
+    "amsgrad": (False, ("AdamW", "Adam"), "the maximum of past second moments is not kept"),
+    "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
+    "differentiable": (False, ("AdamW", "Adam", "SGD"), "the step writes in place"),
+}
+"""Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
+
+OPTIMIZERS_LATER: tuple[str, ...] = (
+    *("Lion", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop"),
+)
+"""Elementwise optimizers that a later version will run."""
+
+OPTIMIZERS_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of whole matrices"),
+    **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each whole parameter"),
+    "LBFGS": "it needs inner products over all parameters",
+    "SparseAdam": "it needs sparse gradients",
+    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),
+}
+"""Optimizers that cannot be stepped slice by slice -> why."""

@@ -1,0 +1,147 @@
+"""Kinds of config values. Owns: what an integer, a number, a dtype name … is, how it is parsed, described and put
+into JSON Schema, and the search for the nearest valid name. It must not know any key, torch or files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+JsonSchema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value may be. ``parse`` returns the normalised value or raises ValueError; ``words`` follow "expected"."""
+
+    words: str
+    schema: JsonSchema
+    parse: Callable[[Any], Any]
+
+
+def describe(value: object) -> str:
+    """Name a JSON value for "…, came X": its type and, where short, the value itself."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return f"the string {json.dumps(value if len(value) <= 60 else value[:60] + '…', ensure_ascii=False)}"
+    if isinstance(value, (int, float)):
+        return f"the number {value!r}" if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
+    return f"a Python {type(value).__name__}"
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return the candidate most similar to ``word``, case ignored. ``candidates`` must not be empty."""
+    low = word.lower()
+    return max(sorted(candidates), key=lambda known: difflib.SequenceMatcher(None, low, known.lower()).ratio())
+
+
+def integer(minimum: int, maximum: int | None = None) -> Kind:
+    """An integer in a closed range. 1e9 is one; 1.5 and true are not."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError
+        if isinstance(value, float) and not value.is_integer():
+            raise ValueError
+        if value < minimum or (maximum is not None and value > maximum):
+            raise ValueError
+        return int(value)
+
+    schema: JsonSchema = {"type": "integer", "minimum": minimum}
+    if maximum is None:
+        return Kind(f"an integer >= {minimum}", schema, parse)
+    return Kind(f"an integer from {minimum} to {maximum}", {**schema, "maximum": maximum}, parse)
+
+
+def number(minimum: float, *, above: bool = False, below: float | None = None) -> Kind:
+    """A finite number >= minimum (> minimum with ``above``) and, if given, < below."""
+
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
+            raise ValueError
+        if not (value > minimum if above else value >= minimum) or (below is not None and value >= below):
+            raise ValueError
+        return float(value)
+
+    words = f"a number {'>' if above else '>='} {minimum:g}" + (f" and < {below:g}" if below is not None else "")
+    schema: JsonSchema = {"type": "number", "exclusiveMinimum" if above else "minimum": minimum}
+    return Kind(words, schema if below is None else {**schema, "exclusiveMaximum": below}, parse)
+
+
+def choice(*values: str) -> Kind:
+    """One of a few strings."""
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError
+        return value
+
+    return Kind("one of " + ", ".join(f'"{value}"' for value in values), {"enum": list(values)}, parse)
+
+
+def optional(kind: Kind, meaning: str) -> Kind:
+    """``kind`` or null; ``meaning`` says what null stands for."""
+    return Kind(
+        f"{kind.words}, or null ({meaning})",
+        {"anyOf": [kind.schema, {"type": "null"}]},
+        lambda value: None if value is None else kind.parse(value),
+    )
+
+
+def _checked(words: str, schema: JsonSchema, accepts: Callable[[Any], bool]) -> Kind:
+    def parse(value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError
+        return value
+
+    return Kind(words, schema, parse)
+
+
+def _units(value: Any) -> str | tuple[str, ...]:
+    if value == "auto":
+        return "auto"
+    if not isinstance(value, (list, tuple)) or not value or len(set(map(str, value))) != len(value):
+        raise ValueError
+    return tuple(TEXT.parse(name) for name in value)
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError
+    return FRACTION.parse(value[0]), FRACTION.parse(value[1])
+
+
+BOOL = _checked("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
+TEXT = _checked(
+    "a string that is not empty",
+    {"type": "string", "minLength": 1},
+    lambda value: isinstance(value, str) and value != "",
+)
+OBJECT = _checked("an object", {"type": "object"}, lambda value: isinstance(value, Mapping))
+ANY = _checked("anything", {}, lambda value: True)
+COUNT, SIZE = integer(1), integer(0)
+POSITIVE, NOT_NEGATIVE, FRACTION = number(0, above=True), number(0), number(0, below=1)
+DTYPE = choice("fp32", "fp16", "bf16")
+BETAS = Kind(
+    "a list of two numbers, each >= 0 and < 1",
+    {"type": "array", "items": FRACTION.schema, "minItems": 2, "maxItems": 2},
+    _betas,
+)
+UNITS = Kind(
+    '"auto" or a list of different module class names, at least one',
+    {"anyOf": [{"const": "auto"}, {"type": "array", "items": TEXT.schema, "minItems": 1, "uniqueItems": True}]},
+    _units,
+)
+GROUP_SIZE = Kind(
+    'an integer >= 1, or "all"',
+    {"anyOf": [COUNT.schema, {"const": "all"}]},
+    lambda value: value if value == "all" else COUNT.parse(value),
+)

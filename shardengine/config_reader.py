@@ -1,0 +1,299 @@
+"""From a JSON tree to flat, checked values. Owns: parsing the file, the walk over the tree, the wording of problems.
+
+A `Reader` takes one tree through four passes and collects everything that is wrong instead of stopping at the first:
+
+    scan     what no key can hold: duplicates, "auto" without a source, NaN, values that are not JSON
+    rename   old names move to the current ones; messages keep the name that was written
+    visit    every key is looked up in `config_keys.KEYS`, parsed by its kind and treated by its status
+    named    optimizer and scheduler: the type and its parameters
+
+It must not know the config's dataclasses, which `config.py` builds from the result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from shardengine.config_keys import (
+    ALIASES,
+    GATES,
+    KEYS,
+    OPTIMIZER_FIXED,
+    OPTIMIZER_NO_EFFECT,
+    OPTIMIZERS,
+    OPTIMIZERS_LATER,
+    OPTIMIZERS_REFUSED,
+    SECTIONS,
+    Key,
+    Status,
+)
+from shardengine.config_kinds import describe, nearest
+from shardengine.errors import ConfigError
+
+Source = Literal["file", "default", "auto", "derived"]
+"""Where a value came from. "auto" is not produced before the integrations know a source."""
+
+_ACTIVE_SECTIONS = frozenset(
+    key.name.rpartition(".")[0] for key in KEYS.values() if key.status is Status.ACTIVE and "." in key.name
+)
+
+
+class JsonObject(dict[str, Any]):
+    """A JSON object that remembers which of its keys were written more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.duplicates = sorted({name for name in names if names.count(name) > 1})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a file into objects that know their duplicate keys. ConfigError names the path, line and column."""
+    try:
+        tree = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=JsonObject)
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror or error}", str(path)) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}", str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON that can be read: {error}", str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"expected a JSON object at the top level, came {describe(tree)}", str(path))
+    return tree
+
+
+def plain(value: Any) -> Any:
+    """Copy mappings and sequences into dicts and lists, all the way down."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Reader:
+    """One reading of one file: collects values, sources, problems and notices. Lives for one `load_config`."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, Source] = {}
+        self.failed: set[str] = set()
+        self.written: dict[str, str] = {}
+        self.present: frozenset[str] = frozenset()
+
+    def read(self, tree: dict[str, Any]) -> None:
+        """Check ``tree`` (changed in place) and fill ``values`` and ``sources`` with what is written in it."""
+        self._scan(tree, "")
+        self._rename(tree)
+        self.present = frozenset(name for name, value in tree.items() if isinstance(value, dict))
+        self._visit(tree, "")
+
+    def problem(self, name: str, text: str) -> None:
+        """Note that the key ``name`` (dotted) cannot be used; ``text`` says what was expected and what came."""
+        self.failed.add(name)
+        self.problems.append(f"{self._place(name)}: {text}")
+
+    def _place(self, name: str) -> str:
+        for new, old in self.written.items():
+            if name == new or name.startswith(new + "."):
+                return old + name[len(new) :]
+        return name or "the top level"
+
+    def _scan(self, node: Any, path: str) -> bool:
+        """Report and drop what no key can hold: duplicates, "auto", numbers that are not finite, foreign types."""
+        if isinstance(node, dict):
+            for name in node.duplicates if isinstance(node, JsonObject) else ():
+                self.problem(_join(path, name), "the key is written more than once; keep one")
+            for name in list(node):
+                if not isinstance(name, str):
+                    self.problem(path, f"expected keys that are strings, came {describe(name)}")
+                    del node[name]
+                elif not self._scan(node[name], _join(path, name)):
+                    del node[name]
+            return True
+        if isinstance(node, list):
+            usable = [self._scan(item, f"{path}[{index}]") for index, item in enumerate(node)]
+            if not all(usable):
+                self.failed.add(path)
+            return all(usable)
+        if node == "auto" and path != "zero_optimization.units":
+            key = KEYS.get(path)
+            default = None if key is None or key.status is not Status.ACTIVE else key.default
+            hint = "leave it out" if default is None else f"leave it out for the default {json.dumps(default)}"
+            self.problem(path, f'"auto" cannot be resolved, nothing here knows the value; write it, or {hint}')
+        elif isinstance(node, float) and not math.isfinite(node):
+            self.problem(path, f"expected a finite number, came {node!r}")
+        elif node is not None and not isinstance(node, (str, int, float)):
+            self.problem(path, f"expected a JSON value, came {describe(node)}")
+        else:
+            return True
+        return False
+
+    def _rename(self, tree: dict[str, Any]) -> None:
+        """Move values from old names to the current ones, in place."""
+        for old, (new, translate) in ALIASES.items():
+            section, _, leaf = old.rpartition(".")
+            holder = tree.get(section) if section else tree
+            if not isinstance(holder, dict) or leaf not in holder:
+                continue
+            value = translate(holder.pop(leaf))
+            section, _, leaf = new.rpartition(".")
+            if section and not tree.get(section):
+                tree[section] = {}
+            target = tree[section] if section else tree
+            if not isinstance(target, dict):
+                continue
+            if leaf in target:
+                self.problem(new, f"the key is written twice, also under its old name {old}; keep one")
+                continue
+            target[leaf] = value
+            self.written[new] = old
+            if new in SECTIONS or KEYS[new].status is not Status.NO_EFFECT:
+                self.notices.append(f"{old} is an old name and is read as {new}")
+
+    def _visit(self, tree: Mapping[str, Any], section: str) -> None:
+        for name, value in tree.items():
+            dotted = _join(section, name)
+            if dotted in SECTIONS:
+                self._section(dotted, value)
+            elif dotted in KEYS:
+                self._leaf(KEYS[dotted], value)
+            else:
+                self.problem(dotted, f'unknown key; the nearest valid key is "{_nearest_key(section, name)}"')
+
+    def _section(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self._visit(value, name)
+            gate = f"{name}.{GATES[name]}" if name in GATES else ""
+            if gate and gate not in self.failed and value.get(GATES[name]) not in (None, False, KEYS[gate].default):
+                self._later(name, f'"{GATES[name]}": {json.dumps(KEYS[gate].default)}')
+        elif value is None and name not in _ACTIVE_SECTIONS - {"optimizer", "scheduler"}:
+            return
+        elif value is not False or name in _ACTIVE_SECTIONS:
+            self.problem(name, f"expected an object, came {describe(value)}")
+
+    def _leaf(self, key: Key, value: Any) -> None:
+        if key.status is Status.NO_EFFECT:
+            self.notices.append(f"{self._place(key.name)} has no effect, because {key.note}")
+            return
+        if key.status is not Status.ACTIVE and (value is None or value is False):
+            return
+        try:
+            parsed = key.kind.parse(value)
+        except ValueError:
+            self.problem(key.name, f"expected {key.kind.words}, came {describe(value)}")
+            return
+        section = key.name.rpartition(".")[0]
+        if key.status is Status.ACTIVE:
+            self.values[key.name], self.sources[key.name] = parsed, "file"
+        elif key.status is Status.REFUSED:
+            if parsed != {} and not (isinstance(parsed, dict) and parsed.get("enabled") is False):
+                self.problem(key.name, f"cannot be switched on, because {key.note}; leave it out")
+        elif section not in GATES and parsed != key.default:
+            self._later(key.name, json.dumps(key.default))
+
+    def _later(self, name: str, off: str) -> None:
+        self.problem(name, f"not available yet in this version; switch it off ({off}) or leave it out")
+
+    def named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
+        """Take the type and the unchecked params of "optimizer" or "scheduler"; None where there is no usable one."""
+        self.sources.pop(f"{section}.params", None)
+        params: dict[str, Any] = self.values.pop(f"{section}.params", {})
+        name: str | None = self.values.pop(f"{section}.type", None)
+        if name is not None:
+            self.sources.update({f"{section}.params.{param}": "file" for param in params})
+            return name, params
+        if section in self.present and f"{section}.type" not in self.failed:
+            self.problem(f"{section}.type", f"the key is missing; expected a name such as {example}")
+        return None
+
+    def optimizer(self) -> tuple[str, dict[str, Any]] | None:
+        """Take the optimizer as (normalised type, every hyper-parameter of it); None where there is no usable one."""
+        read = self.named("optimizer", "AdamW")
+        if read is None:
+            return None
+        written, given = read
+        known = {name.lower(): name for name in (*OPTIMIZERS, *OPTIMIZERS_LATER, *OPTIMIZERS_REFUSED)}
+        name = known.get(written.lower())
+        if name is None:
+            close = known[nearest(written, known)]
+            text = (
+                f'unknown optimizer "{written}"; the nearest known one is "{close}", available: {", ".join(OPTIMIZERS)}'
+            )
+            self.problem("optimizer.type", text)
+        elif name in OPTIMIZERS_REFUSED:
+            text = f"{name} is not elementwise and cannot be stepped on shards: {OPTIMIZERS_REFUSED[name]}"
+            self.problem("optimizer.type", f"{text}; use one of {', '.join(OPTIMIZERS)}")
+        elif name in OPTIMIZERS_LATER:
+            self.problem("optimizer.type", f"{name} is not available yet; use one of {', '.join(OPTIMIZERS)}")
+        else:
+            return self._hyper_parameters(name, given)
+        return None
+
+    def _hyper_parameters(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        params = {param: default for param, (_, default) in OPTIMIZERS[name].items()}
+        if name in ("Adam", "AdamW"):
+            name = self._decoupled(name, given)
+        self.sources.update({f"optimizer.params.{param}": "default" for param in params if param not in given})
+        for param, value in given.items():
+            dotted = f"optimizer.params.{param}"
+            if param in params:
+                kind = OPTIMIZERS[name][param][0]
+                try:
+                    params[param] = kind.parse(value)
+                except ValueError:
+                    self.problem(dotted, f"expected {kind.words}, came {describe(value)}")
+                continue
+            self.sources.pop(dotted, None)
+            fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
+            if param in OPTIMIZER_NO_EFFECT:
+                self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
+            elif name not in owners:
+                names = (*params, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in params else []))
+                close = nearest(param, names)
+                self.problem(
+                    dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"'
+                )
+            elif value is not fixed:
+                text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
+                self.problem(dotted, text)
+        if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
+            text = "nesterov needs momentum > 0 and dampening 0"
+            self.problem(
+                "optimizer.params.nesterov", f"{text}, came {params['momentum']:g} and {params['dampening']:g}"
+            )
+        return name, params
+
+    def _decoupled(self, name: str, given: dict[str, Any]) -> str:
+        mode = given.pop("adam_w_mode", True)
+        self.sources.pop("optimizer.params.adam_w_mode", None)
+        if not isinstance(mode, bool):
+            self.problem("optimizer.params.adam_w_mode", f"expected true or false, came {describe(mode)}")
+        elif name == "AdamW" and not mode:
+            self.problem(
+                "optimizer.params.adam_w_mode", 'expected true for AdamW, came false; for L2 write type "Adam"'
+            )
+        elif name == "Adam" and not mode:
+            self.notices.append('optimizer "Adam" with "adam_w_mode": false is Adam, with weight decay as an L2 term')
+        elif name == "Adam":
+            self.notices.append('optimizer "Adam" is AdamW (decoupled weight decay) unless "adam_w_mode" is false')
+            return "AdamW"
+        return name
+
+
+def _join(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _nearest_key(section: str, name: str) -> str:
+    """The most similar key of the section, or the key of the same name in another section."""
+    elsewhere = [key for key in (*KEYS, *SECTIONS) if key.rpartition(".")[2] == name]
+    beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]
+    close = nearest(_join(section, name), beside)
+    alike = difflib.SequenceMatcher(None, name.lower(), close.rpartition(".")[2].lower()).ratio()
+    return elsewhere[0] if elsewhere and alike < 0.8 else close

@@ -1,0 +1,193 @@
+"""The parts of one engine, put together in order, and the formulas beside what is measured of them.
+
+Owns: building (analyse → agree → place → reducer → schedule → hooks) and accounting. Must not know: steps, the user's loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardengine import hooks, layout, partition, stages
+from shardengine.agreement import compare, describe, together
+from shardengine.bucket import BufferPool
+from shardengine.collectives import Collectives
+from shardengine.config import Config
+from shardengine.ddp import BufferSync, Reducer
+from shardengine.errors import UsageError
+from shardengine.layout import Layout
+from shardengine.mesh import Mesh
+from shardengine.partition import Partition
+from shardengine.schedule import Schedule
+from shardengine.unit import Unit, weight_bytes
+
+
+@dataclass
+class Guard:
+    """Whether ``module.state_dict()`` may be called: only from inside the engine where weights are sharded."""
+
+    open: bool = False
+
+
+@dataclass(frozen=True)
+class Core:
+    """Everything below the engine's surface, wired."""
+
+    stage: stages.Stage
+    mesh: Mesh
+    collectives: Collectives
+    pool: BufferPool
+    partition: Partition
+    layout: Layout
+    units: list[Unit]
+    reducer: Reducer
+    schedule: Schedule
+    buffers: BufferSync
+    guard: Guard
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def volume(self) -> stages.Volume:
+        """What travels, in fp32 elements, padding included."""
+        words = {unit.index: sum(a.layout.length * a.layout.itemsize for a in unit.arenas) / 4 for unit in self.units}
+        return stages.Volume(
+            trainable=self.layout.elements(trainable=True), root=int(words[0]), unit=int(sum(words.values()) - words[0])
+        )
+
+    def verify_parameters(self, module: nn.Module) -> None:
+        """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
+        names = self.partition.names
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if names.get(name) is not parameter:
+                raise UsageError(
+                    f"parameter {name!r} was replaced or added after initialize (rank {self.mesh.rank}): expected the "
+                    "parameters that initialize saw; change the model first, then call initialize"
+                )
+        for unit in self.units:
+            if unit.pinned:
+                continue
+            for member in unit.members:
+                if not member.is_shown(unit.state):
+                    raise UsageError(
+                        f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
+                        f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
+                        "memory that the engine does not own; call .to(), .half() and the like before initialize"
+                    )
+
+    def weight_bytes(self) -> int:
+        """Bytes that hold weights at this moment, frozen ones outside of arenas included."""
+        return weight_bytes(self.units) + sum(p.nbytes for p in self.partition.outside)
+
+    def predicted_bytes(self, state_bytes_per_element: int) -> float:
+        """The stage's formula for model state per rank, padding included."""
+        arenas = self.layout.arenas
+        frozen = sum(a.length * a.itemsize for a in arenas if not a.trainable) / 4
+        predicted = self.stage.model_state_bytes(
+            self.layout.elements(trainable=True), self.mesh.ranks, state=state_bytes_per_element, frozen=frozen
+        )
+        return predicted + sum(p.nbytes for p in self.partition.outside)
+
+    def predicted_traffic(self, micro_batches: int) -> float:
+        """The stage's formula for bytes sent per rank and step, padding included."""
+        return self.stage.bytes_sent(self.volume(), self.mesh.ranks, micro_batches=micro_batches)
+
+    def sent(self) -> Counter[str]:
+        """Bytes sent so far, by purpose."""
+        return Counter(self.collectives.sent)
+
+    def dissolve(self) -> None:
+        """Take the hooks off and give every parameter whole weights in memory of its own; collective."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.schedule.rest()
+        for unit in self.units:
+            if self.stage.moves_weights:
+                unit.gather(self.collectives)
+                unit.await_full()
+            for member in unit.members:
+                member.show(member.view.clone())
+
+
+def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]]) -> Core:
+    """Partition ``model`` as ``config`` says and attach to it. ``groups``: the optimizer's, over the model's parameters."""
+    zero = config.zero_optimization
+    stage = stages.select(
+        zero.stage,
+        reshard_after_forward=zero.stage3_reshard_after_forward,
+        gradient_accumulation=config.gradient_accumulation,
+    )
+    pool = BufferPool()
+    direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
+    collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
+
+    def analyse() -> Partition:
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights)
+
+    found = together(collectives, "looking at the model", analyse)
+    compare(collectives, _facts(model, found, config, groups))
+    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
+    units = partition.place(found, plan, collectives, shards_weights=stage.moves_weights)
+    buffers = BufferSync(model, collectives)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(mesh.device)
+    buffers.broadcast(persistent_only=False)
+    by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
+    reducer = Reducer(
+        plan,
+        [by_index[index] for index in range(len(plan.buckets))],
+        collectives,
+        pool,
+        sharded=stage.reduces_every_micro_batch,
+        gathers=stage.gathers_gradients,
+        divisor=mesh.ranks if config.gradient_allreduce_op == "mean" else 1,
+    )
+    schedule = Schedule(units, stage, collectives, reducer, zero.stage3_prefetch_bucket_size)
+    core = Core(stage, mesh, collectives, pool, found, plan, units, reducer, schedule, buffers, Guard())
+    _attach(core, model)
+    return core
+
+
+def _attach(core: Core, model: nn.Module) -> None:
+    trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
+    core.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    if not core.stage.moves_weights:
+        return
+    modules = {module: index for index, (_, module) in enumerate(core.partition.units, start=1)}
+    core.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+
+    def refuse() -> None:
+        if not core.guard.open and not all(unit.pinned for unit in core.units):
+            raise UsageError(
+                "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
+                "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
+            )
+
+    core.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+
+
+def _facts(model: nn.Module, found: Partition, config: Config, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    outside = {id(p) for p in found.outside}
+    parameters = [
+        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+        + (", outside" if id(p) in outside else "")
+        for name, p in found.names.items()
+    ]
+    buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    plan = [f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs]
+    settings = [f"{key} = {describe(value)}" for key, value in sorted(config.to_dict().items())]
+    return {
+        "config": settings,
+        "model (parameters)": parameters,
+        "model (buffers)": buffers,
+        "optimizer": options,
+        "model (units and optimizer groups)": plan,
+        "version of torch": [str(torch.__version__)],
+    }

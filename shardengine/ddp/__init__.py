@@ -1,0 +1,6 @@
+"""The bucketed data-parallel core that every stage runs on. Must not know stages by name, modules or weights."""
+
+from shardengine.ddp.buffers import BufferSync
+from shardengine.ddp.reducer import Reducer
+
+__all__ = ["BufferSync", "Reducer"]

@@ -1,0 +1,42 @@
+"""Keeps module buffers (BatchNorm statistics, …) equal to rank 0's. Must not know stages, hooks or parameters.
+
+All buffers are broadcast once at start. Persistent ones are broadcast again before the first micro-batch of every step:
+non-persistent buffers are tables that every rank computes for itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.collectives import Collectives
+
+
+class BufferSync:
+    """Broadcasts the buffers of ``module``, one flat message per dtype."""
+
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+        self._module = module
+        self._collectives = collectives
+
+    def broadcast(self, *, persistent_only: bool) -> None:
+        """Every buffer becomes rank 0's; blocks."""
+        if self._collectives.mesh.ranks == 1:
+            return
+        by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, buffer in self._buffers(persistent_only).items():
+            by_dtype.setdefault(buffer.dtype, []).append((name, buffer))
+        for named in by_dtype.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
+            self._collectives.broadcast(flat, [name for name, _ in named], "buffers")
+            with torch.no_grad():
+                for (_, buffer), part in zip(named, flat.split([b.numel() for _, b in named]), strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+    def _buffers(self, persistent_only: bool) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for prefix, module in self._module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if not (persistent_only and name in module._non_persistent_buffers_set):
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+        return found

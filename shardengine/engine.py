@@ -1,0 +1,383 @@
+"""The engine: the library's surface, wired to the parts below. Nothing is computed here.
+
+Life of one step: ``engine(batch)`` runs the module, its hooks gather and reshard units (schedule) · ``engine.backward``
+divides the loss, autograd hands each gradient to the reducer, the sweep closes the micro-batch · on the boundary
+``engine.step`` clips, steps the shards (optimizer) and gathers the stepped weights where they rest replicated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardengine import core as core_module
+from shardengine import gathered, lr_schedules
+from shardengine import mesh as mesh_module
+from shardengine.accumulation import Window
+from shardengine.bucket import Bucket
+from shardengine.collectives import Pending
+from shardengine.config import Config, load_config
+from shardengine.core import Core
+from shardengine.errors import UsageError
+from shardengine.mesh import Mesh
+from shardengine.optimizer import ShardedOptimizer, groups_for
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+
+
+def initialize(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path | Config,
+    *,
+    optimizer: _OptimizerLike = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    lr_scheduler: Any = None,
+    mesh: Mesh | None = None,
+) -> Engine:
+    """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
+
+    Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
+    (arena by arena) and takes rank 0's values; its parameters stay the user's own objects under their own names.
+
+    config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
+    has not stepped yet (class, options and groups are taken over), a function from a list of parameters to one, or None
+    (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
+    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``mesh.build``.
+
+    Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
+    MismatchError (ranks disagree; names them).
+    """
+    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh)
+
+
+class Engine:
+    """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any] | str | Path | Config,
+        optimizer: _OptimizerLike = None,
+        model_parameters: Iterable[Any] | None = None,
+        lr_scheduler: Any = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """As ``initialize``."""
+        loaded = load_config(config)
+        known = _engines.get(model)
+        if known is not None and known() is not None:
+            raise UsageError("this model already belongs to an engine: expected one engine per model; call engine.close() first")
+        self._owns_mesh = mesh is None
+        mesh = mesh or mesh_module.build(timeout_s=loaded.timeout_s)
+        self.config = loaded.resolve_batch(mesh.ranks)
+        self.module = model
+        kind, groups, defaults = groups_for(model, self.config.optimizer, optimizer, model_parameters)
+        self._core: Core = core_module.build(model, self.config, mesh, groups)
+        self.optimizer: ShardedOptimizer | None = None
+        if kind is not None:
+            core = self._core
+            self.optimizer = ShardedOptimizer(
+                kind, groups, defaults, core.layout, core.reducer, core.collectives, full=core.stage.gathers_gradients
+            )
+            self.optimizer.max_norm = self.config.gradient_clipping
+        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self.global_steps = 0
+        self.global_samples = 0
+        self._window = Window(self.gradient_accumulation_steps())
+        self._applied = False
+        self._buffers_sent = False
+        self._report = Report()
+        _engines[model] = weakref.ref(self)
+
+    # What it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._core.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._core.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._core.mesh.ranks
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches whose backward has run and that were counted, over all steps."""
+        return self._window.total
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.config.train_batch_size or 0
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu or 0
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.config.gradient_accumulation_steps or 1
+
+    def zero_optimization_stage(self) -> int:
+        """The configured stage, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._need_optimizer("get_lr()").param_groups]
+
+    # Forward and backward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; its output comes back as it is."""
+        core = self._core
+        core.verify_parameters(self.module)
+        if self.config.broadcast_buffers and self.module.training and torch.is_grad_enabled() and not self._buffers_sent:
+            if self._window.is_first:
+                core.buffers.broadcast(persistent_only=True)
+            self._buffers_sent = True
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            core.schedule.forward_failed()
+            raise
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Backward of ``loss`` (a scalar) divided by the accumulation steps; returns that scaled loss.
+
+        A window that is ended early keeps the divisor, so that every sample weighs the same.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(
+                f"backward: expected a scalar loss with a graph, came {shape}"
+                + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
+            )
+        core, window = self._core, self._window
+        window.begin_backward()
+        final = window.is_boundary and window.synchronises
+        synchronise = window.synchronises and (final or core.reducer.sharded)
+        try:
+            core.reducer.arm(synchronise=synchronise, final=final)
+        except UsageError:
+            window.backward_failed()
+            raise
+        scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
+        core.schedule.begin_backward()
+        scaled.backward()
+        core.schedule.end_backward()
+        if final and self.optimizer is not None:
+            self.optimizer.finish_gradients()
+        return scaled.detach()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
+        return self._window.no_sync()
+
+    # The step
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends the window."""
+        return self._window.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
+        self._window.set_boundary(bool(is_boundary))
+
+    def step(self, *, flush: bool = False) -> None:
+        """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
+
+        flush: end the window here, although its last backward was not on the boundary.
+        """
+        optimizer, window, core = self._need_optimizer("step()"), self._window, self._core
+        window.require_backward()
+        self._applied = False
+        if not window.synchronises:
+            raise UsageError("step() inside no_sync(): expected it after the `with` block, with a backward in between")
+        if not window.is_boundary and not flush:
+            window.count()
+            return
+        if not core.reducer.window_complete:
+            core.reducer.flush()
+            optimizer.finish_gradients()
+        self._report.observe(self._live_bytes())
+        waiting: list[Pending] = []
+
+        def publish(bucket: Bucket) -> None:
+            if core.stage.publishes_after_step:
+                names = core.layout.names_in(bucket.layout)
+                waiting.append(core.collectives.all_gather(bucket.full, names, "weights: all-gather"))
+
+        core.schedule.rest()
+        with torch.no_grad():
+            optimizer.step_buckets(publish)
+        for pending in waiting:
+            pending.wait()
+        core.reducer.release()
+        self._applied = True
+        self._buffers_sent = False
+        micro_batches = window.close()
+        self.global_steps += 1
+        self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
+        self._report.close_step(core.sent(), micro_batches)
+        if self.lr_scheduler is not None:
+            optimizer.mark_stepped(self.lr_scheduler)
+            self.lr_scheduler.step()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights."""
+        return self._applied
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the window; it starts anew."""
+        self._core.reducer.release()
+        self._window.restart()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the complete gradient before clipping, of the last finished window; None before the first."""
+        norm = None if self.optimizer is None else self.optimizer.norm
+        return None if norm is None else norm.item()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
+        optimizer = self._need_optimizer("clip_grad_norm_()")
+        if not self._core.reducer.window_complete or optimizer.norm is None:
+            raise UsageError("clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then")
+        optimizer.clip_next_step(float(max_norm))
+        return optimizer.norm.item()
+
+    # Whole parameters
+
+    @contextmanager
+    def full_params(self, names: Iterable[str] | None = None, *, writable: bool = False) -> Iterator[None]:
+        """Parameters (all, or the units that hold ``names``) are whole inside the ``with``; collective.
+
+        writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes are lost where weights are sharded.
+        """
+        with gathered.full_params(self._core, names, writable=writable):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
+        return gathered.full_state_dict(self._core, self.module)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the whole model to ``directory`` as safetensors, with ``save_pretrained`` where it has one; collective."""
+        gathered.save_pretrained(self._core, self.module, directory)
+
+    # Mode, accounting, end
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module into evaluation mode."""
+        return self.train(False)
+
+    def memory(self) -> dict[str, float]:
+        """Bytes of model state per rank: the stage's formula beside what is measured.
+
+        ``measured_model_state_bytes`` is taken before each update, when gradients are complete and weights at rest.
+        ``live_*`` are at this moment; ``buffer_bytes`` is the pool's (transient gradient and receive buffers).
+        """
+        states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
+        return {
+            "predicted_model_state_bytes": self._core.predicted_bytes(states),
+            "measured_model_state_bytes": self._report.model_state_bytes or self._live_bytes(),
+            "live_weight_bytes": self._core.weight_bytes(),
+            "live_gradient_bytes": self._core.reducer.gradient_bytes(),
+            "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes(),
+            "buffer_bytes": self._core.pool.allocated_bytes,
+        }
+
+    def traffic(self) -> dict[str, Any]:
+        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose."""
+        return {
+            "formula_bytes_per_step": self._core.predicted_traffic(self._report.micro_batches or self._window.size),
+            "measured_bytes_last_step": self._report.data_bytes(),
+            "by_purpose_last_step": dict(self._report.last_step),
+            "by_purpose_total": dict(self._core.sent()),
+        }
+
+    def close(self) -> None:
+        """Detach: hooks go, parameters become whole and the user's own again, own process groups end; collective."""
+        if _engines.get(self.module) is None:
+            return
+        self._core.dissolve()
+        if self._owns_mesh:
+            self._core.mesh.destroy()
+        _engines.pop(self.module, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(f"Engine has no attribute {name!r}")
+        return getattr(self.__dict__["module"], name)
+
+    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the engine owns where and in which dtype the weights live."""
+        raise UsageError(
+            "the engine cannot be moved or cast after initialize, its buckets hold the weights: call .to(), .half(), "
+            ".cuda() and the like on the model before initialize"
+        )
+
+    half = float = double = bfloat16 = cuda = cpu = to
+
+    def _live_bytes(self) -> int:
+        states = 0 if self.optimizer is None else self.optimizer.state_bytes()
+        return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
+
+    def _need_optimizer(self, call: str) -> ShardedOptimizer:
+        if self.optimizer is None:
+            raise UsageError(
+                f"{call} needs an optimizer and this engine has none: pass optimizer= to shardengine.initialize, or put "
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config'
+            )
+        return self.optimizer
+
+    def _make_scheduler(self, given: Any) -> Any:
+        if given is None and self.config.scheduler is None:
+            return None
+        optimizer = self._need_optimizer("a learning-rate scheduler")
+        if given is None and self.config.scheduler is not None:
+            return lr_schedules.build(self.config.scheduler, optimizer)
+        return given if isinstance(given, torch.optim.lr_scheduler.LRScheduler) else given(optimizer)
+
+
+class Report:
+    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
+
+    _DATA = ("gradients: ", "weights: ")
+
+    def __init__(self) -> None:
+        self.model_state_bytes = 0
+        self.micro_batches = 0
+        self.last_step: Counter[str] = Counter()
+        self._before: Counter[str] = Counter()
+
+    def observe(self, live_bytes: int) -> None:
+        """Model state at rest, with complete gradients."""
+        self.model_state_bytes = live_bytes
+
+    def close_step(self, sent: Counter[str], micro_batches: int) -> None:
+        """A step ended; ``sent``: all bytes so far, by purpose."""
+        self.last_step = sent - self._before
+        self._before, self.micro_batches = sent, micro_batches
+
+    def data_bytes(self) -> int:
+        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
+        return sum(count for purpose, count in self.last_step.items() if purpose.startswith(self._DATA))

@@ -1,0 +1,44 @@
+"""The exception tree. Owns: every exception class of the library. Knows nothing else.
+
+    ShardEngineError                 catch this to catch all of them
+    ├── ConfigError  (ValueError)    the JSON config is wrong; lists every problem of the file at once
+    ├── UsageError   (RuntimeError)  the library was called in a way it cannot serve (model, optimizer, order of calls)
+    ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
+    ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
+    └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
+
+A message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ShardEngineError(Exception):
+    """Base class of every exception that shardengine raises on purpose."""
+
+
+class ConfigError(ShardEngineError, ValueError):
+    """The JSON config cannot be used. ``problems`` holds one sentence per problem found."""
+
+    def __init__(self, problems: list[str] | str, source: str = "config") -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.source = source
+        count = len(self.problems)
+        head = f"{source}: {count} problem{'s' if count != 1 else ''}"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class UsageError(ShardEngineError, RuntimeError):
+    """The library was called in a way that it cannot serve; the message says what to do instead."""
+
+
+class MismatchError(ShardEngineError, RuntimeError):
+    """Ranks disagree about the model, the config or the order of collectives."""
+
+
+class CommunicationError(ShardEngineError, RuntimeError):
+    """A collective failed or timed out."""
+
+
+class InternalError(ShardEngineError, AssertionError):
+    """An invariant of the library broke. This is a bug in shardengine, not in the caller's code."""

@@ -1,0 +1,146 @@
+"""Whole parameters for the user: ``full_params``, the full state dict, Hugging Face directories on disk.
+
+Must not know: steps, gradients, the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.agreement import compare, together
+from shardengine.config_kinds import nearest
+from shardengine.core import Core
+from shardengine.errors import UsageError
+from shardengine.unit import Unit
+
+
+@contextmanager
+def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
+    """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
+    chosen = None if names is None else [names] if isinstance(names, str) else list(names)
+    compare(core.collectives, {"list of names given to full_params": chosen or ["all"], "writable": [str(writable)]})
+    units = _units_of(core, chosen)
+    pinned = [unit for unit in units if core.stage.moves_weights and not unit.pinned]
+    for unit in pinned:
+        unit.pin(core.collectives)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            if writable:
+                _broadcast_outside(core, chosen)
+            for unit in pinned:
+                unit.unpin(core.collectives, writable=writable)
+            for unit in units if writable and not core.stage.moves_weights else ():
+                for arena in unit.arenas:
+                    for bucket in arena.buckets:
+                        core.collectives.broadcast(bucket.full, core.layout.names_in(bucket.layout), "full_params")
+
+
+def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
+    """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
+    values: dict[int, Tensor] = {}
+    for unit in core.units:
+        for member_tensors in _stream(core, unit):
+            values.update(member_tensors)
+    if core.mesh.rank != 0:
+        return {}
+    core.guard.open = True
+    try:
+        shown = module.state_dict(keep_vars=True)
+    finally:
+        core.guard.open = False
+    copies: dict[int, Any] = {}
+    for value in shown.values():
+        if isinstance(value, Tensor) and id(value) not in copies:
+            copies[id(value)] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
+    return {name: copies.get(id(value), value) for name, value in shown.items()}
+
+
+def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> None:
+    """Write ``module`` with whole weights into ``directory`` (safetensors) on rank 0; collective.
+
+    Written beside it first and moved in when complete: a failure leaves an existing directory as it was, and raises on
+    every rank.
+    """
+    state = full_state_dict(core, module)
+    target = Path(directory)
+
+    def write() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _write(module, state, work)
+            target.mkdir(exist_ok=True)
+            for path in work.iterdir():
+                os.replace(path, target / path.name)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    together(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
+
+
+def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
+    save = getattr(module, "save_pretrained", None)  # Hugging Face models have it, plain modules do not
+    if save is not None:
+        save(directory, state_dict=state)
+        return
+    from safetensors.torch import save_file
+
+    first_name: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and first_name.setdefault(value.data_ptr(), name) != name and value.numel():
+            tied[name] = first_name[value.data_ptr()]
+    tensors = {n: v.contiguous() for n, v in state.items() if isinstance(v, Tensor) and n not in tied}
+    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt", "tied": json.dumps(tied)})
+
+
+def _units_of(core: Core, names: list[str] | None) -> list[Unit]:
+    if names is None:
+        return core.units
+    known = core.partition.names
+    for name in names:
+        if name not in known:
+            raise UsageError(f"full_params: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}")
+    wanted = {id(known[name]) for name in names}
+    return [unit for unit in core.units if any(id(member.parameter) in wanted for member in unit.members)]
+
+
+def _broadcast_outside(core: Core, names: list[str] | None) -> None:
+    wanted = None if names is None else {id(core.partition.names[name]) for name in names}
+    for parameter in core.partition.outside:
+        if wanted is None or id(parameter) in wanted:
+            core.collectives.broadcast(parameter.data, ["frozen parameters"], "full_params")
+
+
+def _stream(core: Core, unit: Unit) -> Iterator[dict[int, Tensor]]:
+    """Whole parameters of ``unit`` on rank 0's CPU, id(parameter) → tensor, gathered one bucket at a time."""
+    keep = core.mesh.rank == 0
+    parameters = {member.index: member.parameter for member in unit.members}
+    whole: dict[int, Tensor] = {}
+    for arena in unit.arenas:
+        for bucket in arena.buckets:
+            full = bucket.full
+            if core.stage.moves_weights:
+                full = core.pool.take(bucket.layout.length, arena.dtype, arena.device)
+                bucket.own_slice(full).copy_(bucket.shard)
+                core.collectives.all_gather(full, core.layout.names_in(bucket.layout), "state_dict").wait()
+            for piece in core.layout.pieces(bucket.layout) if keep else ():
+                spec = core.layout.parameters[piece.parameter]
+                flat = whole.setdefault(piece.parameter, torch.empty(spec.numel, dtype=arena.dtype))
+                start = piece.start - bucket.layout.start
+                flat[piece.offset : piece.offset + piece.end - piece.start].copy_(full[start : start + piece.end - piece.start])
+            if core.stage.moves_weights:
+                core.pool.give(full)
+    yield {id(parameters[index]): flat.view(core.layout.parameters[index].shape) for index, flat in whole.items()}

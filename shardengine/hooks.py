@@ -1,0 +1,124 @@
+"""Every hook registration of the library. Each hook's body is one call into the schedule.
+
+Must not know: buckets, collectives, the optimizer.
+
+[Note: Backward hooks] Backward is observed on autograd nodes (``Node.register_prehook``), not on tensors or modules:
+module full-backward hooks miss dict outputs and forbid in-place operations on outputs, tensor hooks miss an in-place
+operation on a view of an output. The node that produced an output runs before any other node of its unit, and the node
+that produced an input runs after all of them: autograd runs ready nodes latest-created first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardengine.schedule import Schedule
+
+_calls = itertools.count(1)
+
+
+def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
+    """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it."""
+
+    def hook_for(index: int) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                schedule.gradient_ready(index, gradient)
+
+        return ready
+
+    return [parameter.register_post_accumulate_grad_hook(hook_for(index)) for index, parameter in parameters]
+
+
+def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
+    """Call ``refuse`` when somebody asks ``module`` itself for a state dict."""
+    return [module.register_state_dict_pre_hook(lambda _module, _prefix, _keep: refuse())]
+
+
+def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
+    """Announce the forwards of ``units`` (module → index) and of every module around them, and their backwards."""
+    handles: list[RemovableHandle] = []
+    inside = {id(child) for unit in units for child in unit.modules() if child is not unit}
+    for module in root.modules():
+        if id(module) in inside:
+            continue
+        handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
+        if module in units:
+            announce = _UnitHooks(schedule, units[module])
+            handles.append(module.register_forward_pre_hook(announce.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(announce.after))
+        handles.append(module.register_forward_hook(_leave(schedule)))
+    return handles
+
+
+def _enter(schedule: Schedule) -> Callable[..., None]:
+    return lambda module, _args: schedule.enter(module, torch.is_grad_enabled())
+
+
+def _leave(schedule: Schedule) -> Callable[..., None]:
+    return lambda module, _args, output: schedule.leave(module, list(tensors_in(output)))
+
+
+class _UnitHooks:
+    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last."""
+
+    def __init__(self, schedule: Schedule, index: int) -> None:
+        self._schedule = schedule
+        self._index = index
+        self._open: list[tuple[int, bool]] = []
+
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._schedule.before_forward(self._index)
+        if not torch.is_grad_enabled():
+            return
+        call = next(_calls)
+        differentiable = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        self._open.append((call, bool(differentiable)))
+        nodes = {node for t in differentiable if (node := t.grad_fn) is not None}
+        if nodes and all(t.grad_fn is not None for t in differentiable):
+            waiting = set(nodes)
+            for node in nodes:
+                node.register_prehook(self._left(call, waiting, node))
+
+    def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        grad = torch.is_grad_enabled()
+        outputs = list(tensors_in(output))
+        keep = False
+        if grad:
+            call, differentiable = self._open.pop() if self._open else (next(_calls), True)
+            nodes = {t.grad_fn for t in outputs if t.grad_fn is not None}
+            for node in nodes:
+                node.register_prehook(lambda _grads: self._schedule.backward_reached(self._index, call))
+            keep = not nodes and (differentiable or self._schedule.trains(self._index))
+        self._schedule.after_forward(self._index, grad, keep, outputs)
+
+    def _left(self, call: int, waiting: set[Any], node: Any) -> Callable[[Any], None]:
+        def left(_grads: Any) -> None:
+            waiting.discard(node)
+            if not waiting:
+                self._schedule.backward_left(self._index, call)
+
+        return left
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses; other objects are not looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

@@ -1,0 +1,257 @@
+"""Which parameter lies where. Owns every offset, every padding and every rank slice; integers only.
+
+Must not know: devices, tensors, process groups. Everything else asks here instead of computing an offset.
+
+    arena   one flat storage per unit and bucket key (dtype, trainable)
+    bucket  a range of an arena that is communicated together; its length is a multiple of ranks * alignment
+    slot    the place of one parameter in its arena
+    slice   rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
+
+Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elements (alignment 16):
+
+    arena    0               16              32              48              64
+             |a a a a a a a a|a a a a . . . .|b b b b b b b .|. . . . . . . .|
+    slots    a: [0, 20) padded to 32          b: [32, 39) padded to 48
+    buckets  bucket 0: [0, 32)                bucket 1: [32, 64)
+    slices   rank 0: [0, 16)  rank 1: [16,32) rank 0: [32,48) rank 1: [48, 64)
+
+[Note: Alignment] Every parameter, slice and bucket starts at a multiple of 64 bytes and of 16 elements. Fused CPU
+optimizer kernels and small matrix products give other bits in their scalar tails and at other offsets, so alignment is
+what makes results independent of the layout. Padding is zero, belongs to the layout, and is counted in every formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardengine.errors import InternalError
+
+ALIGN_BYTES = 64
+ALIGN_ELEMENTS = 16
+FIRST_BUCKET_ELEMENTS = 262_144
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the layout needs to know of one parameter. ``names``: all names of a tied parameter, first registered first.
+
+    group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    trainable: bool
+    group: int
+    unit: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements (1 for a 0-dim parameter)."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def name(self) -> str:
+        """The first registered name."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements [start, start + numel) of an arena belong to ``parameter``; up to ``padded_end`` is its padding."""
+
+    parameter: int
+    start: int
+    numel: int
+    padded_end: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Elements [start, end) of arena ``arena``. ``index`` numbers the trainable buckets in launch order, -1: frozen."""
+
+    index: int
+    arena: int
+    start: int
+    end: int
+    ranks: int
+
+    @property
+    def length(self) -> int:
+        """Elements, padding included."""
+        return self.end - self.start
+
+    @property
+    def slice_length(self) -> int:
+        """Elements of one rank's slice."""
+        return self.length // self.ranks
+
+    def slice_interval(self, rank: int) -> tuple[int, int]:
+        """Arena coordinates of ``rank``'s slice."""
+        first = self.start + rank * self.slice_length
+        return first, first + self.slice_length
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets."""
+
+    index: int
+    unit: int
+    dtype: str
+    itemsize: int
+    trainable: bool
+    slots: tuple[Slot, ...]
+    buckets: tuple[BucketLayout, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements, padding included."""
+        return self.buckets[-1].end
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The intervals that hold padding."""
+        ends = [slot.end for slot in self.slots]
+        starts = [slot.start for slot in self.slots[1:]] + [self.length]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, end) of an arena, all of one parameter, starting at its element ``offset``."""
+
+    parameter: int
+    start: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a model: arenas in launch order of their buckets, and the trainable buckets by index."""
+
+    parameters: tuple[ParameterSpec, ...]
+    arenas: tuple[ArenaLayout, ...]
+    ranks: int
+
+    @cached_property
+    def buckets(self) -> tuple[BucketLayout, ...]:
+        """The trainable buckets; ``buckets[i].index == i``."""
+        return tuple(bucket for arena in self.arenas for bucket in arena.buckets if bucket.index >= 0)
+
+    def names_in(self, bucket: BucketLayout) -> tuple[str, ...]:
+        """Names of the parameters that overlap ``bucket``."""
+        return tuple(self.parameters[piece.parameter].name for piece in self.pieces(bucket))
+
+    def pieces(self, bucket: BucketLayout) -> Iterator[Piece]:
+        """The parts of parameters in ``bucket``, without padding, in order."""
+        for slot in self.arenas[bucket.arena].slots:
+            start, end = max(slot.start, bucket.start), min(slot.end, bucket.end)
+            if start < end:
+                yield Piece(slot.parameter, start, end, start - slot.start)
+
+    def segments(
+        self, bucket: BucketLayout, interval: tuple[int, int], label: Callable[[int], Hashable | None]
+    ) -> list[tuple[Hashable, int, int]]:
+        """``interval`` (arena coordinates) cut where ``label(parameter)`` changes; None is left out.
+
+        Neighbours with equal labels are merged across their padding, so a whole bucket of one optimizer group is one
+        segment. Starts and ends are multiples of the alignment ([Note: Alignment]), padding rides with its parameter.
+        """
+        found: list[tuple[Hashable, int, int]] = []
+        for slot in self.arenas[bucket.arena].slots:
+            start, end = max(slot.start, interval[0]), min(slot.padded_end, interval[1])
+            key = label(slot.parameter) if start < end else None
+            if key is None:
+                continue
+            if found and found[-1][0] == key and found[-1][2] == start:
+                found[-1] = (key, found[-1][1], end)
+            else:
+                found.append((key, start, end))
+        return found
+
+    def elements(self, *, trainable: bool | None = None, unit: int | None = None, blocks: bool = False) -> int:
+        """Elements with padding of the arenas that match; ``blocks``: every unit but the root."""
+        return sum(
+            arena.length
+            for arena in self.arenas
+            if (trainable is None or arena.trainable is trainable)
+            and (unit is None or arena.unit == unit)
+            and (not blocks or arena.unit != 0)
+        )
+
+
+def alignment(itemsize: int) -> int:
+    """Elements of ``itemsize`` bytes to which everything is aligned."""
+    return max(ALIGN_ELEMENTS, -(-ALIGN_BYTES // itemsize))
+
+
+def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layout:
+    """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
+
+    The cap is a true cap, but never below one aligned slice per rank. Arenas come in the order in which backward is
+    expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
+    """
+    arenas: list[ArenaLayout] = []
+    next_bucket = 0
+    units = sorted({spec.unit for spec in specs}, reverse=True)
+    for unit in units:
+        members = [i for i, spec in enumerate(specs) if spec.unit == unit]
+        keys = dict.fromkeys((specs[i].dtype, specs[i].itemsize, specs[i].trainable) for i in members)
+        for dtype, itemsize, trainable in keys:
+            chosen = [i for i in members if (specs[i].dtype, specs[i].trainable) == (dtype, trainable)]
+            align = alignment(itemsize)
+            slots = _place(specs, chosen[::-1], align, bucket_elements)
+            buckets: list[BucketLayout] = []
+            for start, end in _cut(slots[-1].padded_end, ranks * align, bucket_elements):
+                buckets.append(BucketLayout(next_bucket if trainable else -1, len(arenas), start, end, ranks))
+                next_bucket += trainable
+            arenas.append(ArenaLayout(len(arenas), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets)))
+    return Layout(tuple(specs), tuple(arenas), ranks)
+
+
+def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elements: int) -> list[Slot]:
+    """Slots in ``order``; among parameters that fill about one bucket, those of one optimizer group lie together."""
+    slots: list[Slot] = []
+    chunk: list[int] = []
+    filled, cursor = 0, 0
+    for position, index in enumerate(order):
+        chunk.append(index)
+        filled += specs[index].numel
+        if filled < bucket_elements and position + 1 < len(order):
+            continue
+        for member in sorted(chunk, key=lambda i: specs[i].group):
+            numel = specs[member].numel
+            padded_end = cursor + -(-numel // align) * align
+            slots.append(Slot(member, cursor, numel, padded_end))
+            cursor = padded_end
+        chunk, filled = [], 0
+    if cursor == 0:
+        raise InternalError(f"parameters without elements cannot be laid out alone: {[specs[i].name for i in order]}")
+    return slots
+
+
+def _cut(length: int, quantum: int, cap: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, length) at multiples of ``quantum``, no longer than ``cap``, the first one short to start early.
+
+    The last bucket is rounded up to ``quantum``.
+    """
+    cap = max(cap // quantum, 1) * quantum
+    first = min(cap, max(FIRST_BUCKET_ELEMENTS // quantum, 1) * quantum)
+    start, size = 0, first
+    while start < length:
+        end = min(start + size, -(-length // quantum) * quantum)
+        yield start, end
+        start, size = end, cap

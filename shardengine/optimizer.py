@@ -1,0 +1,274 @@
+"""The step: norm, clipping and the update of this rank's shards, with the user's own ``param_groups``.
+
+Owns: master weights' optimizer state, step counts per parameter, which parameters are stepped.
+Must not know: hooks, modules, how gradients came to be complete.
+
+The three phases of a step, repeated as comments below:
+  1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
+  2. update   per bucket: the segments of one group and step count in one kernel call; clipping is folded in
+  3. publish  the caller gathers each stepped bucket where weights rest replicated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.bucket import Bucket
+from shardengine.collectives import Collectives
+from shardengine.config import OptimizerConfig
+from shardengine.ddp.reducer import GradientBucket, Reducer
+from shardengine.errors import UsageError
+from shardengine.kernels import adam_step, clip_divisor, norm_from_squares, sgd_step, sum_of_squares
+from shardengine.layout import Layout
+
+STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+_REFUSED_OPTIONS = ("amsgrad", "differentiable")
+_Label = tuple[int, int]
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none."""
+    kinds: dict[type, str] = {torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD"}
+    kind = kinds.get(type(optimizer))
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if kind is None:
+        raise UsageError(
+            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD; shards of flat buckets are stepped elementwise, "
+            "and other elementwise optimizers are not available yet (optimizers that look at whole matrices, such as "
+            "Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
+        )
+    if optimizer.state:
+        raise UsageError(
+            f"optimizer {name} has already taken steps: expected a new one, because its state would be lost; "
+            "pass it to shardengine.initialize before its first step"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise UsageError(f"optimizer {name}: option {option}=True in group {index} is not available; set it to False")
+        if kind == "Adam" and group.get("decoupled_weight_decay"):
+            kind = "AdamW"
+    return kind
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps this rank's shards. ``param_groups`` are the given groups themselves (the same dicts, the user's parameters),
+    so a learning-rate scheduler made for either optimizer works.
+
+    full: whether this rank steps whole buckets (state replicated) instead of its slices.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        layout: Layout,
+        reducer: Reducer,
+        collectives: Collectives,
+        *,
+        full: bool,
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.kind = kind
+        self.norm: Tensor | None = None
+        self.touched: frozenset[int] = frozenset()
+        self.max_norm = 0.0
+        self._next_max_norm: float | None = None
+        self._layout = layout
+        self._reducer = reducer
+        self._collectives = collectives
+        self._full = full
+        self.steps = [0] * len(layout.parameters)
+        self.bucket_states = [self._new_state(bucket) for bucket in reducer.buckets]
+        self._segments: tuple[Any, list[list[tuple[Any, int, int]]]] = (None, [])
+
+    def _new_state(self, state: GradientBucket) -> dict[str, Tensor]:
+        names = STATE_NAMES[self.kind]
+        if self.kind == "SGD" and not any(group["momentum"] for group in self.param_groups):
+            names = ()
+        weight = self._weight(state.bucket)
+        return {name: torch.zeros_like(weight) for name in names}
+
+    def _weight(self, bucket: Bucket) -> Tensor:
+        return bucket.full if self._full else bucket.shard
+
+    def finish_gradients(self) -> None:
+        """Phase 1. The window's gradients are complete: exchange the norm and which parameters were used; collective."""
+        device = self._reducer.buckets[0].bucket.full.device
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for state in self._reducer.buckets:
+            if state.complete is not None:
+                interval = state.bucket.layout.slice_interval(state.bucket.rank)
+                for _, start, end in self._layout.segments(state.bucket.layout, interval, self._counted):
+                    squares += sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
+        flags = torch.zeros(len(self._layout.parameters), dtype=torch.bool)
+        flags[list(self._reducer.used)] = True
+        payload = torch.cat([squares.cpu().view(1).view(torch.uint8), _pack(flags)])
+        rows = self._collectives.exchange(payload)
+        self.norm = norm_from_squares(rows[:, :8].flatten().clone().view(torch.float64))
+        used = torch.stack([_unpack(row[8:], len(flags)) for row in rows]).any(dim=0)
+        self.touched = frozenset(used.nonzero().view(-1).tolist())
+
+    def step_buckets(self, publish: Callable[[Bucket], None]) -> None:
+        """Phases 2 and 3: step bucket after bucket in layout order; ``publish`` is called as soon as one is stepped."""
+        # 2. update
+        divisor, self._next_max_norm = self._divisor(), None
+        for parameter in self.touched:
+            self.steps[parameter] += 1
+        for state, segments in zip(self._reducer.buckets, self._current_segments(), strict=True):
+            for (group, step), tensors in self._by_label(state, segments):
+                if self.kind == "SGD":
+                    sgd_step(tensors, self.param_groups[group], step, divisor)
+                else:
+                    adam_step(tensors, self.param_groups[group], step, divisor, decoupled=self.kind == "AdamW")
+            # 3. publish
+            publish(state.bucket)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Only the engine knows when gradients are complete: ``UsageError`` unless called by ``engine.step()``."""
+        raise UsageError("engine.optimizer.step() cannot be called alone: call engine.step(), which clips, steps and publishes")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the window's gradients."""
+        self._reducer.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
+        raise UsageError("engine.optimizer.state_dict() is not available yet: optimizer state is sharded over the ranks")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not available yet, as ``state_dict``."""
+        raise UsageError("engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks")
+
+    @property
+    def state_bytes_per_element(self) -> int:
+        """fp32 bytes of optimizer state per element."""
+        return 4 * max((len(tensors) for tensors in self.bucket_states), default=0)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        return sum(tensor.nbytes for tensors in self.bucket_states for tensor in tensors.values())
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Clip the coming step to ``max_norm``; later ones to the configured value again."""
+        self._next_max_norm = max_norm
+
+    def mark_stepped(self, scheduler: Any) -> None:
+        """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
+        scheduler.optimizer._opt_called = True
+
+    def parameter_state(self) -> Iterator[tuple[int, str, int, Tensor]]:
+        """What this rank holds: (parameter, "weight" or state name, first element, values) per piece."""
+        for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True):
+            layout = state.bucket.layout
+            first, last = (layout.start, layout.end) if self._full else layout.slice_interval(state.bucket.rank)
+            for piece in self._layout.pieces(layout):
+                start, end = max(piece.start, first), min(piece.end, last)
+                for name, flat in {"weight": self._weight(state.bucket), **tensors}.items() if start < end else ():
+                    yield piece.parameter, name, piece.offset + start - piece.start, flat[start - first : end - first]
+
+    def _counted(self, parameter: int) -> int | None:
+        """Label for the norm: parameters that some optimizer group steps."""
+        return 0 if self._layout.parameters[parameter].group >= 0 else None
+
+    def _divisor(self) -> Tensor | None:
+        max_norm = self.max_norm if self._next_max_norm is None else self._next_max_norm
+        if not max_norm or self.norm is None:
+            return None
+        return clip_divisor(self.norm, max_norm).to(self._reducer.buckets[0].bucket.full.device)
+
+    def _label(self, parameter: int) -> _Label | None:
+        group = self._layout.parameters[parameter].group
+        return (group, self.steps[parameter]) if group >= 0 and parameter in self.touched else None
+
+    def _current_segments(self) -> list[list[tuple[Any, int, int]]]:
+        """Segments per bucket in coordinates of the stepped tensor. Labels change every step, cuts almost never."""
+        labels = [self._label(parameter) for parameter in range(len(self._layout.parameters))]
+        base = min((label[1] for label in labels if label is not None), default=0)
+        pattern = [None if label is None else (label[0], label[1] - base) for label in labels]
+        if self._segments[0] != pattern:
+            self._segments = (pattern, [self._cut(state.bucket, pattern) for state in self._reducer.buckets])
+        return [
+            [((group, lag + base), start, end) for (group, lag), start, end in segments] for segments in self._segments[1]
+        ]
+
+    def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> list[tuple[Any, int, int]]:
+        layout = bucket.layout
+        interval = (layout.start, layout.end) if self._full else layout.slice_interval(bucket.rank)
+        found = self._layout.segments(layout, interval, pattern.__getitem__)
+        return [(label, start - interval[0], end - interval[0]) for label, start, end in found]
+
+    def _by_label(
+        self, state: GradientBucket, segments: list[tuple[Any, int, int]]
+    ) -> Iterator[tuple[_Label, dict[str, list[Tensor]]]]:
+        """The tensors of each (group, step) of one bucket, ready for a kernel."""
+        gradient = state.whole if self._full else state.complete
+        if gradient is None:
+            return
+        index = state.bucket.layout.index
+        flats = {"weight": self._weight(state.bucket), "gradient": gradient, **self.bucket_states[index]}
+        for label in dict.fromkeys(label for label, _, _ in segments):
+            cuts = [(start, end) for other, start, end in segments if other == label]
+            tensors = {name: [flat[start:end] for start, end in cuts] for name, flat in flats.items()}
+            if self.kind == "SGD" and not self.param_groups[label[0]]["momentum"]:
+                tensors.pop("momentum_buffer", None)
+            yield label, tensors
+
+
+def groups_for(
+    model: nn.Module, config: OptimizerConfig | None, given: Any, model_parameters: Iterable[Any] | None
+) -> tuple[str | None, list[dict[str, Any]], dict[str, Any]]:
+    """(kind, groups, defaults) of the optimizer that ``initialize`` was given, in any of its forms; (None, [], {}): none.
+
+    given: an optimizer, a function from a list of parameters to one, or None (from ``config``).
+    """
+    chosen = list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if isinstance(given, torch.optim.Optimizer):
+        if model_parameters is not None:
+            raise UsageError("initialize: expected optimizer= or model_parameters=, came both; the optimizer has its own groups")
+        optimizer = given
+    elif not chosen and (given is not None or config is not None):
+        raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
+    elif given is not None:
+        optimizer = given(chosen)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
+    elif config is not None:
+        optimizer = _FROM_CONFIG[config.type](chosen, **config.params)
+    else:
+        return None, [], {}
+    _check_owned(model, optimizer.param_groups)
+    return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
+
+
+_FROM_CONFIG: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+}
+
+def _check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    owned = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in owned:
+                raise UsageError(
+                    f"optimizer group {number}, parameter {position} (shape {tuple(parameter.shape)}) is not a parameter of "
+                    "the model: expected an optimizer over model.parameters(), made after the model's last change"
+                )
+
+
+def _pack(flags: Tensor) -> Tensor:
+    """Booleans → bits, eight to a byte."""
+    padded = torch.cat([flags, flags.new_zeros(-len(flags) % 8)]).view(-1, 8).to(torch.uint8)
+    return (padded << torch.arange(8, dtype=torch.uint8)).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, count: int) -> Tensor:
+    """Bits → booleans."""
+    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1)[:count].bool()

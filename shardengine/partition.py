@@ -1,0 +1,164 @@
+"""From a module to units: which modules are units, which parameter belongs to which, and moving them into arenas.
+
+Must not know: hooks, the optimizer's arithmetic, the order in which units run.
+
+[Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, repeated blocks are
+units: the classes that the config names, else those of Hugging Face's ``_no_split_modules``, else the children of
+ModuleLists with two or more children of one class. The outermost match wins. A parameter that is used in two units, or
+inside and outside of one, belongs to the root, which is gathered whenever anything runs. Parameters without elements,
+and frozen ones where weights rest replicated, stay outside of the arenas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardengine.bucket import Arena
+from shardengine.collectives import Collectives
+from shardengine.config_kinds import nearest
+from shardengine.errors import UsageError
+from shardengine.layout import Layout, ParameterSpec
+from shardengine.unit import Member, Unit
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a model consists of, before anything is moved.
+
+    names: every parameter name → parameter (tied ones several times) · inside: parameters that live in arenas, in
+    registration order, ``specs`` beside them · outside: the others · units: unit modules with their names, without root.
+    """
+
+    names: dict[str, nn.Parameter]
+    inside: list[nn.Parameter]
+    specs: list[ParameterSpec]
+    outside: list[nn.Parameter]
+    units: list[tuple[str, nn.Module]]
+
+
+def analyse(
+    model: nn.Module, setting: str | tuple[str, ...], group_of: dict[int, int], *, shards_weights: bool
+) -> Partition:
+    """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    all_names: dict[int, list[str]] = {}
+    for name, parameter in names.items():
+        all_names.setdefault(id(parameter), []).append(name)
+    parameters = list(model.parameters())
+    _check(parameters, all_names)
+    units = find_units(model, setting) if shards_weights else []
+    units, unit_of = _assign(model, units)
+    inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
+    specs = [
+        ParameterSpec(
+            names=tuple(all_names[id(p)]),
+            shape=tuple(p.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            itemsize=p.element_size(),
+            trainable=p.requires_grad,
+            group=group_of.get(id(p), -1) if p.requires_grad else -1,
+            unit=unit_of.get(id(p), 0),
+        )
+        for p in inside
+    ]
+    chosen = {id(p) for p in inside}
+    return Partition(names, inside, specs, [p for p in parameters if id(p) not in chosen], units)
+
+
+def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The unit modules with their names, outermost first match, in registration order ([Note: Units])."""
+    classes = set(setting) if not isinstance(setting, str) else _no_split_classes(model)
+    present = {type(module).__name__ for module in model.modules()}
+    if not isinstance(setting, str) and (missing := sorted(classes - present)):
+        raise UsageError(
+            f"zero_optimization.units names {', '.join(missing)}, but the model has no module of that class; "
+            f"the nearest one that it has is {nearest(missing[0], present)}"
+        )
+    found: dict[str, nn.Module] = {}
+    repeated = set() if classes & present else _repeated_children(model)
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inner and (type(module).__name__ in classes or id(module) in repeated):
+            found[name] = module
+    return list(found.items())
+
+
+def _no_split_classes(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for module in model.modules():
+        found.update(getattr(module, "_no_split_modules", None) or ())
+    return found
+
+
+def _repeated_children(model: nn.Module) -> set[int]:
+    chosen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            counts = Counter(type(child) for child in module)
+            chosen.update(id(child) for child in module if counts[type(child)] > 1)
+    return chosen
+
+
+def _assign(
+    model: nn.Module, units: list[tuple[str, nn.Module]]
+) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+    """Units that own parameters, and id(parameter) → 1-based unit for those used in exactly one unit."""
+    owners: dict[int, set[int]] = {}
+    covered = {id(child): number for number, (_, unit) in enumerate(units) for child in unit.modules()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(covered.get(id(module), -1))
+    single = {key: next(iter(where)) for key, where in owners.items() if len(where) == 1 and -1 not in where}
+    kept = sorted(set(single.values()))
+    renumber = {old: new for new, old in enumerate(kept, start=1)}
+    return [units[old] for old in kept], {key: renumber[old] for key, old in single.items()}
+
+
+def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]]) -> None:
+    for parameter in parameters:
+        name = names[id(parameter)][0]
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "
+                "(from_pretrained, or to_empty and an initialisation)"
+            )
+        if parameter.requires_grad and parameter.dtype is not torch.float32:
+            raise UsageError(
+                f"parameter {name!r} is {parameter.dtype}: expected trainable parameters in torch.float32, mixed "
+                "precision is not available yet; use model.float(), or freeze it"
+            )
+
+
+def place(partition: Partition, layout: Layout, collectives: Collectives, *, shards_weights: bool) -> list[Unit]:
+    """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units."""
+    mesh = collectives.mesh
+    with torch.no_grad():
+        for parameter in partition.outside:
+            moved = parameter.data.to(mesh.device).contiguous()
+            collectives.broadcast(moved, ["frozen parameters"], "start")
+            parameter.data = moved
+        named = [("the root", None), *partition.units]
+        units = []
+        for index, (name, _) in enumerate(named):
+            arenas, members = [], []
+            for arena_layout in (a for a in layout.arenas if a.unit == index):
+                shapes = [layout.parameters[slot.parameter].shape for slot in arena_layout.slots]
+                arena = Arena(arena_layout, shapes, getattr(torch, arena_layout.dtype), mesh.device, mesh.rank)
+                for number, slot in enumerate(arena_layout.slots):
+                    member = Member(slot.parameter, partition.inside[slot.parameter], arena, number)
+                    member.view.copy_(member.parameter)
+                    member.show(member.view)
+                    members.append(member)
+                for bucket in arena.buckets:
+                    collectives.broadcast(bucket.full, layout.names_in(bucket.layout), "start")
+                arenas.append(arena)
+            unit = Unit(index, name, arenas, members, layout)
+            if shards_weights:
+                unit.detach_shards()
+            units.append(unit)
+    return units

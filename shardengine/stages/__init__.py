@@ -1,0 +1,44 @@
+"""The stages: one frozen record each, and the one place where a stage's number is looked at.
+
+    stage   weights after forward   weights after backward   gradients between micro-batches   master weights + state
+    0       R                       R                        P                                 R
+    1       R                       R                        P                                 S
+    2       R                       R                        S                                 S
+    3k      R                       S                        S                                 S
+    3       S                       S                        S                                 S
+
+From row to row exactly one letter falls to S. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardengine.errors import ConfigError
+from shardengine.placement import Placement
+from shardengine.stages.stage import Stage, Volume
+from shardengine.stages.stage0 import STAGE0
+from shardengine.stages.stage1 import STAGE1
+from shardengine.stages.stage2 import STAGE2
+from shardengine.stages.stage3 import STAGE3
+from shardengine.stages.stage3_keep import STAGE3_KEEP
+
+STAGES = {stage.name: stage for stage in (STAGE0, STAGE1, STAGE2, STAGE3_KEEP, STAGE3)}
+
+_GRADIENT_LETTER = {"full": Placement.PARTIAL, "sharded": Placement.SHARDED}
+
+
+def select(number: int, *, reshard_after_forward: bool = True, gradient_accumulation: str | None = None) -> Stage:
+    """The record for the config's ``zero_optimization.stage``, with the third letter overridden where asked.
+
+    gradient_accumulation: "full" | "sharded" | None (the stage's own letter).
+    """
+    name = str(number) if number != 3 or reshard_after_forward else STAGE3_KEEP.name
+    if name not in STAGES:
+        raise ConfigError(f"zero_optimization.stage: expected one of 0, 1, 2, 3, got {number!r}")
+    if gradient_accumulation is None:
+        return STAGES[name]
+    return replace(STAGES[name], gradients=_GRADIENT_LETTER[gradient_accumulation])
+
+
+__all__ = ["STAGES", "Stage", "Volume", "select"]

@@ -1,0 +1,95 @@
+"""The record that *is* a stage: four placements, and what follows from them.
+
+Owns the ``Stage`` record and its formulas (memory, bytes on the wire). Knows no torch, no bucket, no stage by number:
+everything here is derived from the letters, so that a new row of the table is a new record and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardengine.placement import Operation, Placement, operation, wire_fraction
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Elements that travel in one step. Padding is counted: it is part of every bucket.
+
+    trainable: elements with a gradient · unit: elements in units (blocks), frozen ones included ·
+    root: elements of the root unit, frozen ones included.
+    """
+
+    trainable: int
+    unit: int = 0
+    root: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the stage table: where weights, gradients and optimizer state rest.
+
+    ``state`` stands for master weights and optimizer state together. ``gradients`` is where a gradient rests between
+    two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the reverse).
+    """
+
+    name: str
+    weights_after_forward: Placement
+    weights_after_backward: Placement
+    gradients: Placement
+    state: Placement
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights rest sharded, so that units are gathered for compute."""
+        return self.weights_after_backward is Placement.SHARDED
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether a unit gives its weights back between its forward and its backward."""
+        return self.weights_after_forward is Placement.SHARDED
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether each micro-batch's gradients are reduced at once (the letter S) or kept full-size (P)."""
+        return self.gradients is Placement.SHARDED
+
+    @property
+    def gathers_gradients(self) -> bool:
+        """Whether the complete gradient is gathered, because every rank steps all of the weights."""
+        return self.state is Placement.REPLICATED
+
+    @property
+    def publishes_after_step(self) -> bool:
+        """Whether stepped shards are gathered into resting full weights after the step."""
+        return operation(self.state, self.weights_after_backward) is Operation.ALL_GATHER
+
+    def model_state_bytes(
+        self, trainable: float, ranks: int, *, weight: float = 4, gradient: float = 4, state: float = 8, frozen: float = 0
+    ) -> float:
+        """Bytes of model state per rank at rest.
+
+        trainable, frozen: elements · weight, gradient, state: bytes per element. In fp32 training the master weight
+        *is* the weight (4 + 4 + 8 for Adam); in mixed precision 2 + 2 + 12. Source: ZeRO, arXiv 1910.02054, section 5.
+        """
+        weights = (trainable + frozen) * weight * self.weights_after_backward.fraction(ranks)
+        gradients = trainable * gradient * self.gradients.fraction(ranks)
+        return weights + gradients + trainable * state * self.state.fraction(ranks)
+
+    def bytes_sent(
+        self, volume: Volume, ranks: int, *, micro_batches: int = 1, weight: float = 4, gradient: float = 4
+    ) -> float:
+        """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
+
+        Control traffic (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
+        """
+        reductions = micro_batches if self.reduces_every_micro_batch else 1
+        sent = gradient * volume.trainable * reductions * wire_fraction(Operation.REDUCE_SCATTER, ranks)
+        gather = wire_fraction(Operation.ALL_GATHER, ranks)
+        if self.gathers_gradients:
+            sent += gradient * volume.trainable * gather
+        if self.publishes_after_step:
+            sent += weight * volume.trainable * gather
+        if self.moves_weights:
+            passes = 2 if self.reshards_after_forward else 1
+            sent += weight * (passes * volume.unit + volume.root) * micro_batches * gather
+        return sent

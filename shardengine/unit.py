@@ -1,0 +1,179 @@
+"""The buckets of one module, gathered and resharded together. Owns the state machine of a unit's weights.
+
+Must not know: hooks, the optimizer, the order in which units run.
+
+    SHARDED ──gather()──▶ GATHERING ──await_full()──▶ FULL ──reshard()──▶ SHARDED
+
+A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
+(bucket.poison): right shape, NaN. While it is pinned (``full_params``) they are views of a storage of its own that only
+the pin owns, whatever the state of the arenas.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardengine.bucket import Arena
+from shardengine.collectives import Collectives, Pending
+from shardengine.errors import InternalError
+from shardengine.layout import Layout
+
+
+class Weights(enum.Enum):
+    """Where a unit's weights are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+_LEGAL = {(Weights.SHARDED, Weights.GATHERING), (Weights.GATHERING, Weights.FULL), (Weights.FULL, Weights.SHARDED)}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of a unit: the user's object, its index in the layout, its arena and slot."""
+
+    index: int
+    parameter: nn.Parameter
+    arena: Arena
+    slot: int
+
+    def show(self, tensor: Tensor) -> None:
+        """Let the user's parameter show ``tensor``."""
+        self.parameter.data = tensor
+
+    @property
+    def view(self) -> Tensor:
+        """Its view of the arena."""
+        return self.arena.views[self.slot]
+
+    def is_shown(self, state: Weights) -> bool:
+        """Whether the user's parameter shows what ``show`` gave it last, with the unit in ``state``."""
+        expected = self.view if state is Weights.FULL else self.arena.poisons[self.slot]
+        return self.parameter.data_ptr() == expected.data_ptr() and self.parameter.dtype is expected.dtype
+
+
+class Unit:
+    """One module's arenas. ``index`` 0 is the root: everything that is in no block."""
+
+    def __init__(self, index: int, name: str, arenas: list[Arena], members: list[Member], layout: Layout) -> None:
+        self.index = index
+        self.name = name
+        self.arenas = arenas
+        self.members = members
+        self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
+        self.names = {arena.layout.index: [layout.names_in(b.layout) for b in arena.buckets] for arena in arenas}
+        self.state = Weights.FULL
+        self._pending: list[Pending] = []
+        self._pins: list[Tensor] | None = None
+
+    @property
+    def elements(self) -> int:
+        """Elements of all arenas, padding included."""
+        return sum(arena.layout.length for arena in self.arenas)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some parameter gets no gradient."""
+        return len(self.trainable) < len(self.members)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether ``full_params`` holds this unit."""
+        return self._pins is not None
+
+    def detach_shards(self) -> None:
+        """Once, at start: from FULL, give shards their own memory and rest sharded."""
+        for arena in self.arenas:
+            for bucket in arena.buckets:
+                bucket.detach_shard()
+        self.reshard()
+
+    def gather(self, collectives: Collectives) -> None:
+        """SHARDED → GATHERING: start the all-gather of every bucket."""
+        self._move(Weights.GATHERING)
+        for arena in self.arenas:
+            arena.allocate()
+            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+                bucket.load_shard()
+                self._pending.append(collectives.all_gather(bucket.full, names, "weights: all-gather"))
+
+    def await_full(self) -> None:
+        """GATHERING → FULL: wait, and show the weights to the user's parameters."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self._move(Weights.FULL)
+        if not self.pinned:
+            for member in self.members:
+                member.show(member.view)
+
+    def reshard(self, *, abandon: bool = False) -> None:
+        """FULL → SHARDED: free the full weights. ``abandon``: views of them live on outside (bucket.Arena.release)."""
+        self._move(Weights.SHARDED)
+        if not self.pinned:
+            for member in self.members:
+                member.show(member.arena.poisons[member.slot])
+        for arena in self.arenas:
+            arena.release(abandon=abandon)
+
+    def publish(self, collectives: Collectives) -> list[Pending]:
+        """Resting replicated with sharded masters: start gathering the stepped slices of the trainable buckets."""
+        return [
+            collectives.all_gather(bucket.full, names, "weights: all-gather")
+            for arena in self.arenas
+            if arena.layout.trainable
+            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True)
+        ]
+
+    def pin(self, collectives: Collectives) -> None:
+        """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the arenas."""
+        pins = []
+        for arena in self.arenas:
+            fresh = arena.flat.new_empty(arena.layout.length)
+            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+                part = fresh[bucket.layout.start : bucket.layout.end]
+                bucket.own_slice(part).copy_(bucket.shard)
+                collectives.all_gather(part, names, "full_params").wait()
+            pins.append(fresh)
+        self._pins = pins
+        by_arena = {arena.layout.index: fresh for arena, fresh in zip(self.arenas, pins, strict=True)}
+        for member in self.members:
+            slot = member.arena.layout.slots[member.slot]
+            fresh = by_arena[member.arena.layout.index]
+            member.show(fresh[slot.start : slot.end].view(member.arena.shapes[member.slot]))
+
+    def unpin(self, collectives: Collectives, *, writable: bool) -> None:
+        """End ``pin``; with ``writable`` rank 0's contents become everybody's weights."""
+        pins, self._pins = self._pins or [], None
+        for arena, fresh in zip(self.arenas, pins, strict=True) if writable else ():
+            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+                part = fresh[bucket.layout.start : bucket.layout.end]
+                collectives.broadcast(part, names, "full_params")
+                bucket.shard.copy_(bucket.own_slice(part))
+                if self.state is Weights.FULL:
+                    bucket.full.copy_(part)
+        for member in self.members:
+            full = self.state is Weights.FULL
+            member.show(member.view if full else member.arena.poisons[member.slot])
+
+    def owns_storage(self, keys: Collection[int]) -> bool:
+        """Whether one of the storages with identity ``keys`` is an arena of this unit."""
+        return any(arena.storage_key in keys for arena in self.arenas)
+
+    def _move(self, target: Weights) -> None:
+        if (self.state, target) not in _LEGAL:
+            raise InternalError(f"unit {self.name!r}: illegal move from {self.state.name} to {target.name}")
+        self.state = target
+
+
+def weight_bytes(units: Sequence[Unit]) -> int:
+    """Bytes that hold weights at this moment: arenas, separate shards and pins."""
+    arenas = [arena for unit in units for arena in unit.arenas]
+    shards = sum(bucket.shard.nbytes for arena in arenas for bucket in arena.buckets if bucket.separate)
+    return shards + sum(arena.storage_bytes for arena in arenas)

@@ -1,0 +1,375 @@
+"""Reading a config: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardengine.config import Config, OptimizerConfig, load_config
+from shardengine.errors import ConfigError
+
+BATCH = {"train_micro_batch_size_per_gpu": 2}
+
+
+def load(**keys: Any) -> Config:
+    return load_config({**BATCH, **keys})
+
+
+def problems(source: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return caught.value.problems
+
+
+def problem(**keys: Any) -> str:
+    found = problems({**BATCH, **keys})
+    assert len(found) == 1, found
+    return found[0]
+
+
+def adamw(kind: str = "AdamW", **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": params}
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(
+    ("written", "place", "close"),
+    [
+        ({"gradient_cliping": 1.0}, "gradient_cliping", "gradient_clipping"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "zero_optimization"),
+        ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge", "zero_optimization.stage"),
+        ({"fp16": {"enable": True}}, "fp16.enable", "fp16.enabled"),
+        ({"stage": 2}, "stage", "zero_optimization.stage"),
+        ({"ZERO_OPTIMIZATION": {}}, "ZERO_OPTIMIZATION", "zero_optimization"),
+        ({"optimizer": adamw(weight_decy=0.1)}, "optimizer.params.weight_decy", "optimizer.params.weight_decay"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_key(written: Any, place: str, close: str) -> None:
+    message = problem(**written)
+    assert message.startswith(f"{place}: unknown ")
+    assert f'nearest valid key is "{close}"' in message
+
+
+def test_a_known_key_without_meaning_is_accepted_and_said_once() -> None:
+    config = load(zero_optimization={"contiguous_gradients": True, "sub_group_size": 1e9})
+    for name in ("contiguous_gradients", "sub_group_size"):
+        said = [line for line in config.notices if line.startswith(f"zero_optimization.{name} has no effect, because ")]
+        assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"fp16": {"enabled": False, "loss_scale": 0}},
+        {"fp16": {"enabled": False, "initial_scale_power": 20}},
+        {"fp16": None, "optimizer": None, "scheduler": None},
+        {"bf16": {"enabled": None}},
+        {"fp16": {"loss_scale": 128}},
+        {"torch_autocast": False},
+        {"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}}},
+        {"zero_optimization": {"offload_param": None, "shard_group_size": "all", "zero_hpz_partition_size": 1}},
+        {"zero_optimization": {"cpu_offload": False, "mics_shard_size": -1, "zero_quantized_weights": False}},
+        {"data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": None}},
+        {"communication_data_type": None, "static_graph": False, "overlap_param_gather": False},
+        {"tensorboard": {"enabled": False, "output_path": "logs"}, "wandb": {"enabled": False}},
+        {"activation_checkpointing": {"cpu_checkpointing": False}},
+        {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1}},
+        {"comm_hook": {"name": "none"}, "comms_logger": {"enabled": False, "verbose": True}},
+        {"flops_profiler": {"enabled": False, "profile_step": 1}, "amp": {"enabled": False}, "elasticity": None},
+        {"checkpoint": {"async_save": False, "keep_last": None}, "wall_clock_breakdown": False},
+    ],
+)
+def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None:
+    assert load(**off) == load()
+
+
+@pytest.mark.parametrize(
+    ("on", "place"),
+    [
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),
+        ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
+        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
+        ({"communication_data_type": "bf16"}, "communication_data_type"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
+        ({"comm_hook": {"name": "powersgd"}}, "comm_hook"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard"),
+        ({"activation_checkpointing": {"enabled": True}}, "activation_checkpointing.enabled"),
+        ({"aio": {"queue_depth": 32}}, "aio.queue_depth"),
+        ({"checkpoint": {"keep_last": 3}}, "checkpoint.keep_last"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+    ],
+)
+def test_a_later_feature_that_is_switched_on_is_not_available_yet(on: dict[str, Any], place: str) -> None:
+    message = problem(**on)
+    assert message.startswith(f"{place}: not available yet")
+    assert "switch it off" in message
+
+
+def test_a_feature_of_other_engines_that_is_switched_on_is_refused_with_the_reason() -> None:
+    message = problem(sparse_gradients=True)
+    assert message == (
+        "sparse_gradients: cannot be switched on, because gradients are reduced as dense buckets; leave it out"
+    )
+
+
+def test_old_names_map_to_the_current_ones() -> None:
+    config = load(zero_optimization={"prefetch_bucket_size": 7, "overlap_comm": False, "max_live_parameters": 1})
+    assert config.zero_optimization.stage3_prefetch_bucket_size == 7
+    assert config.overlap_comm is False
+    assert "zero_optimization.overlap_comm is an old name and is read as overlap_comm" in config.notices
+    assert [line for line in config.notices if line.startswith("zero_optimization.max_live_parameters has no effect")]
+
+
+def test_a_key_under_its_old_and_its_new_name_is_refused() -> None:
+    message = problem(overlap_comm=True, zero_optimization={"overlap_comm": True})
+    assert (
+        message
+        == "overlap_comm: the key is written twice, also under its old name zero_optimization.overlap_comm; keep one"
+    )
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "came"),
+    [
+        ({"seed": 1.5}, "an integer from 0", "the number 1.5"),
+        ({"seed": True}, "an integer", "true"),
+        ({"seed": -1}, "an integer from 0", "the number -1"),
+        ({"steps_per_print": "10"}, "an integer >= 0", 'the string "10"'),
+        ({"gradient_clipping": -0.5}, "a number >= 0", "the number -0.5"),
+        ({"gradient_clipping": False}, "a number >= 0", "false"),
+        ({"timeout_s": 0}, "a number > 0", "the number 0"),
+        ({"overlap_comm": 1}, "true or false", "the number 1"),
+        ({"gradient_allreduce_op": "max"}, 'one of "mean", "sum"', 'the string "max"'),
+        ({"gradient_accumulation": 2}, 'one of "full", "sharded", or null', "the number 2"),
+        ({"zero_optimization": {"stage": 4}}, "an integer from 0 to 3", "the number 4"),
+        ({"zero_optimization": {"stage": None}}, "an integer from 0 to 3", "null"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "an integer >= 1", "the number 0"),
+        ({"zero_optimization": {"units": []}}, '"auto" or a list', "a list of 0"),
+        ({"zero_optimization": {"units": ["Block", "Block"]}}, '"auto" or a list', "a list of 2"),
+        ({"zero_optimization": {"units": "Block"}}, '"auto" or a list', 'the string "Block"'),
+        ({"zero_optimization": True}, "an object", "true"),
+        ({"zero_optimization": None}, "an object", "null"),
+        ({"optimizer": False}, "an object", "false"),
+        ({"fp16": 0}, "an object", "the number 0"),
+        ({"optimizer": "AdamW"}, "an object", 'the string "AdamW"'),
+        ({"scheduler": {"type": "", "params": {}}}, "a string that is not empty", 'the string ""'),
+        ({"fp16": {"enabled": "yes"}}, "true or false", 'the string "yes"'),
+        ({"seed": 10**400}, "an integer from 0", "a huge number"),
+        ({"gradient_clipping": 10**400}, "a number >= 0", "a huge number"),
+        ({"seed": {1, 2}}, "a JSON value", "a Python set"),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected_and_what_came(written: Any, expected: str, came: str) -> None:
+    message = problem(**written)
+    assert f": expected {expected}" in message
+    assert message.endswith(f", came {came}")
+
+
+def test_1e9_is_an_integer() -> None:
+    value = load(zero_optimization={"reduce_bucket_size": 1e9}).zero_optimization.reduce_bucket_size
+    assert value == 10**9
+    assert isinstance(value, int)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"train_batch_size": 8, "gradient_clipping": {value}}}')
+    assert "gradient_clipping: expected a finite number" in problems(path)[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "zero_optimization.reduce_bucket_size"),
+        (
+            {"zero_optimization": {"stage3_param_persistence_threshold": "auto"}},
+            "zero_optimization.stage3_param_persistence_threshold",
+        ),
+        ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
+        ({"optimizer": adamw(lr="auto")}, "optimizer.params.lr"),
+        ({"optimizer": {"type": "auto"}}, "optimizer.type"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, "scheduler.params.warmup_max_lr"),
+        ({"train_batch_size": "auto"}, "train_batch_size"),
+    ],
+)
+def test_auto_without_a_source_is_refused_by_name(written: dict[str, Any], place: str) -> None:
+    assert problem(**written).startswith(f'{place}: "auto" cannot be resolved')
+
+
+def test_auto_is_a_value_of_units() -> None:
+    assert load(zero_optimization={"units": "auto"}).zero_optimization.units == "auto"
+
+
+def test_units_are_class_names() -> None:
+    assert load(zero_optimization={"units": ["Block", "Head"]}).zero_optimization.units == ("Block", "Head")
+
+
+def test_all_problems_are_reported_together() -> None:
+    found = problems({"gradient_cliping": 1, "seed": 1.5, "fp16": {"enabled": True}, "zero_optimization": {"stage": 9}})
+    assert [line.partition(":")[0] for line in found[:4]] == [
+        "gradient_cliping",
+        "seed",
+        "fp16",
+        "zero_optimization.stage",
+    ]
+    assert "batch size is missing" in found[4]
+    assert len(found) == 5
+
+
+# --- files and mappings
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_file_is_read_by_its_path(tmp_path: Path, kind: type) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BATCH, "zero_optimization": {"stage": 3}}))
+    assert load_config(kind(path)).zero_optimization.stage == 3
+
+
+def test_duplicate_json_keys_are_refused_with_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1, "stage": 2}}')
+    assert problems(path) == ["zero_optimization.stage: the key is written more than once; keep one"]
+
+
+def test_a_file_that_is_not_json_names_path_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{\n  "train_batch_size": 8,\n}')
+    with pytest.raises(ConfigError, match=r"config\.json.*\n.*not JSON: .* at line 3, column 1"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"[1]", "expected a JSON object at the top level, came a list of 1"),
+        (b"\xff\xfe{", "not JSON that can be read"),
+        (b"[" * 200_000, "not JSON that can be read"),
+        (b"", "not JSON"),
+    ],
+)
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert problems(path)[0].startswith(expected)
+
+
+def test_a_missing_file_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.json: 1 problem\n  - the file cannot be read: No such file"):
+        load_config(tmp_path / "nothing.json")
+
+
+def test_a_mapping_is_not_changed() -> None:
+    source = {**BATCH, "zero_optimization": {"cpu_offload": False}, "optimizer": adamw("Adam", adam_w_mode=True)}
+    before = copy.deepcopy(source)
+    load_config(source)
+    assert source == before
+
+
+def test_another_type_of_source_is_refused() -> None:
+    assert problems(3) == ["expected a path to a JSON file, a mapping or a Config, came the number 3"]
+
+
+# --- optimizer and scheduler
+
+
+def optimizer_of(**written: Any) -> OptimizerConfig:
+    found = load(optimizer=written).optimizer
+    assert found is not None
+    return found
+
+
+def test_optimizer_parameters_are_complete_and_typed() -> None:
+    found = optimizer_of(type="adamw", params={"lr": 1, "betas": [0.8, 0.95]})
+    assert found.type == "AdamW"
+    assert found.params == {"lr": 1.0, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
+
+
+def test_adam_means_adamw_and_says_so() -> None:
+    config = load(optimizer=adamw("Adam"))
+    assert config.optimizer is not None
+    assert (config.optimizer.type, config.optimizer.params["weight_decay"]) == ("AdamW", 0.0)
+    assert [line for line in config.notices if line.startswith('optimizer "Adam" is AdamW')]
+
+
+def test_adam_without_adam_w_mode_is_adam_and_stays_so() -> None:
+    config = load(optimizer=adamw("adam", adam_w_mode=False))
+    assert config.optimizer is not None
+    assert config.optimizer.type == "Adam"
+    assert "adam_w_mode" not in config.optimizer.params
+    assert [line for line in config.notices if "is Adam, with weight decay as an L2 term" in line]
+    assert load_config(config.to_dict()).optimizer == config.optimizer
+
+
+def test_adamw_with_adam_w_mode_false_is_refused() -> None:
+    assert problem(optimizer=adamw(adam_w_mode=False)).startswith("optimizer.params.adam_w_mode: expected true")
+
+
+@pytest.mark.parametrize("name", ["torch_adam", "foreach", "fused", "capturable"])
+def test_implementation_choices_of_optimizers_have_no_effect(name: str) -> None:
+    config = load(optimizer={"type": "AdamW", "params": {name: True}})
+    assert config.optimizer is not None
+    assert name not in config.optimizer.params
+    assert [line for line in config.notices if line.startswith(f"optimizer.params.{name} has no effect, because")]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lr": -1}, "lr: expected a number >= 0, came the number -1"),
+        ({"betas": [0.9, 1.0]}, "betas: expected a list of two numbers, each >= 0 and < 1, came a list of 2"),
+        ({"betas": 0.9}, "betas: expected a list of two numbers, each >= 0 and < 1, came the number 0.9"),
+        ({"eps": "1e-8"}, 'eps: expected a number >= 0, came the string "1e-8"'),
+        ({"amsgrad": True}, "amsgrad: expected false, came true; nothing else is supported"),
+        ({"bias_correction": False}, "bias_correction: expected true, came false; nothing else is supported"),
+        ({"momentum": 0.9}, "momentum: unknown parameter of AdamW"),
+        ({"adam_w_mode": 1}, "adam_w_mode: expected true or false, came the number 1"),
+    ],
+)
+def test_wrong_optimizer_parameters_are_refused(params: dict[str, Any], message: str) -> None:
+    assert problem(optimizer=adamw(**params)).startswith(f"optimizer.params.{message}")
+
+
+def test_supported_values_of_fixed_parameters_are_dropped() -> None:
+    plain = optimizer_of(type="AdamW")
+    assert optimizer_of(type="AdamW", params={"amsgrad": False, "bias_correction": True}) == plain
+
+
+def test_nesterov_needs_momentum() -> None:
+    assert "nesterov needs momentum > 0" in problem(optimizer=adamw("SGD", nesterov=True))
+    assert optimizer_of(type="SGD", params={"nesterov": True, "momentum": 0.9}).params["nesterov"] is True
+
+
+@pytest.mark.parametrize("name", ["Lion", "Adagrad", "rmsprop"])
+def test_other_elementwise_optimizers_are_not_available_yet(name: str) -> None:
+    assert "not available yet; use one of AdamW, Adam, SGD" in problem(optimizer=adamw(name))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "lbfgs", "Shampoo", "Muon", "Lamb"])
+def test_non_elementwise_optimizers_are_refused(name: str) -> None:
+    assert "is not elementwise and cannot be stepped on shards" in problem(optimizer=adamw(name))
+
+
+def test_an_unknown_optimizer_gets_the_nearest_name() -> None:
+    assert 'unknown optimizer "AdmW"; the nearest known one is "AdamW"' in problem(optimizer=adamw("AdmW"))
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_missing_type_is_refused(section: str) -> None:
+    assert problem(**{section: {"params": {}}}).startswith(f"{section}.type: the key is missing")

@@ -1,0 +1,255 @@
+"""The source keeps its own rules, and each rule can fail: every checker is fed a small bad source."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import source_rules as rules
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = rules.package_sources(ROOT)
+MODULES = frozenset(rules.module_of(path) for path in SOURCES)
+KNOWN = MODULES | {"shardengine.engine", "shardengine.errors", "shardengine.bucket", "shardengine.stages.record"}
+
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh"}
+TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", "run"}
+TEXT_FOLDERS = ("shardengine", "tests", "benchmarks", "configs", "docs", "examples", ".ci", ".github")
+OPTIONAL_IMPORTS = ("triton", "transformers", "tokenizers", "matplotlib", "tqdm", "accelerate", "cpuinfo")
+
+
+def tracked_texts() -> Iterator[Path]:
+    """Every text file of the project: those at the top, and all below the folders that belong to it."""
+    candidates = [*ROOT.iterdir(), *(file for name in TEXT_FOLDERS for file in (ROOT / name).rglob("*"))]
+    for file in sorted(candidates):
+        if file.is_file() and (file.suffix in TEXT_SUFFIXES or file.name in TEXT_NAMES):
+            yield file
+
+
+def report(found: list[str]) -> None:
+    """Fail with all violations at once."""
+    assert not found, "\n".join(["", *found])
+
+
+def test_imports_go_down() -> None:
+    report([text for path, source in SOURCES.items() for text in rules.import_order(path, source, MODULES)])
+
+
+def test_no_import_cycles() -> None:
+    report(rules.import_cycles(SOURCES))
+
+
+FILE_RULES = (
+    rules.distributed_operations,
+    rules.hook_registrations,
+    rules.stage_comparisons,
+    rules.budgets,
+    rules.documentation,
+)
+
+
+@pytest.mark.parametrize("rule", FILE_RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps(rule) -> None:
+    report([text for path, source in SOURCES.items() for text in rule(path, source)])
+
+
+def test_tests_and_benchmarks_keep_the_line_budget() -> None:
+    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    lines = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    report([f"{file}: {count} lines" for file, count in lines.items() if count > rules.MAX_FILE_LINES])
+
+
+def test_no_machine_paths_and_no_open_ends() -> None:
+    files = list(tracked_texts())
+    assert ROOT / "pyproject.toml" in files and ROOT / "tests" / "test_source_rules.py" in files
+    found = [
+        text
+        for file in files
+        for text in rules.forbidden_text(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
+    ]
+    report(found)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level names in sys.modules after ``statement`` in a fresh process."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_shardengine_loads_no_optional_package() -> None:
+    extra = loaded_by("import torch, shardengine") - loaded_by("import torch")
+    assert "shardengine" in extra
+    assert not extra.intersection(OPTIONAL_IMPORTS)
+
+
+def test_loaded_by_sees_an_optional_import() -> None:
+    assert "cpuinfo" in loaded_by("import cpuinfo") - loaded_by("pass")
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("layout.py", "from shardengine.bucket import Bucket", "layout imports bucket"),
+        ("layout.py", "from shardengine import bucket", "layout imports bucket"),
+        ("layout.py", "import shardengine.bucket as b", "layout imports bucket"),
+        ("layout.py", "from .bucket import Bucket", "layout imports bucket"),
+        ("stages/record.py", "from ..bucket import Bucket", "stages imports bucket"),
+        ("ddp/reducer.py", "from shardengine import initialize", "ddp imports __init__"),
+        ("ddp/reducer.py", "from ..engine import Engine", "ddp imports engine"),
+        ("errors.py", "import shardengine.placement", "errors imports placement"),
+        ("unit.py", "def f():\n    from shardengine.bucket import Bucket", "inside a function"),
+        ("unit.py", "from shardengine.helpers import x", "not in IMPORT_ORDER"),
+        ("helpers.py", "x = 1", "not in IMPORT_ORDER"),
+    ],
+)
+def test_import_order_can_fail(path: str, source: str, complaint: str) -> None:
+    found = rules.import_order(path, source, KNOWN)
+    assert len(found) == 1 and complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("unit.py", "import torch\nfrom shardengine.bucket import Bucket\nfrom shardengine import errors"),
+        ("stages/zero.py", "from shardengine.stages.record import Stage"),
+        ("stages/__init__.py", "from .record import Stage"),
+        ("cli.py", "def main():\n    from shardengine.engine import initialize"),
+        ("app/loop.py", "import shardengine"),
+    ],
+)
+def test_import_order_allows_what_goes_down(path: str, source: str) -> None:
+    assert rules.import_order(path, source, KNOWN) == []
+
+
+def test_import_cycles_can_fail() -> None:
+    found = rules.import_cycles({"ddp/a.py": "from shardengine.ddp import b", "ddp/b.py": "import shardengine.ddp.a"})
+    assert found == ["import cycle: shardengine.ddp.a → shardengine.ddp.b → shardengine.ddp.a"]
+    assert rules.import_cycles({"ddp/a.py": "from shardengine.ddp import b", "ddp/b.py": ""}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("unit.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("unit.py", "from torch import distributed as d\nd.all_to_all_single(x, y)"),
+        ("unit.py", "import torch\ntorch.distributed.broadcast(x, 0)"),
+        ("unit.py", "from torch.distributed import all_gather_into_tensor as f"),
+        ("unit.py", "from torch.distributed.distributed_c10d import reduce_scatter_tensor"),
+        ("unit.py", "import torch.distributed as dist\ngetattr(dist, name)(x)"),
+        ("unit.py", "import torch.distributed as dist\ndist.barrier()"),
+        ("engine.py", "import torch.distributed as dist\ndist.new_group([0])"),
+        ("mesh.py", "import torch.distributed as dist\ndist.all_gather_object(a, b)"),
+        ("collectives.py", "import torch.distributed as dist\ndist.new_group([0])"),
+    ],
+)
+def test_distributed_operations_can_fail(path: str, source: str) -> None:
+    assert len(rules.distributed_operations(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("collectives.py", "import torch.distributed as dist\ndist.all_to_all_single(x, y)"),
+        ("mesh.py", "import torch.distributed as dist\ndist.new_group([0])\ndist.init_process_group('gloo')"),
+        ("engine.py", "import torch.distributed as dist\ndist.is_initialized()"),
+        ("unit.py", "'''calls all_reduce'''\ncollectives.all_reduce(x)"),
+    ],
+)
+def test_distributed_operations_allows(path: str, source: str) -> None:
+    assert rules.distributed_operations(path, source) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "p.register_hook(f)",
+        "p.register_post_accumulate_grad_hook(f)",
+        "node.register_prehook(f)",
+        "m.register_forward_pre_hook(f)",
+        "torch.autograd.graph.register_multi_grad_hook(ps, f)",
+    ],
+)
+def test_hook_registrations_can_fail(call: str) -> None:
+    assert len(rules.hook_registrations("unit.py", call)) == 1
+    assert rules.hook_registrations("hooks.py", call) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a = stage == 3",
+        "a = config.zero_optimization.stage >= 2",
+        "a = self.stage in (1, 2)",
+        "a = stage.name != '3k'",
+        "a = 2 < engine.zero_optimization_stage()",
+        "a = {0: f, 3: g}[stage]",
+        "if config.stage:\n    pass",
+        "a = not stage",
+        "match stage:\n    case 3:\n        pass",
+    ],
+)
+def test_stage_comparisons_can_fail(source: str) -> None:
+    assert len(rules.stage_comparisons("engine.py", source)) == 1
+    assert rules.stage_comparisons("stages/record.py", source) == []
+
+
+def test_stage_comparisons_allows_letters_and_none() -> None:
+    source = "a = stage.gradients is Placement.SHARDED\nb = stage is None\nc = stage_of(config.stage)\n'stage == 3'"
+    assert rules.stage_comparisons("engine.py", source) == []
+
+
+def test_budgets_can_fail() -> None:
+    assert len(rules.budgets("unit.py", "x = 1\n" * 401)) == 1
+    assert rules.budgets("unit.py", "x = 1\n" * 400) == []
+    assert len(rules.budgets("unit.py", "def f():\n" + "    x = 1\n" * 60)) == 1
+    assert rules.budgets("unit.py", "def f():\n" + "    x = 1\n" * 59) == []
+    assert len(rules.budgets("unit.py", "def f(a, b, c, /, d, e, *rest, g, h, i=0, **more): ...")) == 1
+    assert rules.budgets("unit.py", "class A:\n    def f(self, a, b, c, d, e, *rest, g, h, **more): ...") == []
+
+
+def test_attribute_budget_counts_self_and_dataclass_fields() -> None:
+    body = "".join(f"        self.x{i} = self.x{i} = 0\n" for i in range(14))
+    source = f"class A:\n    def __init__(self):\n{body}"
+    assert rules.budgets("unit.py", source) == []
+    assert len(rules.budgets("unit.py", source + "    def g(self):\n        self.late, b = 1, 2\n")) == 1
+    fields = "@dataclass(frozen=True)\nclass A:\n" + "".join(f"    x{i}: int\n" for i in range(15))
+    assert len(rules.budgets("unit.py", fields)) == 1
+    assert rules.budgets("config.py", fields) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = 1",
+        "'''doc'''\ndef f() -> int:\n    return 1",
+        "'''doc'''\ndef f():\n    '''doc'''",
+        "'''doc'''\nclass A:\n    x = 1",
+        "'''doc'''\nclass A:\n    '''doc'''\n    def f(self) -> None: ...",
+    ],
+)
+def test_documentation_can_fail(source: str) -> None:
+    assert len(rules.documentation("unit.py", source)) == 1
+
+
+def test_documentation_leaves_private_names_alone() -> None:
+    assert rules.documentation("unit.py", "'''doc'''\ndef _f():\n    def g(): ...\nclass _A: ...") == []
+
+
+@pytest.mark.parametrize("folder", ["work", "root", "home"])
+def test_forbidden_text_can_fail(folder: str) -> None:
+    assert len(rules.forbidden_text("a.md", f"see /{folder}/someone/file")) == 1
+    assert len(rules.forbidden_text("a.md", f"'/{folder}'")) == 1
+    assert rules.forbidden_text("a.md", f"see example.com/{folder}/x and net{folder}") == []
+
+
+@pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME", "XX" + "X"])
+def test_forbidden_words_can_fail(word: str) -> None:
+    assert len(rules.forbidden_text("a.py", f"x = 1  # {word}: later")) == 1
+    assert rules.forbidden_text("a.py", f"{word}S = ()") == []
