@@ -11,8 +11,19 @@ Importing it loads torch and nothing else that is heavy.
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine, initialize
 from shardengine.errors import ConfigError, ShardEngineError
+from shardengine.launch import launch
 from shardengine.mesh import Mesh
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "ConfigError", "Engine", "Mesh", "ShardEngineError", "__version__", "initialize", "load_config"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Mesh",
+    "ShardEngineError",
+    "__version__",
+    "initialize",
+    "launch",
+    "load_config",
+]

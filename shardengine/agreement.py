@@ -38,7 +38,7 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
 
 
 def compare(collectives: Collectives, facts: dict[str, list[str]]) -> None:
-    """``facts`` (topic → lines) must be equal on all ranks; ``MismatchError`` names the first difference and the ranks."""
+    """``facts`` (topic → lines) must be equal on all ranks; ``MismatchError`` names the first difference and ranks."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     rows = collectives.exchange(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     if all(torch.equal(row, rows[0]) for row in rows):

@@ -40,7 +40,9 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 class Pending:
     """A collective in flight. ``wait`` blocks until its result may be used (on CUDA: makes the stream wait)."""
 
-    def __init__(self, works: Sequence[dist.Work], describe: Callable[[], str], finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], describe: Callable[[], str], finish: Callable[[], None] | None
+    ) -> None:
         self._works = works
         self._describe = describe
         self._finish = finish
@@ -63,9 +65,11 @@ class Pending:
 
 
 class Collectives:
-    """Data operations over a mesh. ``sent`` counts the bytes this rank sends, by purpose, at the algorithm's minimum."""
+    """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum."""
 
-    def __init__(self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False
+    ) -> None:
         self.mesh = mesh
         self.sent: Counter[str] = Counter()
         self._pool = pool
@@ -93,7 +97,7 @@ class Collectives:
         return self._issue("all-gather", call, full.nbytes * (mesh.ranks - 1) // mesh.ranks, names, purpose)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, names: Sequence[str]) -> Pending:
-        """``out`` (one slice, fp32; may be this rank's slice of ``full``) = the sum over ranks of its slice of ``full``.
+        """``out`` (a slice, fp32; may be this rank's slice of ``full``) = the sum over ranks of its slice of ``full``.
 
         ``full`` may be overwritten only after ``wait``.
         """
@@ -135,13 +139,17 @@ class Collectives:
         try:
             _all_gather_single(gathered, payload, group=self.mesh.control)
         except RuntimeError as error:
-            raise CommunicationError(f"the exchange of control data on rank {self.mesh.rank} failed: {error}") from error
+            raise CommunicationError(
+                f"the exchange of control data on rank {self.mesh.rank} failed: {error}"
+            ) from error
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order; blocks. For start-up and error paths."""
         text = json.dumps(value).encode()
-        sizes = self.exchange(torch.tensor([len(text)], dtype=torch.int64).view(torch.uint8)).contiguous().view(torch.int64)
+        sizes = (
+            self.exchange(torch.tensor([len(text)], dtype=torch.int64).view(torch.uint8)).contiguous().view(torch.int64)
+        )
         padded = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else padded[:0]
         rows = self.exchange(padded)

@@ -1,6 +1,7 @@
 """The parts of one engine, put together in order, and the formulas beside what is measured of them.
 
-Owns: building (analyse → agree → place → reducer → schedule → hooks) and accounting. Must not know: steps, the user's loop.
+Owns: building (analyse → agree → place → reducer → schedule → hooks) and accounting.
+Must not know: steps, the user's loop.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Core:
 
 
 def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]]) -> Core:
-    """Partition ``model`` as ``config`` says and attach to it. ``groups``: the optimizer's, over the model's parameters."""
+    """Partition ``model`` as ``config`` says and attach to it. ``groups``: the optimizer's, over its parameters."""
     zero = config.zero_optimization
     stage = stages.select(
         zero.stage,

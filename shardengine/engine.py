@@ -74,7 +74,9 @@ class Engine:
         loaded = load_config(config)
         known = _engines.get(model)
         if known is not None and known() is not None:
-            raise UsageError("this model already belongs to an engine: expected one engine per model; call engine.close() first")
+            raise UsageError(
+                "this model already belongs to an engine: expected one engine per model; call engine.close() first"
+            )
         self._owns_mesh = mesh is None
         mesh = mesh or mesh_module.build(timeout_s=loaded.timeout_s)
         self.config = loaded.resolve_batch(mesh.ranks)
@@ -145,7 +147,12 @@ class Engine:
         """Run the module's forward; its output comes back as it is."""
         core = self._core
         core.verify_parameters(self.module)
-        if self.config.broadcast_buffers and self.module.training and torch.is_grad_enabled() and not self._buffers_sent:
+        if (
+            self.config.broadcast_buffers
+            and self.module.training
+            and torch.is_grad_enabled()
+            and not self._buffers_sent
+        ):
             if self._window.is_first:
                 core.buffers.broadcast(persistent_only=True)
             self._buffers_sent = True
@@ -255,7 +262,9 @@ class Engine:
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
         optimizer = self._need_optimizer("clip_grad_norm_()")
         if not self._core.reducer.window_complete or optimizer.norm is None:
-            raise UsageError("clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then")
+            raise UsageError(
+                "clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then"
+            )
         optimizer.clip_next_step(float(max_norm))
         return optimizer.norm.item()
 
@@ -265,7 +274,7 @@ class Engine:
     def full_params(self, names: Iterable[str] | None = None, *, writable: bool = False) -> Iterator[None]:
         """Parameters (all, or the units that hold ``names``) are whole inside the ``with``; collective.
 
-        writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes are lost where weights are sharded.
+        writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
         with gathered.full_params(self._core, names, writable=writable):
             yield
@@ -275,7 +284,7 @@ class Engine:
         return gathered.full_state_dict(self._core, self.module)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the whole model to ``directory`` as safetensors, with ``save_pretrained`` where it has one; collective."""
+        """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._core, self.module, directory)
 
     # Mode, accounting, end
@@ -344,7 +353,7 @@ class Engine:
     def _need_optimizer(self, call: str) -> ShardedOptimizer:
         if self.optimizer is None:
             raise UsageError(
-                f"{call} needs an optimizer and this engine has none: pass optimizer= to shardengine.initialize, or put "
+                f"{call} needs an optimizer and this engine has none: pass optimizer= to initialize, or put "
                 '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config'
             )
         return self.optimizer

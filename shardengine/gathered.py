@@ -112,7 +112,9 @@ def _units_of(core: Core, names: list[str] | None) -> list[Unit]:
     known = core.partition.names
     for name in names:
         if name not in known:
-            raise UsageError(f"full_params: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}")
+            raise UsageError(
+                f"full_params: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}"
+            )
     wanted = {id(known[name]) for name in names}
     return [unit for unit in core.units if any(id(member.parameter) in wanted for member in unit.members)]
 
@@ -140,7 +142,9 @@ def _stream(core: Core, unit: Unit) -> Iterator[dict[int, Tensor]]:
                 spec = core.layout.parameters[piece.parameter]
                 flat = whole.setdefault(piece.parameter, torch.empty(spec.numel, dtype=arena.dtype))
                 start = piece.start - bucket.layout.start
-                flat[piece.offset : piece.offset + piece.end - piece.start].copy_(full[start : start + piece.end - piece.start])
+                flat[piece.offset : piece.offset + piece.end - piece.start].copy_(
+                    full[start : start + piece.end - piece.start]
+                )
             if core.stage.moves_weights:
                 core.pool.give(full)
     yield {id(parameters[index]): flat.view(core.layout.parameters[index].shape) for index, flat in whole.items()}

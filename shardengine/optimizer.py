@@ -37,9 +37,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if kind is None:
         raise UsageError(
-            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD; shards of flat buckets are stepped elementwise, "
-            "and other elementwise optimizers are not available yet (optimizers that look at whole matrices, such as "
-            "Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
+            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD; shards of flat buckets are stepped "
+            "elementwise, and other elementwise optimizers are not available yet (optimizers that look at whole "
+            "matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
         )
     if optimizer.state:
         raise UsageError(
@@ -49,15 +49,19 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     for index, group in enumerate(optimizer.param_groups):
         for option in _REFUSED_OPTIONS:
             if group.get(option):
-                raise UsageError(f"optimizer {name}: option {option}=True in group {index} is not available; set it to False")
+                raise UsageError(
+                    f"optimizer {name}: option {option}=True in group {index} is not available; set it to False"
+                )
         if kind == "Adam" and group.get("decoupled_weight_decay"):
             kind = "AdamW"
     return kind
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps this rank's shards. ``param_groups`` are the given groups themselves (the same dicts, the user's parameters),
-    so a learning-rate scheduler made for either optimizer works.
+    """Steps this rank's shards.
+
+    ``param_groups`` are the given groups themselves (the same dicts, the user's parameters), so a learning-rate
+    scheduler made for either optimizer works.
 
     full: whether this rank steps whole buckets (state replicated) instead of its slices.
     """
@@ -98,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bucket.full if self._full else bucket.shard
 
     def finish_gradients(self) -> None:
-        """Phase 1. The window's gradients are complete: exchange the norm and which parameters were used; collective."""
+        """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
         device = self._reducer.buckets[0].bucket.full.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for state in self._reducer.buckets:
@@ -131,7 +135,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Only the engine knows when gradients are complete: ``UsageError`` unless called by ``engine.step()``."""
-        raise UsageError("engine.optimizer.step() cannot be called alone: call engine.step(), which clips, steps and publishes")
+        raise UsageError(
+            "engine.optimizer.step() cannot be called alone: call engine.step(), which clips, steps and publishes"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients."""
@@ -139,11 +145,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
-        raise UsageError("engine.optimizer.state_dict() is not available yet: optimizer state is sharded over the ranks")
+        raise UsageError(
+            "engine.optimizer.state_dict() is not available yet: optimizer state is sharded over the ranks"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not available yet, as ``state_dict``."""
-        raise UsageError("engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks")
+        raise UsageError(
+            "engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks"
+        )
 
     @property
     def state_bytes_per_element(self) -> int:
@@ -194,7 +204,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._segments[0] != pattern:
             self._segments = (pattern, [self._cut(state.bucket, pattern) for state in self._reducer.buckets])
         return [
-            [((group, lag + base), start, end) for (group, lag), start, end in segments] for segments in self._segments[1]
+            [((group, lag + base), start, end) for (group, lag), start, end in segments]
+            for segments in self._segments[1]
         ]
 
     def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> list[tuple[Any, int, int]]:
@@ -223,14 +234,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def groups_for(
     model: nn.Module, config: OptimizerConfig | None, given: Any, model_parameters: Iterable[Any] | None
 ) -> tuple[str | None, list[dict[str, Any]], dict[str, Any]]:
-    """(kind, groups, defaults) of the optimizer that ``initialize`` was given, in any of its forms; (None, [], {}): none.
+    """(kind, groups, defaults) of the optimizer that ``initialize`` was given, in any form; (None, [], {}): none.
 
     given: an optimizer, a function from a list of parameters to one, or None (from ``config``).
     """
-    chosen = list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    chosen = (
+        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    )
     if isinstance(given, torch.optim.Optimizer):
         if model_parameters is not None:
-            raise UsageError("initialize: expected optimizer= or model_parameters=, came both; the optimizer has its own groups")
+            raise UsageError(
+                "initialize: expected optimizer= or model_parameters=, came both; the optimizer has its own groups"
+            )
         optimizer = given
     elif not chosen and (given is not None or config is not None):
         raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
@@ -252,14 +267,15 @@ _FROM_CONFIG: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,
 }
 
+
 def _check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     owned = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in owned:
                 raise UsageError(
-                    f"optimizer group {number}, parameter {position} (shape {tuple(parameter.shape)}) is not a parameter of "
-                    "the model: expected an optimizer over model.parameters(), made after the model's last change"
+                    f"optimizer group {number}, parameter {position} (shape {tuple(parameter.shape)}) is not one "
+                    "of the model's: expected an optimizer over model.parameters(), made after the model's last change"
                 )
 
 

@@ -31,7 +31,7 @@ class Partition:
     """What a model consists of, before anything is moved.
 
     names: every parameter name → parameter (tied ones several times) · inside: parameters that live in arenas, in
-    registration order, ``specs`` beside them · outside: the others · units: unit modules with their names, without root.
+    registration order, ``specs`` beside them · outside: the others · units: unit modules with names, without root.
     """
 
     names: dict[str, nn.Parameter]
@@ -104,9 +104,7 @@ def _repeated_children(model: nn.Module) -> set[int]:
     return chosen
 
 
-def _assign(
-    model: nn.Module, units: list[tuple[str, nn.Module]]
-) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
     """Units that own parameters, and id(parameter) → 1-based unit for those used in exactly one unit."""
     owners: dict[int, set[int]] = {}
     covered = {id(child): number for number, (_, unit) in enumerate(units) for child in unit.modules()}

@@ -74,7 +74,7 @@ class Hold:
 
 
 class Schedule:
-    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements that may be gathered ahead, 0: none."""
+    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements gathered ahead at most, 0: none."""
 
     def __init__(
         self, units: list[Unit], stage: Stage, collectives: Collectives, reducer: Reducer, prefetch: int

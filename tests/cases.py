@@ -98,7 +98,9 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 @functools.lru_cache(maxsize=64)
-def truth(model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP) -> oracle.Trace:
+def truth(
+    model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP
+) -> oracle.Trace:
     """The oracle's answer, computed once."""
     network = MODELS[model]()
     return oracle.train(
@@ -130,7 +132,9 @@ def mesh_of_this_process() -> mesh_module.Mesh:
     return mesh_module.build(torch.device("cpu"), timeout_s=60)
 
 
-def make_engine(model: nn.Module, config: dict[str, Any], kind: str | None = "AdamW", **kwargs: Any) -> shardengine.Engine:
+def make_engine(
+    model: nn.Module, config: dict[str, Any], kind: str | None = "AdamW", **kwargs: Any
+) -> shardengine.Engine:
     mesh = mesh_of_this_process() if dist.is_initialized() else None
     optimizer = make_optimizer(model, kind) if kind is not None else None
     return shardengine.initialize(model, config, optimizer=optimizer, mesh=mesh, **kwargs)

@@ -3,7 +3,7 @@
 One process, plain torch, nothing from shardengine. It plays all ranks and all micro-batches one after the other on one
 set of parameters and adds their gradients up in the declared order:
 
-- order over ranks: balanced tree over rank numbers, ((0+1)+(2+3)), in fp32; a rank that did not use a parameter adds zeros
+- order over ranks: balanced tree over rank numbers, ((0+1)+(2+3)), in fp32; a rank that did not use it adds zeros
 - order over micro-batches: first to last; the first contribution is a copy
 - "full": micro-batches first, then ranks. "sharded": ranks first, then micro-batches. Equal for one micro-batch
 - the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean)
@@ -15,8 +15,9 @@ set of parameters and adds their gradients up in the declared order:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 def tree_sum(terms: list[Tensor]) -> Tensor:
     """Sum in the order ((0+1)+(2+3))+...; an odd one out moves up a level unchanged."""
     while len(terms) > 1:
-        pairs = [a + b for a, b in zip(terms[0::2], terms[1::2])]
+        pairs = [a + b for a, b in zip(terms[0::2], terms[1::2], strict=False)]
         terms = pairs + terms[2 * len(pairs) :]
     return terms[0]
 
@@ -44,9 +45,10 @@ def complete_gradient(grads: list[list[Tensor | None]], like: Tensor, order: str
         return None
     zeros = torch.zeros_like(like)
     if order == "full":
-        return tree_sum([ordered_sum(used) if (used := [g for g in row if g is not None]) else zeros for row in grads])
+        used = [[g for g in row if g is not None] for row in grads]
+        return tree_sum([ordered_sum(row) if row else zeros for row in used])
     micros = range(len(grads[0]))
-    return ordered_sum([tree_sum([zeros if row[m] is None else row[m] for row in grads]) for m in micros])
+    return ordered_sum([tree_sum([zeros if (g := row[m]) is None else g for row in grads]) for m in micros])
 
 
 @dataclass
@@ -116,7 +118,7 @@ def train(
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss.
     """
     trace, optimizer = Trace(), PaddedOptimizer(kind, groups)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     buffers = list(model.buffers())
     for step in range(steps):
         grads: dict[Tensor, list[list[Tensor | None]]] = {p: [[None] * micros for _ in range(ranks)] for p in trained}
@@ -124,7 +126,7 @@ def train(
         before = [b.clone() for b in buffers]
         after_rank0: list[Tensor] = []
         for rank in range(ranks):
-            for b, old in zip(buffers, before):
+            for b, old in zip(buffers, before, strict=True):
                 b.copy_(old)
             for micro in range(micros):
                 loss = loss_of(model, step, rank, micro)
@@ -134,7 +136,7 @@ def train(
                     grads[p][rank][micro], p.grad = p.grad, None
             if rank == 0:
                 after_rank0 = [b.clone() for b in buffers]
-        for b, new in zip(buffers, after_rank0):
+        for b, new in zip(buffers, after_rank0, strict=True):
             b.copy_(new)
         sums = {p: complete_gradient(grads[p], p.detach(), order) for p in trained}
         complete = {p: total / ranks if mean else total for p, total in sums.items() if total is not None}
@@ -145,7 +147,7 @@ def train(
         optimizer.step(complete, ((norm + 1e-6) / clip).clamp(min=1.0) if clip else None)
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     trace.buffers = {name: b.clone() for name, b in model.named_buffers()}
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     for p, state in optimizer.state.items():
         flat = {key: t[: p.numel()].view_as(p) for key, t in state.items() if isinstance(t, Tensor)}
         trace.states[names[p]] = flat

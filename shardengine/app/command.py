@@ -1,8 +1,8 @@
 """`shardengine train`: the parent process. Owns: checking before ranks start, starting them, the exit code.
 
-Must not know: the training loop's inside. Under a launcher (torchrun, or this command's own) the process is one rank and
-goes straight to the loop; otherwise it checks everything, builds the default model once and runs torchrun in this very
-process, so that a failure comes back as an object and only the failing rank's own traceback is printed.
+Must not know: the training loop's inside. Under a launcher (torchrun, or this command's own) the process is one rank
+and goes straight to the loop; otherwise it checks everything, builds the default model once and runs torchrun in this
+very process, so that a failure comes back as an object and only the failing rank's own traceback is printed.
 
 Exit codes: 0 done, or stopped as asked · 1 a rank failed · 2 wrong usage, config or paths (raised, see cli).
 """
@@ -17,25 +17,26 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
-from shardengine import launch, lr_schedules
+from shardengine import lr_schedules, mesh
 from shardengine.app import corpus, stopping
 from shardengine.app.settings import Settings, check_data, check_model, default_model_cache, require, reserve_output
+from shardengine.app.together import Together
 from shardengine.config import Config, load_config
 from shardengine.errors import UsageError
-
-_SAVE_S = "600"
-"""Seconds that ranks may take to end by themselves before torchrun kills them (saving a large model takes a while)."""
+from shardengine.launch import default_ranks, describe_exit, rank_environment
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train with the command line's ``options``; returns the exit code. Raises ConfigError or UsageError before any rank
-    starts, and nothing else that is the user's to repair."""
+    """Train with the command line's ``options``; returns the exit code.
+
+    Raises ConfigError or UsageError, before any rank starts, for everything that is the user's to repair.
+    """
     require("transformers", "tokenizers", extra="hf")
     inside = dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
     ranks = _ranks(options.ranks, inside)
@@ -46,67 +47,68 @@ def run(options: argparse.Namespace) -> int:
     if not started_by_us:
         check_data(options.data)
         check_model(options.model)
+    owns_group = not dist.is_initialized()
+    together = Together(mesh.build(timeout_s=config.timeout_s)) if inside else None
+    if started_by_us:
+        output = Path(options.output)
+    elif together is None or together.rank == 0:
+        output = reserve_output(options.output, Path(options.config))
+    else:
+        output = Path()
     settings = Settings(
         config=Path(options.config),
         model=options.model,
         data=options.data,
         steps=options.steps,
-        output=Path(options.output) if started_by_us else _output(options, inside),
+        output=output if together is None else Path(together.from_first(str(output))),
         model_cache=Path(options.model_cache) if options.model_cache else default_model_cache(),
     )
-    return _run_rank(settings, config, ranks) if inside else _run_parent(settings, ranks)
+    if together is None:
+        return _run_parent(settings, ranks)
+    _run_rank(settings, config, together)
+    together.finish(destroy=owns_group)
+    return 0
 
 
 def _ranks(wanted: int | None, inside: bool) -> int:
     """How many ranks there are, or will be."""
     if not inside:
-        return wanted or launch.default_ranks()
+        return wanted or default_ranks()
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if wanted is not None and wanted != there:
         raise UsageError(f"--ranks {wanted}: the launcher has started {there}; leave --ranks out under a launcher")
     return there
 
 
-def _output(options: argparse.Namespace, inside: bool) -> Path:
-    """The run's own directory. Under somebody else's launcher the ranks cannot agree on a free name: it must be given."""
-    if not inside:
-        return reserve_output(options.output, Path(options.config))
-    if options.output is None:
-        raise UsageError("--output is missing: under a launcher every rank must be told the same new directory")
-    first = (dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])) == 0
-    return reserve_output(options.output, Path(options.config)) if first else Path(options.output)
-
-
-def _run_rank(settings: Settings, config: Config, ranks: int) -> int:
+def _run_rank(settings: Settings, config: Config, together: Together) -> None:
+    """The loop on this rank. An exception is told to the parent and ends the process."""
     from shardengine.app import loop
 
     try:
-        loop.train(settings, config, ranks)
+        loop.train(settings, config, together)
     except BaseException as error:
         stopping.report_failure(error)
         sys.stdout.flush()
         os._exit(1)  # a process group in the middle of a collective may never come back from its destructor
-    return 0
 
 
 def _run_parent(settings: Settings, ranks: int) -> int:
+    """Build what the ranks need, start them, return the exit code."""
+    control = Path(tempfile.mkdtemp(prefix="shardengine-"))
+    os.environ.update(rank_environment(ranks))
+    os.environ[stopping.CONTROL] = str(control)
     try:
         if settings.model is None:
             corpus.default_model(settings.model_cache)
         else:
             _check_loads(settings.model)
-        control = Path(tempfile.mkdtemp(prefix="shardengine-"))
-    except BaseException:
-        settings.output.rmdir()  # still empty: the next run may have the name
-        raise
-    try:
-        os.environ.update(launch.rank_environment(ranks))
-        os.environ[stopping.CONTROL] = str(control)
         with _requests_to_stop(control / "stop"):
             return _torchrun(settings, ranks, control)
     finally:
         del os.environ[stopping.CONTROL]
         shutil.rmtree(control, ignore_errors=True)
+        with suppress(OSError):
+            settings.output.rmdir()  # only if nothing was written: the next run may have the name
 
 
 def _check_loads(model: str) -> None:
@@ -126,36 +128,35 @@ def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print every failure again
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = _SAVE_S
     command = ["--config", settings.config, "--data", settings.data, "--steps", settings.steps]
     command += ["--output", settings.output, "--model-cache", settings.model_cache]
     if settings.model is not None:
         command += ["--model", settings.model]
+    launcher = ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
+    launcher += ["--signals-to-handle", "SIGHUP", "-m", "shardengine", "train"]
     try:
-        torchrun.main(
-            ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
-            + ["--signals-to-handle", "SIGHUP", "-m", "shardengine", "train", *map(str, command)]
-        )
+        torchrun.main([*launcher, *map(str, command)])
     except ChildFailedError as error:
-        _explain(control, {rank: failure.exitcode for rank, failure in error.failures.items()}, settings)
-        return 1
+        return _explain(control, {rank: failure.exitcode for rank, failure in error.failures.items()}, settings)
     except KeyboardInterrupt:
         print("ended at once, nothing was saved", file=sys.stderr)
         return 1
     return 0
 
 
-def _explain(control: Path, codes: dict[int, int], settings: Settings) -> None:
-    """The failing rank's own traceback, or how a rank died that could not say anything."""
-    ended_by_torchrun = {-signal.SIGTERM}
-    killed = [(rank, code) for rank, code in codes.items() if code < 0 and code not in ended_by_torchrun]
+def _explain(control: Path, codes: dict[int, int], settings: Settings) -> int:
+    """Print the failing rank's own traceback, or how a rank died that could not say anything; returns the exit code."""
+    killed = [(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]  # that is torchrun
     failure = stopping.first_failure(control)
+    if failure is not None and failure.is_usage:
+        raise UsageError(failure.text)
     if killed or failure is None:
         rank, code = killed[0] if killed else next(iter(codes.items()))
-        print(f"rank {rank} {launch.describe_exit(code)}", file=sys.stderr)
+        print(f"rank {rank} {describe_exit(code)}", file=sys.stderr)
     else:
-        print(f"rank {failure[0]} failed:\n{failure[1]}", file=sys.stderr, end="")
+        print(f"rank {failure.rank} failed:\n{failure.text}", file=sys.stderr, end="")
     print(f"what was written so far is in {settings.output}", file=sys.stderr)
+    return 1
 
 
 @contextmanager

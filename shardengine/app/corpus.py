@@ -2,15 +2,14 @@
 
 Must not know: ranks, the engine, the training loop. transformers and tokenizers are imported when a model is made.
 
-The model is built once: a GPT-2 of about 4.2M random weights (tied embeddings) and a byte-level BPE tokenizer trained on
-the training part of CPython's documentation, saved as an ordinary Hugging Face directory. The directory's name holds a
-digest of recipe and corpus, so that a changed recipe or another Python makes a new one.
+The model is built once: a GPT-2 of about 4.2M random weights (tied embeddings) and a byte-level BPE tokenizer trained
+on the training part of CPython's documentation, saved as an ordinary Hugging Face directory. The directory's name holds
+a digest of recipe and corpus, so that a changed recipe or another Python makes a new one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -21,7 +20,8 @@ from shardengine.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 VALIDATION_FRACTION = 0.05
-_RECIPE = {"vocab_size": 4096, "n_positions": 128, "n_embd": 256, "n_layer": 4, "n_head": 4, "dropout": 0.0, "seed": 42}
+_RECIPE = {"vocab_size": 4096, "n_positions": 128, "n_embd": 256, "n_layer": 4, "n_head": 4}
+_DROPOUT, _SEED = 0.0, 42
 
 
 def read_text(data: str) -> str:
@@ -47,7 +47,7 @@ def default_model(cache: Path) -> Path:
     UsageError if ``cache`` cannot be written.
     """
     training, _ = split(read_text(BUILTIN))
-    digest = hashlib.sha256((json.dumps(_RECIPE) + training).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{_RECIPE} {_DROPOUT} {_SEED} {training}".encode()).hexdigest()[:12]
     directory = cache / f"gpt2-4m-{digest}"
     if directory.exists():
         return directory
@@ -74,6 +74,9 @@ def _build(text: str, directory: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,17 +91,16 @@ def _build(text: str, directory: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=_RECIPE["n_positions"]
     )
-    dropout = _RECIPE["dropout"]
     config = GPT2Config(
-        **{name: _RECIPE[name] for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")},
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
+        **_RECIPE,
+        resid_pdrop=_DROPOUT,
+        embd_pdrop=_DROPOUT,
+        attn_pdrop=_DROPOUT,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(int(_RECIPE["seed"]))
+        torch.manual_seed(_SEED)
         model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

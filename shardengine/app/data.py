@@ -45,8 +45,8 @@ def load_blocks(data: str, encode: Callable[[str], list[int]], length: int) -> B
     for part, name in zip(parts, ("training", "validation"), strict=True):
         if not len(part):
             raise UsageError(
-                f"--data {data}: its {name} part is shorter than one block of {length} tokens; bring more text (the last "
-                f"{corpus.VALIDATION_FRACTION:.0%} are the validation part)"
+                f"--data {data}: its {name} part is shorter than one block of {length} tokens; bring more text "
+                f"(the last {corpus.VALIDATION_FRACTION:.0%} are the validation part)"
             )
     return Blocks(parts[0], parts[1][:MAX_VALIDATION_BLOCKS])
 

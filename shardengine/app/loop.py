@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from shardengine import mesh as mesh_module
 from shardengine.app import corpus, data, report
 from shardengine.app.settings import Settings
 from shardengine.app.stopping import StopRequest
@@ -39,20 +37,18 @@ class Progress:
 
     step: int = 0
     loss: float = math.nan
+    lr: float = 0.0
     seconds: float = 0.0
     stopped: bool = False
 
 
-def train(settings: Settings, config: Config, ranks_of_ours: int) -> None:
-    """Train as ``settings`` and ``config`` say; collective over ``ranks_of_ours`` ranks.
+def train(settings: Settings, config: Config, together: Together) -> None:
+    """Train as ``settings`` and ``config`` say; collective over the ranks of ``together``.
 
     Raises UsageError for a model or a corpus that cannot be used.
     """
     stop = StopRequest()
-    owns_group = not dist.is_initialized()
-    mesh = mesh_module.build(timeout_s=config.timeout_s)
-    together = Together(mesh)
-    out = report.Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=mesh.rank == 0)
+    out = report.Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=together.rank == 0)
 
     tokenizer, model = load_model(settings)
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -65,11 +61,11 @@ def train(settings: Settings, config: Config, ranks_of_ours: int) -> None:
         config,
         model_parameters=decay_groups(model),
         lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.steps),
-        mesh=mesh,
+        mesh=together.mesh,
     )
     torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; the weights came from a file
 
-    out.header(engine, blocks, ranks_of_ours)
+    out.header(engine, blocks)
     out.validation(0, validate(engine, blocks.validation, together))
     batches = data.training_batches(
         blocks.training, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size, config.seed
@@ -84,17 +80,17 @@ def train(settings: Settings, config: Config, ranks_of_ours: int) -> None:
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
     out.saved(tokenizer)
     out.summary(engine, progress)
-    prompt = blocks.validation[0, : min(16, length // 2)]
+    prompt = blocks.validation[len(blocks.validation) // 2, : min(16, length // 2)]
     out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
-    together.finish(destroy=owns_group)
 
 
 def steps(
     engine: shardengine.Engine, batches: Iterator[data.Batch], count: int, together: Together, stop: StopRequest
 ) -> Iterable[Progress]:
-    """Run optimizer steps and yield after each one; ends after ``count``, or after the step at which a rank was asked to."""
+    """Run optimizer steps and yield after each one; ends after ``count``, or when a rank was asked to stop."""
     for number in range(1, count + 1):
         engine.train()
+        rate = engine.get_lr()[0]
         started = time.perf_counter()
         total = torch.zeros((), device=engine.device)
         for _ in range(engine.gradient_accumulation_steps()):
@@ -105,7 +101,7 @@ def steps(
             total += loss.detach()
         mean = total.item() / engine.gradient_accumulation_steps()
         loss_sum, asked = together.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
-        yield Progress(number, loss_sum / engine.world_size, time.perf_counter() - started, asked > 0)
+        yield Progress(number, loss_sum / engine.world_size, rate, time.perf_counter() - started, asked > 0)
         if asked:
             return
 
@@ -135,7 +131,7 @@ def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokeni
     torch.manual_seed(engine.config.seed)
     end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ids = prompt.unsqueeze(0).to(engine.device)
-    output = engine.module.generate(
+    output = engine.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         min_new_tokens=length,
@@ -162,7 +158,8 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
-            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows; expected at least as many"
+            f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows} rows; "
+            "expected a row for every token"
         )
     return tokenizer, model
 
@@ -170,7 +167,7 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Two parameter groups: matrices with the optimizer's weight decay, vectors (biases, norms) with none."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2]},
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]

@@ -35,7 +35,7 @@ class Report:
         self._started = time.monotonic()
         self._bar: Any = None
 
-    def header(self, engine: Engine, blocks: Blocks, ranks: int) -> None:
+    def header(self, engine: Engine, blocks: Blocks) -> None:
         """Say what is going to happen, and write the resolved config."""
         if not self._enabled:
             return
@@ -53,7 +53,7 @@ class Report:
             "data": f"{settings.data}, {blocks.training.numel():,} tokens to train, "
             f"{blocks.validation.numel():,} to validate, blocks of {blocks.length}",
             "stage": f"{engine.zero_optimization_stage()}",
-            "ranks": f"{ranks} on {device}, {torch.get_num_threads()} thread(s) each",
+            "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
             f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",
             "optimizer": f"{config.optimizer.type if config.optimizer else ''} ({groups})",
@@ -79,7 +79,7 @@ class Report:
         self._tokens += tokens
         self._seconds += progress.seconds
         self._losses.append((progress.step, progress.loss))
-        speed, norm, rate = tokens / progress.seconds, engine.get_global_grad_norm(), engine.get_lr()[0]
+        speed, norm, rate = tokens / progress.seconds, engine.get_global_grad_norm(), progress.lr
         self._record(
             step=progress.step,
             loss=progress.loss,
@@ -151,7 +151,9 @@ class Report:
     def sample(self, tokenizer: Any, prompt: torch.Tensor, new: torch.Tensor) -> None:
         """Generated text after its prompt; both are token ids [tokens]."""
         if self._enabled:
-            print(f"\nsample after the prompt {tokenizer.decode(prompt)!r}:\n{tokenizer.decode(new)}", flush=True)
+            print(
+                f"\nsample after the prompt {tokenizer.decode(prompt)!r}:\n{tokenizer.decode(new).rstrip()}", flush=True
+            )
 
     def _say(self, line: str) -> None:
         if self._bar is not None:

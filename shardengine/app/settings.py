@@ -13,7 +13,6 @@ from pathlib import Path
 from shardengine.errors import UsageError
 
 BUILTIN = "builtin:pydoc"
-DEFAULT_STEPS = 200
 _OUTPUT_ROOT = Path("runs")
 
 

@@ -13,8 +13,11 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+
+from shardengine.errors import ConfigError, UsageError
 
 CONTROL = "SHARDENGINE_CONTROL_DIR"
 
@@ -42,24 +45,33 @@ class StopRequest:
         self._signalled = True
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. ``text`` is its traceback, or only the message where the user's input was wrong."""
+
+    time_ns: int
+    rank: int
+    is_usage: bool
+    text: str
+
+
 def report_failure(error: BaseException) -> None:
     """Tell the parent why this rank failed; without a parent of ours, print it."""
     trace = "".join(traceback.format_exception(error))
     folder = os.environ.get(CONTROL)
-    rank = os.environ.get("RANK", "0")
+    rank = int(os.environ.get("RANK", "0"))
     if folder is None:
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         return
+    is_usage = isinstance(error, ConfigError | UsageError)
+    failure = Failure(time.time_ns(), rank, is_usage, str(error) if is_usage else trace)
     target = Path(folder) / f"failure-{rank}.json"
     partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps({"time_ns": time.time_ns(), "rank": int(rank), "trace": trace}), encoding="utf-8")
+    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     partial.rename(target)
 
 
-def first_failure(folder: Path) -> tuple[int, str] | None:
-    """(rank, traceback) of the rank that failed first; None if no rank said why."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failure-*.json")]
-    if not found:
-        return None
-    first = min(found, key=lambda failure: failure["time_ns"])
-    return first["rank"], first["trace"]
+def first_failure(folder: Path) -> Failure | None:
+    """The failure of the rank that failed first; None if no rank said why."""
+    found = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
+    return min(found, key=lambda failure: failure.time_ns, default=None)

@@ -20,7 +20,17 @@ class Together:
     """Collective: every rank makes the same calls in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self._collectives = Collectives(mesh, BufferPool())
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.mesh.rank
+
+    def from_first(self, text: str) -> str:
+        """Rank 0's ``text``."""
+        return str(self._collectives.exchange_objects(text)[0])
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""
@@ -30,7 +40,7 @@ class Together:
         return total
 
     def finish(self, *, destroy: bool) -> None:
-        """The last barrier and, if the process group is this program's own, its end (gloo may abort at exit otherwise)."""
+        """The last barrier and, if the group is this program's own, its end (gloo may abort at exit without)."""
         self._collectives.barrier()
         if destroy and dist.is_initialized():
             dist.barrier()

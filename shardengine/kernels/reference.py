@@ -8,7 +8,7 @@ Must not know: process groups, stages, buckets.
 - micro-batches are added first to last; the first contribution is a copy (0 + -0.0 would be +0.0)
 - a complete sum is divided once
 - squares are added in fp64, the root is rounded once to fp32. The fp64 partial sums do depend on the rank slices: two
-  layouts agree unless the exact root lies within ~1e-15 (relative) of a rounding boundary of fp32, about one step in 1e8
+  layouts agree unless the exact root lies within ~1e-15 (relative) of a rounding boundary of fp32: one step in ~1e8
 - clipping divides by max(1, (norm + 1e-6) / max_norm) inside the update
 - until native kernels exist the update is torch's fused CPU kernel on aligned segments, whose vector body is the same
   everywhere and whose scalar tail is never reached
@@ -56,7 +56,7 @@ def divide(total: Tensor, divisor: int) -> None:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """fp64 sum of squares of a flat tensor, as a 0-dim fp64 tensor on its device. Chunked, so that it stays in cache."""
+    """fp64 sum of squares of a flat tensor, 0-dim, on its device. Chunked, so that it stays in cache."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for chunk in tensor.split(_SQUARES_CHUNK):
         wide = chunk.double()

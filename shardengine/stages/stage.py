@@ -64,7 +64,14 @@ class Stage:
         return operation(self.state, self.weights_after_backward) is Operation.ALL_GATHER
 
     def model_state_bytes(
-        self, trainable: float, ranks: int, *, weight: float = 4, gradient: float = 4, state: float = 8, frozen: float = 0
+        self,
+        trainable: float,
+        ranks: int,
+        *,
+        weight: float = 4,
+        gradient: float = 4,
+        state: float = 8,
+        frozen: float = 0,
     ) -> float:
         """Bytes of model state per rank at rest.
 
