@@ -59,13 +59,12 @@ class Core:
             trainable=self.layout.elements(trainable=True), root=int(words[0]), unit=int(sum(words.values()) - words[0])
         )
 
-    def verify_parameters(self, module: nn.Module) -> None:
+    def verify_parameters(self) -> None:
         """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
-        names = self.partition.names
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if names.get(name) is not parameter:
+        for name, holder, key, parameter in self.partition.places:
+            if holder.get(key) is not parameter:
                 raise UsageError(
-                    f"parameter {name!r} was replaced or added after initialize (rank {self.mesh.rank}): expected the "
+                    f"parameter {name!r} was replaced after initialize (rank {self.mesh.rank}): expected the "
                     "parameters that initialize saw; change the model first, then call initialize"
                 )
         for unit in self.units:

@@ -29,7 +29,7 @@ from shardengine.errors import UsageError
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer, groups_for
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
@@ -72,10 +72,10 @@ class Engine:
     ) -> None:
         """As ``initialize``."""
         loaded = load_config(config)
-        known = _engines.get(model)
-        if known is not None and known() is not None:
+        if model in _attached:
             raise UsageError(
-                "this model already belongs to an engine: expected one engine per model; call engine.close() first"
+                "this model already belongs to an engine: expected one engine per model; call engine.close() first "
+                "(or build the model anew, if that engine is gone)"
             )
         self._owns_mesh = mesh is None
         mesh = mesh or mesh_module.build(timeout_s=loaded.timeout_s)
@@ -97,7 +97,7 @@ class Engine:
         self._applied = False
         self._buffers_sent = False
         self._report = Report()
-        _engines[model] = weakref.ref(self)
+        _attached.add(model)
 
     # What it is
 
@@ -146,7 +146,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
         core = self._core
-        core.verify_parameters(self.module)
+        core.verify_parameters()
         if (
             self.config.broadcast_buffers
             and self.module.training
@@ -183,9 +183,14 @@ class Engine:
             window.backward_failed()
             raise
         scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
-        core.schedule.begin_backward()
-        scaled.backward()
-        core.schedule.end_backward()
+        try:
+            core.schedule.begin_backward()
+            scaled.backward()
+            core.schedule.end_backward()
+        except BaseException:
+            core.schedule.backward_failed()
+            window.backward_failed()
+            raise
         if final and self.optimizer is not None:
             self.optimizer.finish_gradients()
         return scaled.detach()
@@ -249,7 +254,8 @@ class Engine:
         return self._applied
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the window; it starts anew."""
+        """Forget the gradients of the window; it starts anew. Also the way on after a backward that raised."""
+        self._core.schedule.rest()
         self._core.reducer.release()
         self._window.restart()
 
@@ -325,12 +331,12 @@ class Engine:
 
     def close(self) -> None:
         """Detach: hooks go, parameters become whole and the user's own again, own process groups end; collective."""
-        if _engines.get(self.module) is None:
+        if self.module not in _attached:
             return
         self._core.dissolve()
         if self._owns_mesh:
             self._core.mesh.destroy()
-        _engines.pop(self.module, None)
+        _attached.discard(self.module)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:

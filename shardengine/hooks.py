@@ -76,8 +76,10 @@ class _UnitHooks:
         self._open: list[tuple[int, bool]] = []
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._schedule.before_forward(self._index)
-        if not torch.is_grad_enabled():
+        depth = self._schedule.before_forward(self._index)
+        if depth <= 1:
+            self._open.clear()
+        if not depth or not torch.is_grad_enabled():
             return
         call = next(_calls)
         differentiable = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
@@ -89,6 +91,8 @@ class _UnitHooks:
                 node.register_prehook(self._left(call, waiting, node))
 
     def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if not self._schedule.observes(self._index):
+            return
         grad = torch.is_grad_enabled()
         outputs = list(tensors_in(output))
         keep = False

@@ -31,7 +31,8 @@ class Partition:
     """What a model consists of, before anything is moved.
 
     names: every parameter name → parameter (tied ones several times) · inside: parameters that live in arenas, in
-    registration order, ``specs`` beside them · outside: the others · units: unit modules with names, without root.
+    registration order, ``specs`` beside them · places: (name, a module's dict, key in it, parameter), to find out what
+    was replaced · outside: the others · units: unit modules with names, without root.
     """
 
     names: dict[str, nn.Parameter]
@@ -39,6 +40,7 @@ class Partition:
     specs: list[ParameterSpec]
     outside: list[nn.Parameter]
     units: list[tuple[str, nn.Module]]
+    places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]
 
 
 def analyse(
@@ -67,7 +69,13 @@ def analyse(
         for p in inside
     ]
     chosen = {id(p) for p in inside}
-    return Partition(names, inside, specs, [p for p in parameters if id(p) not in chosen], units)
+    places = [
+        (f"{prefix}.{key}" if prefix else key, module._parameters, key, parameter)
+        for prefix, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    return Partition(names, inside, specs, [p for p in parameters if id(p) not in chosen], units, places)
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
@@ -124,6 +132,11 @@ def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]]) -> N
             raise UsageError(
                 f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "
                 "(from_pretrained, or to_empty and an initialisation)"
+            )
+        if parameter.numel() > 1 and not any(parameter.stride()):
+            raise UsageError(
+                f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
+                "engine? Call that engine's close() first"
             )
         if parameter.requires_grad and parameter.dtype is not torch.float32:
             raise UsageError(

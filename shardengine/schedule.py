@@ -96,6 +96,10 @@ class Schedule:
         """Whether unit ``index`` has trainable parameters."""
         return bool(self.units[index].trainable)
 
+    def observes(self, index: int) -> bool:
+        """Whether forwards of unit ``index`` matter now: not in a recomputation, not inside ``full_params``."""
+        return not self._holds[index].calls and not self.units[index].pinned
+
     # Events of forward. ``grad``: whether autograd records.
 
     def enter(self, module: object, grad: bool) -> None:
@@ -125,19 +129,18 @@ class Schedule:
         self._end_pass(spare_kept=self._backward_expected)
         self._grad_pass = True
 
-    def before_forward(self, index: int) -> None:
-        """Unit ``index`` begins a forward: it must be full."""
+    def before_forward(self, index: int) -> int:
+        """Unit ``index`` begins a forward: it must be full. Returns its depth, 0 where this call is not observed."""
+        if not self.observes(index):
+            return 0
         hold = self._holds[index]
-        if hold.calls or self.units[index].pinned:
-            return
         hold.depth += 1
         self._demand(index)
+        return hold.depth
 
     def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
         """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
         hold = self._holds[index]
-        if hold.calls or self.units[index].pinned:
-            return
         hold.depth = max(0, hold.depth - 1)
         hold.kept |= keep
         self._lend(index, views)
@@ -179,6 +182,10 @@ class Schedule:
         if hold.calls and not unit.has_frozen and len(hold.fired) == len(unit.trainable):
             hold.calls.clear()
             self._let_go(unit.index)
+
+    def backward_failed(self) -> None:
+        """The backward that was begun raised."""
+        self._in_backward = False
 
     def end_backward(self) -> None:
         """The sweep: every unit goes to rest, what was not reduced is reduced."""

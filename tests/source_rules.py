@@ -17,20 +17,20 @@ PACKAGE = "shardengine"
 # Each file may import only files above it. A name with files below it (stages, kernels, …) is one entry; inside such a
 # package the files may import each other as long as there is no cycle.
 IMPORT_ORDER = (
-    "errors", "placement",
+    "errors", "placement", "accumulation",
     "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
-    "mesh", "lr_schedules", "launch", "monitor", "kernels",
-    "bucket", "streams",
-    "collectives", "offload",
+    "mesh", "lr_schedules", "launch", "kernels",
+    "bucket",
+    "collectives", "agreement",
     "ddp",
-    "unit",
+    "unit", "partition",
     "schedule",
     "hooks", "optimizer",
-    "checkpoint",
+    "core", "gathered",
     "engine", "__init__",
-    "app", "integrations", "cli", "__main__",
+    "app", "cli", "__main__",
 )  # fmt: skip
-LAZY_IMPORTS_ALLOWED = ("app", "integrations", "cli")
+LAZY_IMPORTS_ALLOWED = ("app", "cli")
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
 LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ()
 """Single files with the same right, as paths under the package, each with its reason beside it."""

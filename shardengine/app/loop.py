@@ -10,7 +10,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from shardengine.app import corpus, data, report
+from shardengine.app import corpus, data
+from shardengine.app.report import Progress, Report
 from shardengine.app.settings import Settings
 from shardengine.app.stopping import StopRequest
 from shardengine.app.together import Together
@@ -31,24 +31,13 @@ _VALIDATIONS = 10
 _DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 
 
-@dataclass
-class Progress:
-    """What the loop knows after a step; ``loss`` is the mean over all ranks and micro-batches."""
-
-    step: int = 0
-    loss: float = math.nan
-    lr: float = 0.0
-    seconds: float = 0.0
-    stopped: bool = False
-
-
 def train(settings: Settings, config: Config, together: Together) -> None:
     """Train as ``settings`` and ``config`` say; collective over the ranks of ``together``.
 
     Raises UsageError for a model or a corpus that cannot be used.
     """
     stop = StopRequest()
-    out = report.Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=together.rank == 0)
+    out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=together.rank == 0)
 
     tokenizer, model = load_model(settings)
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731

@@ -7,20 +7,30 @@ its (local) numbers is fine here, a collective call is not.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from shardengine.app.data import Blocks
 from shardengine.app.settings import Settings
 from shardengine.engine import Engine
 
-if TYPE_CHECKING:
-    from shardengine.app.data import Blocks
-    from shardengine.app.loop import Progress
+
+@dataclass
+class Progress:
+    """What the loop knows after a step; ``loss`` is the mean over all ranks and micro-batches."""
+
+    step: int = 0
+    loss: float = math.nan
+    lr: float = 0.0
+    seconds: float = 0.0
+    stopped: bool = False
 
 
 class Report:

@@ -190,8 +190,13 @@ class Reducer:
         self.sweep()
 
     def release(self) -> None:
-        """Forget the window's gradients; buffers stay allocated for the next one."""
+        """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
+        self._mode = (True, False)
+        self._finish(0)
+        self._next = 0
         for state in self.buckets:
+            state.ready.clear()
+            state.sent = False
             if state.whole is not None and state.whole is not state.partial:
                 self._pool.give(state.whole)
             state.drop_partial(self._pool)

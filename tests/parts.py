@@ -1,0 +1,63 @@
+"""Hand-made parts of an engine for the unit tests: specs, collectives, arenas, a unit, without a model around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardengine import layout
+from shardengine.bucket import Arena, Bucket, BufferPool
+from shardengine.collectives import Collectives
+from shardengine.layout import Layout, ParameterSpec
+from shardengine.mesh import Mesh
+from shardengine.unit import Member, Unit
+from tests.cases import mesh_of_this_process
+
+CPU = torch.device("cpu")
+ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
+
+
+def spec(name: str, *shape: int, group: int = 0, unit: int = 0, trainable: bool = True, dtype: str = "float32") -> ParameterSpec:
+    return ParameterSpec((name,), shape, dtype, ITEMSIZES[dtype], trainable, group, unit)
+
+
+def collectives(mesh: Mesh | None = None, **options: Any) -> Collectives:
+    """Over ``mesh``, the mesh of this rank process, or one rank where there is no process group."""
+    if mesh is None:
+        mesh = mesh_of_this_process() if dist.is_initialized() else Mesh(0, 1, CPU)
+    return Collectives(mesh, BufferPool(), **options)
+
+
+def make_arenas(plan: Layout, rank: int = 0) -> list[Arena]:
+    return [
+        Arena(arena, [plan.parameters[slot.parameter].shape for slot in arena.slots], getattr(torch, arena.dtype), CPU, rank)
+        for arena in plan.arenas
+    ]
+
+
+def trainable_buckets(arenas: list[Arena]) -> list[Bucket]:
+    found = {b.layout.index: b for arena in arenas for b in arena.buckets if b.layout.index >= 0}
+    return [found[index] for index in range(len(found))]
+
+
+def make_unit(specs: list[ParameterSpec], ranks: int = 1, rank: int = 0, bucket_elements: int = 32) -> tuple[Unit, list[nn.Parameter]]:
+    """A unit whose parameter number i is filled with 1, 2, 3, … plus 100·i, resting full; and its parameters."""
+    plan = layout.build(specs, ranks, bucket_elements)
+    arenas = make_arenas(plan, rank)
+    parameters = [nn.Parameter(torch.empty(s.shape), requires_grad=s.trainable) for s in specs]
+    members = []
+    for arena in arenas:
+        for number, slot in enumerate(arena.layout.slots):
+            member = Member(slot.parameter, parameters[slot.parameter], arena, number)
+            member.view.copy_(contents(specs[slot.parameter], slot.parameter))
+            member.show(member.view)
+            members.append(member)
+    return Unit(1, "block", arenas, members, plan), parameters
+
+
+def contents(of: ParameterSpec, index: int) -> torch.Tensor:
+    """What ``make_unit`` puts into parameter ``index``."""
+    return (torch.arange(1, of.numel + 1, dtype=torch.float32) + 100 * index).view(of.shape)

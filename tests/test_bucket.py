@@ -1,0 +1,173 @@
+"""bucket.py: storages that come and go while views of them stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardengine import layout
+from shardengine.bucket import Arena, BufferPool, poison
+from tests.parts import CPU, make_arenas, spec
+
+
+def one_arena(rank: int = 0) -> Arena:
+    """Parameters a (4×5) and b (7) at 2 ranks: 64 elements in two buckets."""
+    (arena,) = make_arenas(layout.build([spec("b", 7), spec("a", 4, 5)], 2, 32), rank)
+    return arena
+
+
+def test_views_have_the_shapes_and_places_of_the_slots() -> None:
+    arena = one_arena()
+    arena.flat.copy_(torch.arange(64))
+    assert torch.equal(arena.views[0], torch.arange(20.0).view(4, 5))
+    assert torch.equal(arena.views[1], torch.arange(32.0, 39.0))
+
+
+def test_an_arena_starts_as_zeros_so_that_padding_is_zero() -> None:
+    assert torch.equal(one_arena().flat, torch.zeros(64))
+
+
+def test_release_frees_the_memory_and_allocate_brings_it_back_under_the_same_views() -> None:
+    arena = one_arena()
+    view, full, key = arena.views[1], arena.buckets[1].full, arena.storage_key
+    assert arena.storage_bytes == 256
+    arena.release()
+    assert arena.storage_bytes == 0
+    arena.allocate()
+    assert arena.storage_bytes == 256 and arena.storage_key == key
+    arena.flat.copy_(torch.arange(64))
+    assert torch.equal(view, torch.arange(32.0, 39.0)) and torch.equal(full, torch.arange(32.0, 64.0))
+
+
+def test_allocate_leaves_an_allocated_arena_as_it_is() -> None:
+    arena = one_arena()
+    arena.flat.fill_(3)
+    arena.allocate()
+    assert torch.equal(arena.flat, torch.full((64,), 3.0))
+
+
+def test_an_abandoned_storage_is_left_to_the_views_outside() -> None:
+    arena = one_arena()
+    arena.flat.copy_(torch.arange(64))
+    outside, key = arena.views[0], arena.storage_key
+    arena.release(abandon=True)
+    assert arena.storage_bytes == 0 and arena.storage_key != key
+    arena.allocate()
+    arena.flat.zero_()
+    assert torch.equal(outside, torch.arange(20.0).view(4, 5))
+
+
+def test_after_abandon_views_and_buckets_are_those_of_the_new_storage() -> None:
+    arena = one_arena()
+    arena.release(abandon=True)
+    arena.allocate()
+    arena.flat.copy_(torch.arange(64))
+    assert torch.equal(arena.views[1], torch.arange(32.0, 39.0))
+    assert torch.equal(arena.buckets[1].full, torch.arange(32.0, 64.0))
+
+
+def test_a_storage_that_numpy_has_seen_is_released_all_the_same() -> None:
+    arena = one_arena()
+    arena.flat.fill_(2)
+    array = arena.views[1].numpy()
+    arena.release()
+    assert arena.storage_bytes == 0
+    assert array.tolist() == [2.0] * 7
+    arena.allocate()
+    arena.buckets[1].full.fill_(5)
+    assert arena.views[1].tolist() == [5.0] * 7 and array.tolist() == [2.0] * 7
+
+
+def test_a_shard_is_a_view_of_this_ranks_slice_until_it_is_detached() -> None:
+    bucket = one_arena(rank=1).buckets[1]
+    bucket.full.copy_(torch.arange(32))
+    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and not bucket.separate
+    bucket.detach_shard()
+    bucket.full.zero_()
+    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and bucket.separate
+
+
+def test_a_detached_shard_is_loaded_into_and_stored_from_its_slice_alone() -> None:
+    bucket = one_arena(rank=1).buckets[0]
+    bucket.detach_shard()
+    bucket.shard.fill_(4)
+    bucket.load_shard()
+    assert bucket.full.tolist() == [0.0] * 16 + [4.0] * 16
+    bucket.full.fill_(6)
+    bucket.store_shard()
+    assert bucket.shard.tolist() == [6.0] * 16
+
+
+def test_a_shard_survives_the_release_of_its_arena() -> None:
+    arena = one_arena()
+    arena.flat.fill_(3)
+    for bucket in arena.buckets:
+        bucket.detach_shard()
+    arena.release()
+    assert all(torch.equal(bucket.shard, torch.full((16,), 3.0)) for bucket in arena.buckets)
+
+
+def test_clearing_gaps_zeroes_the_padding_and_nothing_else() -> None:
+    arena = one_arena()
+    second = torch.ones(32)
+    arena.clear_gaps(second, 32, 64)
+    assert second.tolist() == [1.0] * 7 + [0.0] * 25
+    middle = torch.ones(30)
+    arena.clear_gaps(middle, 10, 40)
+    assert middle.tolist() == [1.0] * 10 + [0.0] * 12 + [1.0] * 7 + [0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_poison_reads_as_nan_of_the_right_shape_and_dtype(dtype: torch.dtype) -> None:
+    value = poison(dtype, (3, 4), CPU)
+    assert value.shape == (3, 4) and value.dtype is dtype
+    assert value.isnan().all() and value.sum().isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8])
+def test_poison_of_integers_reads_as_their_smallest_value(dtype: torch.dtype) -> None:
+    assert (poison(dtype, (2, 2), CPU) == torch.iinfo(dtype).min).all()
+
+
+def test_writing_to_poison_raises() -> None:
+    with pytest.raises(RuntimeError):
+        poison(torch.float32, (5,), CPU).add_(1)
+
+
+def test_poison_takes_the_memory_of_one_element() -> None:
+    assert poison(torch.float32, (1000, 1000), CPU).untyped_storage().nbytes() == 4
+
+
+def test_poison_without_dimensions_or_elements_keeps_its_shape() -> None:
+    assert poison(torch.float32, (), CPU).shape == ()
+    assert poison(torch.float32, (0, 3), CPU).shape == (0, 3)
+
+
+def test_an_arena_has_one_poison_per_parameter_of_its_shape() -> None:
+    assert [tuple(value.shape) for value in one_arena().poisons] == [(4, 5), (7,)]
+
+
+def test_a_pool_hands_a_returned_buffer_out_again() -> None:
+    pool = BufferPool()
+    first = pool.take(16, torch.float32, CPU)
+    second = pool.take(16, torch.float32, CPU)
+    assert first.data_ptr() != second.data_ptr() and pool.allocated_bytes == 128
+    pool.give(first)
+    assert pool.take(16, torch.float32, CPU).data_ptr() == first.data_ptr()
+    assert pool.allocated_bytes == 128
+
+
+def test_a_pool_never_hands_out_another_length_or_dtype() -> None:
+    pool = BufferPool()
+    pool.give(pool.take(16, torch.float32, CPU))
+    assert pool.take(32, torch.float32, CPU).shape == (32,)
+    assert pool.take(16, torch.float64, CPU).dtype is torch.float64
+    assert pool.allocated_bytes == 64 + 128 + 128
+
+
+def test_clearing_a_pool_forgets_only_what_nobody_has_taken() -> None:
+    pool = BufferPool()
+    taken, free = pool.take(16, torch.float32, CPU), pool.take(16, torch.float32, CPU)
+    pool.give(free)
+    pool.clear()
+    assert pool.allocated_bytes == taken.nbytes
