@@ -8,20 +8,42 @@ The exception is ``Arena.release(abandon=True)``: somebody outside still holds a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from shardengine.layout import ArenaLayout, BucketLayout
 
 
+@functools.cache
+def _poison_element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), _poison_value(dtype), dtype=dtype, device=device)
+
+
+def _poison_value(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def restore_poison(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether somebody wrote into the poison of ``dtype`` (torch lets fills through); mends it. Looked at on CPU only."""
+    element = _poison_element(dtype, device)
+    if device.type != "cpu" or element.isnan() or element == _poison_value(dtype):
+        return False
+    with torch.no_grad():
+        element.fill_(_poison_value(dtype))
+    return True
+
+
 def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """What a parameter shows while its weights are elsewhere: right shape and dtype, NaN, one element of memory.
 
-    Reading gives NaN (integers: their smallest value), writing raises, and nothing can crash the process, which reading
-    a view of freed storage does.
+    Reading gives NaN (integers: their smallest value), most writes raise, fills are found later (``restore_poison``),
+    and nothing can crash the process, which reading a view of freed storage does. All poison of a dtype is one element.
     """
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+    with torch.inference_mode(False):
+        return _poison_element(dtype, device).expand(shape)
 
 
 class Bucket:

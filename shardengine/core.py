@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardengine import hooks, layout, partition, stages
 from shardengine.agreement import compare, describe, together
-from shardengine.bucket import BufferPool
+from shardengine.bucket import BufferPool, restore_poison
 from shardengine.collectives import Collectives
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer
@@ -67,6 +67,18 @@ class Core:
                     f"parameter {name!r} was replaced after initialize (rank {self.mesh.rank}): expected the "
                     "parameters that initialize saw; change the model first, then call initialize"
                 )
+        if sum(len(module._parameters) for module in self.partition.modules) != len(self.partition.places):
+            raise UsageError(
+                f"a parameter was added or removed after initialize (rank {self.mesh.rank}): expected the ones that "
+                "initialize saw; change the model first, then call initialize"
+            )
+        dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if self.stage.moves_weights else ()
+        for dtype in dtypes:
+            if restore_poison(dtype, self.mesh.device):
+                raise UsageError(
+                    f"a parameter was written while its weights were sharded (rank {self.mesh.rank}); the write is "
+                    "lost. Write inside `with engine.full_params(writable=True):`"
+                )
         for unit in self.units:
             if unit.pinned:
                 continue
@@ -111,6 +123,31 @@ class Core:
                 unit.await_full()
             for member in unit.members:
                 member.show(member.view.clone())
+
+
+class Report:
+    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
+
+    _DATA = ("gradients: ", "weights: ")
+
+    def __init__(self) -> None:
+        self.model_state_bytes = 0
+        self.micro_batches = 0
+        self.last_step: Counter[str] = Counter()
+        self._before: Counter[str] = Counter()
+
+    def observe(self, live_bytes: int) -> None:
+        """Model state at rest, with complete gradients."""
+        self.model_state_bytes = live_bytes
+
+    def close_step(self, sent: Counter[str], micro_batches: int) -> None:
+        """A step ended; ``sent``: all bytes so far, by purpose."""
+        self.last_step = sent - self._before
+        self._before, self.micro_batches = sent, micro_batches
+
+    def data_bytes(self) -> int:
+        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
+        return sum(count for purpose, count in self.last_step.items() if purpose.startswith(self._DATA))
 
 
 def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]]) -> Core:

@@ -8,7 +8,6 @@ divides the loss, autograd hands each gradient to the reducer, the sweep closes 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,11 +20,12 @@ from shardengine import core as core_module
 from shardengine import gathered, lr_schedules
 from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
-from shardengine.bucket import Bucket
-from shardengine.collectives import Pending
+from shardengine.agreement import together
+from shardengine.bucket import Bucket, BufferPool
+from shardengine.collectives import Collectives, Pending
 from shardengine.config import Config, load_config
-from shardengine.core import Core
-from shardengine.errors import UsageError
+from shardengine.core import Report
+from shardengine.errors import ConfigError, UsageError
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer, groups_for
 
@@ -71,26 +71,15 @@ class Engine:
         mesh: Mesh | None = None,
     ) -> None:
         """As ``initialize``."""
-        loaded = load_config(config)
-        if model in _attached:
-            raise UsageError(
-                "this model already belongs to an engine: expected one engine per model; call engine.close() first "
-                "(or build the model anew, if that engine is gone)"
-            )
-        self._owns_mesh = mesh is None
-        mesh = mesh or mesh_module.build(timeout_s=loaded.timeout_s)
-        self.config = loaded.resolve_batch(mesh.ranks)
         self.module = model
-        kind, groups, defaults = groups_for(model, self.config.optimizer, optimizer, model_parameters)
-        self._core: Core = core_module.build(model, self.config, mesh, groups)
-        self.optimizer: ShardedOptimizer | None = None
-        if kind is not None:
-            core = self._core
-            self.optimizer = ShardedOptimizer(
-                kind, groups, defaults, core.layout, core.reducer, core.collectives, full=core.stage.gathers_gradients
-            )
-            self.optimizer.max_norm = self.config.gradient_clipping
-        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self._owns_mesh = mesh is None
+        mesh = mesh or mesh_module.build(timeout_s=_timeout_of(config))
+        try:
+            self._build(mesh, config, optimizer, model_parameters, lr_scheduler)
+        except BaseException:
+            if self._owns_mesh:
+                mesh.destroy()
+            raise
         self.global_steps = 0
         self.global_samples = 0
         self._window = Window(self.gradient_accumulation_steps())
@@ -98,6 +87,33 @@ class Engine:
         self._buffers_sent = False
         self._report = Report()
         _attached.add(model)
+
+    def _build(self, mesh: Mesh, config: Any, optimizer: _OptimizerLike, parameters: Any, lr_scheduler: Any) -> None:
+        """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
+        start = Collectives(mesh, BufferPool())
+
+        def read() -> tuple[Config, tuple[str | None, list[dict[str, Any]], dict[str, Any]]]:
+            if self.module in _attached:
+                raise UsageError(
+                    "this model already belongs to an engine: expected one engine per model; call engine.close() "
+                    "first (or build the model anew, if that engine is gone)"
+                )
+            resolved = load_config(config).resolve_batch(mesh.ranks)
+            return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
+
+        self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
+        self._core = core = core_module.build(self.module, self.config, mesh, groups)
+        self.optimizer: ShardedOptimizer | None = None
+        if kind is not None:
+            self.optimizer = ShardedOptimizer(
+                kind, groups, defaults, core.layout, core.reducer, core.collectives, full=core.stage.gathers_gradients
+            )
+            self.optimizer.max_norm = self.config.gradient_clipping
+        try:
+            self.lr_scheduler = together(start, "making the scheduler", lambda: self._make_scheduler(lr_scheduler))
+        except BaseException:
+            core.dissolve()
+            raise
 
     # What it is
 
@@ -373,26 +389,9 @@ class Engine:
         return given if isinstance(given, torch.optim.lr_scheduler.LRScheduler) else given(optimizer)
 
 
-class Report:
-    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
-
-    _DATA = ("gradients: ", "weights: ")
-
-    def __init__(self) -> None:
-        self.model_state_bytes = 0
-        self.micro_batches = 0
-        self.last_step: Counter[str] = Counter()
-        self._before: Counter[str] = Counter()
-
-    def observe(self, live_bytes: int) -> None:
-        """Model state at rest, with complete gradients."""
-        self.model_state_bytes = live_bytes
-
-    def close_step(self, sent: Counter[str], micro_batches: int) -> None:
-        """A step ended; ``sent``: all bytes so far, by purpose."""
-        self.last_step = sent - self._before
-        self._before, self.micro_batches = sent, micro_batches
-
-    def data_bytes(self) -> int:
-        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
-        return sum(count for purpose, count in self.last_step.items() if purpose.startswith(self._DATA))
+def _timeout_of(config: Any) -> float:
+    """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
+    try:
+        return load_config(config).timeout_s
+    except ConfigError:
+        return Config().timeout_s

@@ -5,7 +5,8 @@ Must not know: buckets, collectives, the optimizer.
 [Note: Backward hooks] Backward is observed on autograd nodes (``Node.register_prehook``), not on tensors or modules:
 module full-backward hooks miss dict outputs and forbid in-place operations on outputs, tensor hooks miss an in-place
 operation on a view of an output. The node that produced an output runs before any other node of its unit, and the node
-that produced an input runs after all of them: autograd runs ready nodes latest-created first.
+that produced an input runs after all of them: autograd runs ready nodes latest-created first. An in-place operation on
+an output that is a view takes the view's own node out of the graph, so the node of its base is observed as well.
 """
 
 from __future__ import annotations
@@ -13,15 +14,33 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
 
 _calls = itertools.count(1)
+
+
+class _Hook:
+    """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a model whose weights are sharded cannot be copied or pickled: use engine.state_dict() or "
+            "engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, or call engine.close() "
+            "first"
+        )
 
 
 def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
@@ -40,7 +59,7 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
 
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
     """Call ``refuse`` when somebody asks ``module`` itself for a state dict."""
-    return [module.register_state_dict_pre_hook(lambda _module, _prefix, _keep: refuse())]
+    return [module.register_state_dict_pre_hook(_Hook(lambda _module, _prefix, _keep: refuse()))]
 
 
 def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
@@ -53,18 +72,18 @@ def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module
         handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
         if module in units:
             announce = _UnitHooks(schedule, units[module])
-            handles.append(module.register_forward_pre_hook(announce.before, with_kwargs=True))
-            handles.append(module.register_forward_hook(announce.after))
+            handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True))
+            handles.append(module.register_forward_hook(_Hook(announce.after)))
         handles.append(module.register_forward_hook(_leave(schedule)))
     return handles
 
 
 def _enter(schedule: Schedule) -> Callable[..., None]:
-    return lambda module, _args: schedule.enter(module, torch.is_grad_enabled())
+    return _Hook(lambda module, _args: schedule.enter(module, torch.is_grad_enabled()))
 
 
 def _leave(schedule: Schedule) -> Callable[..., None]:
-    return lambda module, _args, output: schedule.leave(module, list(tensors_in(output)))
+    return _Hook(lambda module, _args, output: schedule.leave(module, list(tensors_in(output))))
 
 
 class _UnitHooks:
@@ -98,7 +117,8 @@ class _UnitHooks:
         keep = False
         if grad:
             call, differentiable = self._open.pop() if self._open else (next(_calls), True)
-            nodes = {t.grad_fn for t in outputs if t.grad_fn is not None}
+            bases = [t._base for t in outputs if t._base is not None]
+            nodes = {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
             for node in nodes:
                 node.register_prehook(lambda _grads: self._schedule.backward_reached(self._index, call))
             keep = not nodes and (differentiable or self._schedule.trains(self._index))

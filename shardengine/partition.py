@@ -31,8 +31,9 @@ class Partition:
     """What a model consists of, before anything is moved.
 
     names: every parameter name → parameter (tied ones several times) · inside: parameters that live in arenas, in
-    registration order, ``specs`` beside them · places: (name, a module's dict, key in it, parameter), to find out what
-    was replaced · outside: the others · units: unit modules with names, without root.
+    registration order, ``specs`` beside them · modules, places (name, a module's dict, key
+    in it, parameter): to find out what was replaced or added ·
+    outside: the others · units: unit modules with names, without root.
     """
 
     names: dict[str, nn.Parameter]
@@ -40,7 +41,8 @@ class Partition:
     specs: list[ParameterSpec]
     outside: list[nn.Parameter]
     units: list[tuple[str, nn.Module]]
-    places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]
+    modules: list[nn.Module]
+    places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 
 
 def analyse(
@@ -73,9 +75,9 @@ def analyse(
         (f"{prefix}.{key}" if prefix else key, module._parameters, key, parameter)
         for prefix, module in model.named_modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None
     ]
-    return Partition(names, inside, specs, [p for p in parameters if id(p) not in chosen], units, places)
+    outside = [p for p in parameters if id(p) not in chosen]
+    return Partition(names, inside, specs, outside, units, list(model.modules()), places)
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:

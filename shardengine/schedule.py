@@ -61,14 +61,21 @@ class Hold:
     def __init__(self) -> None:
         self.depth = 0
         self.calls: set[int] = set()
+        self.left: set[int] = set()
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
+
+    def leave(self, calls: set[int]) -> None:
+        """The backwards of ``calls`` are over; a late announcement of one of them means nothing."""
+        self.left |= calls
+        self.calls -= calls
 
     def clear(self) -> None:
         """The pass is over."""
         self.depth = 0
         self.calls.clear()
+        self.left.clear()
         self.fired.clear()
         self.kept = self.lent = False
 
@@ -158,17 +165,18 @@ class Schedule:
     def backward_reached(self, index: int, call: int) -> None:
         """A gradient reached the outputs of call ``call`` of unit ``index``."""
         hold = self._holds[index]
+        if call in hold.calls or call in hold.left:
+            return
         if not hold.calls:
             hold.fired.clear()
-        if call not in hold.calls:
-            hold.calls.add(call)
-            self._demand(index)
+        hold.calls.add(call)
+        self._demand(index)
 
     def backward_left(self, index: int, call: int) -> None:
         """The gradients of all inputs of call ``call`` are known: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
-            hold.calls.remove(call)
+            hold.leave({call})
             self._let_go(index)
 
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
@@ -180,7 +188,7 @@ class Schedule:
         hold = self._holds[unit.index]
         hold.fired.add(parameter)
         if hold.calls and not unit.has_frozen and len(hold.fired) == len(unit.trainable):
-            hold.calls.clear()
+            hold.leave(set(hold.calls))
             self._let_go(unit.index)
 
     def backward_failed(self) -> None:

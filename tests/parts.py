@@ -20,7 +20,10 @@ CPU = torch.device("cpu")
 ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
 
 
-def spec(name: str, *shape: int, group: int = 0, unit: int = 0, trainable: bool = True, dtype: str = "float32") -> ParameterSpec:
+def spec(
+    name: str, *shape: int, group: int = 0, unit: int = 0, trainable: bool = True, dtype: str = "float32"
+) -> ParameterSpec:
+    """A parameter that has one name."""
     return ParameterSpec((name,), shape, dtype, ITEMSIZES[dtype], trainable, group, unit)
 
 
@@ -32,10 +35,11 @@ def collectives(mesh: Mesh | None = None, **options: Any) -> Collectives:
 
 
 def make_arenas(plan: Layout, rank: int = 0) -> list[Arena]:
-    return [
-        Arena(arena, [plan.parameters[slot.parameter].shape for slot in arena.slots], getattr(torch, arena.dtype), CPU, rank)
-        for arena in plan.arenas
-    ]
+    arenas = []
+    for arena in plan.arenas:
+        shapes = [plan.parameters[slot.parameter].shape for slot in arena.slots]
+        arenas.append(Arena(arena, shapes, getattr(torch, arena.dtype), CPU, rank))
+    return arenas
 
 
 def trainable_buckets(arenas: list[Arena]) -> list[Bucket]:
@@ -43,9 +47,9 @@ def trainable_buckets(arenas: list[Arena]) -> list[Bucket]:
     return [found[index] for index in range(len(found))]
 
 
-def make_unit(specs: list[ParameterSpec], ranks: int = 1, rank: int = 0, bucket_elements: int = 32) -> tuple[Unit, list[nn.Parameter]]:
+def make_unit(specs: list[ParameterSpec], ranks: int = 1, rank: int = 0) -> tuple[Unit, list[nn.Parameter]]:
     """A unit whose parameter number i is filled with 1, 2, 3, … plus 100·i, resting full; and its parameters."""
-    plan = layout.build(specs, ranks, bucket_elements)
+    plan = layout.build(specs, ranks, 32)
     arenas = make_arenas(plan, rank)
     parameters = [nn.Parameter(torch.empty(s.shape), requires_grad=s.trainable) for s in specs]
     members = []

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ class At:
     fail: bool = False
 
 
-Route = Callable[[Sequence[nn.Module], Tensor, At], Tensor]
+Route = Callable[[Any, Tensor, At], Tensor]
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.down = nn.Linear(INNER, WIDTH)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
@@ -52,37 +52,37 @@ class Packed:
 
 
 class DictBlock(Block):
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         return {"hidden": super().forward(x), "nothing": None, "deep": {"list": [x.mean()]}}
 
 
 class TupleBlock(Block):
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         y = super().forward(x)
         return y, y.square().mean(), 3
 
 
 class DataclassBlock(Block):
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         y = super().forward(x)
         return Packed(y, extra={"mean": self.down.bias.mean()})
 
 
 class ViewBlock(Block):
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         return super().forward(x).t()
 
 
 class NoneBlock(Block):
     """Returns None and leaves its result on itself."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         self.result = super().forward(x)
 
 
 class FailingBlock(Block):
-    def forward(self, x: Tensor, at: At = At()) -> Any:  # noqa: B008
-        if at.fail:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        if choice:
             raise ArithmeticError("on purpose")
         return super().forward(x)
 
@@ -94,8 +94,8 @@ class BranchBlock(Block):
         super().__init__()
         self.other = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, other: bool) -> Any:
-        return torch.tanh(self.other(x)) if other else super().forward(x)
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        return torch.tanh(self.other(x)) if choice else super().forward(x)
 
 
 class BatchNormBlock(Block):
@@ -103,9 +103,9 @@ class BatchNormBlock(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm: Any = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
         return super().forward(self.norm(x)) + self.norm.running_mean.clone() / self.norm.num_batches_tracked
 
 
@@ -206,13 +206,13 @@ class Lm(nn.Module):
 # Routes
 
 
-def in_order(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def in_order(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
 
 
-def repeated(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def repeated(blocks: Any, x: Tensor, at: At) -> Tensor:
     x = blocks[0](blocks[0](x))
     return blocks[0](blocks[2](blocks[1](x)))
 
@@ -220,7 +220,7 @@ def repeated(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
 def skipping(where: Callable[[int, At], bool]) -> Route:
     """In order, without the blocks for which ``where(number, at)`` holds."""
 
-    def route(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+    def route(blocks: Any, x: Tensor, at: At) -> Tensor:
         for number, block in enumerate(blocks):
             x = x if where(number, at) else block(x)
         return x
@@ -229,7 +229,7 @@ def skipping(where: Callable[[int, At], bool]) -> Route:
 
 
 def branching(other: Callable[[At], bool]) -> Route:
-    def route(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+    def route(blocks: Any, x: Tensor, at: At) -> Tensor:
         for block in blocks:
             x = block(x, other(at))
         return x
@@ -237,71 +237,71 @@ def branching(other: Callable[[At], bool]) -> Route:
     return route
 
 
-def in_dicts(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def in_dicts(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = block(x)["hidden"]
     return x
 
 
-def in_tuples(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def in_tuples(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x, extra, _ = block(x)
         x = x * extra
     return x
 
 
-def in_dataclasses(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def in_dataclasses(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         packed = block(x)
         x = packed.hidden + packed.extra["mean"]
     return x
 
 
-def views_in_place(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def views_in_place(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = block(x).mul_(1.25).t()
     return x
 
 
-def on_self(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def on_self(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         assert block(x) is None
         x = block.result
     return x
 
 
-def in_place(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def in_place(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = block(x)
         x.add_(1.0).mul_(0.5)
     return x
 
 
-def in_place_on_view(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def in_place_on_view(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = block(x)
         x[:, :5].mul_(0.5)
     return x
 
 
-def failing(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def failing(blocks: Any, x: Tensor, at: At) -> Tensor:
     for number, block in enumerate(blocks):
-        x = block(x, At(fail=at.fail and number == 1))
+        x = block(x, at.fail and number == 1)
     return x
 
 
-def checkpointed(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def checkpointed(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = checkpoint(block, x, use_reentrant=False)
     return x
 
 
-def checkpointed_pair(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def checkpointed_pair(blocks: Any, x: Tensor, at: At) -> Tensor:
     x = checkpoint(lambda value: blocks[1](blocks[0](value)), x, use_reentrant=False)
     return blocks[2](x)
 
 
-def through_tables(blocks: Sequence[nn.Module], x: Tensor, at: At) -> Tensor:
+def through_tables(blocks: Any, x: Tensor, at: At) -> Tensor:
     for block in blocks:
         x = torch.tanh(x @ block())
     return x

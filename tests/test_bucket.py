@@ -157,6 +157,13 @@ def test_a_pool_hands_a_returned_buffer_out_again() -> None:
     assert pool.allocated_bytes == 128
 
 
+def test_a_pool_never_hands_a_buffer_to_two_takers() -> None:
+    pool = BufferPool()
+    pool.give(pool.take(16, torch.float32, CPU))
+    first, second = pool.take(16, torch.float32, CPU), pool.take(16, torch.float32, CPU)
+    assert first.data_ptr() != second.data_ptr()
+
+
 def test_a_pool_never_hands_out_another_length_or_dtype() -> None:
     pool = BufferPool()
     pool.give(pool.take(16, torch.float32, CPU))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -85,7 +86,7 @@ def test_division_by_one_changes_nothing() -> None:
     assert same(total, torch.tensor([-0.0, 3.5]))
 
 
-@given(st.lists(st.floats(-1e30, 1e30, width=32), min_size=0, max_size=40))
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=0, max_size=40))
 @property_test
 def test_a_sum_of_squares_is_exact_to_fp64(values: list[float]) -> None:
     exact = float(sum((Fraction(v) ** 2 for v in values), Fraction(0)))
@@ -111,8 +112,6 @@ def test_a_norm_is_rounded_to_fp32_once_at_the_end() -> None:
 def test_partial_sums_of_the_norm_are_added_in_rank_order() -> None:
     partials = torch.tensor([1.0, 2.0**-53, 2.0**-53], dtype=torch.float64)
     assert kernels.norm_from_squares(partials * 2.0**106).item() == 2.0**53
-    backwards = kernels.norm_from_squares(torch.tensor([9.0, 16.0], dtype=torch.float64))
-    assert backwards.item() == 5.0
 
 
 @pytest.mark.parametrize(("norm", "expected"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1.000001), (4.0, 4.000001)])
@@ -126,13 +125,16 @@ def test_the_clip_divisor_scales_with_the_bound() -> None:
     assert kernels.clip_divisor(torch.tensor(3.0), 0.5).item() == pytest.approx(6.000002, rel=1e-7)
 
 
-def run(kind: str, flats: dict[str, Tensor], cuts: list[int], steps: int = 2, divisor: Tensor | None = None, **change: Any) -> None:
+Flats = dict[str, Tensor]
+
+
+def run(kind: str, flats: Flats, cuts: list[int], steps: int = 2, divisor: Tensor | None = None, **change: Any) -> None:
     """Step ``flats`` in place, cut at ``cuts``; the gradients are the same at every step."""
     gradient = flats["gradient"].clone()
     edges = [0, *cuts, gradient.numel()]
     for step in range(1, steps + 1):
         flats["gradient"].copy_(gradient)
-        tensors = {name: [flat[a:b] for a, b in zip(edges, edges[1:], strict=False)] for name, flat in flats.items()}
+        tensors = {name: [flat[a:b] for a, b in itertools.pairwise(edges)] for name, flat in flats.items()}
         if kind == "SGD":
             kernels.sgd_step(tensors, {**SGD, **change}, step, divisor)
         else:
@@ -146,7 +148,11 @@ def flats_for(kind: str, length: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 @given(
-    st.sampled_from(["AdamW", "Adam", "SGD"]), st.integers(2, 12), st.sets(st.integers(1, 11)), st.booleans(), st.integers(0, 9)
+    st.sampled_from(["AdamW", "Adam", "SGD"]),
+    st.integers(2, 12),
+    st.sets(st.integers(1, 11)),
+    st.booleans(),
+    st.integers(0, 9),
 )
 @property_test
 def test_bits_of_an_update_do_not_depend_on_how_aligned_segments_are_cut(
@@ -192,7 +198,8 @@ def test_sgd_dampening_spares_the_first_step() -> None:
 def test_sgd_without_momentum_needs_no_buffer() -> None:
     weight, gradient = random(2, 32)
     expected = weight - 0.05 * gradient
-    kernels.sgd_step({"weight": [weight], "gradient": [gradient]}, {**SGD, "momentum": 0.0, "weight_decay": 0.0}, 1, None)
+    tensors = {"weight": [weight], "gradient": [gradient]}
+    kernels.sgd_step(tensors, {**SGD, "momentum": 0.0, "weight_decay": 0.0}, 1, None)
     torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -28,7 +29,7 @@ def test_the_docstring_table_equals_the_records() -> None:
 
 def test_from_row_to_row_exactly_one_letter_falls_to_sharded() -> None:
     rows = [letters(stage) for stage in STAGES.values()]
-    for upper, lower in zip(rows, rows[1:], strict=False):
+    for upper, lower in itertools.pairwise(rows):
         changed = [(a, b) for a, b in zip(upper, lower, strict=True) if a != b]
         assert len(changed) == 1
         assert changed[0][0] in "RP" and changed[0][1] == "S"

@@ -39,7 +39,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
-        return cases.config_of(self.stage, self.micros, **{**self.options})
+        return cases.config_of(self.stage, self.micros, **self.options)
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,11 @@ def truth_of(model: str, ranks: int, micros: int, order: str, **options: Any) ->
 
 def cut_up(stage: str, ways: Iterable[tuple[int, bool, int]]) -> list[Case]:
     """``stage`` with each (bucket size, overlap, prefetch)."""
-    return [
-        Case(stage, options={"zero": {"reduce_bucket_size": size, "stage3_prefetch_bucket_size": ahead}, "overlap_comm": on})
-        for size, on, ahead in ways
-    ]
+    found = []
+    for size, overlap, ahead in ways:
+        zero = {"reduce_bucket_size": size, "stage3_prefetch_bucket_size": ahead}
+        found.append(Case(stage, options={"zero": zero, "overlap_comm": overlap}))
+    return found
 
 
 # every pair of values occurs; the whole product runs where all three matter most
@@ -192,15 +193,15 @@ def test_three_micro_batches_have_one_hash_per_third_letter(pools: Pools, ranks:
     assert hashes["full"] != hashes["sharded"], "the two orders of summation agree: this test cannot tell them apart"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("mlp", 3)])
 @pytest.mark.parametrize("order", ["full", "sharded"])
-def test_overridden_letter_has_one_hash_over_all_stages(pools: Pools, order: str, ranks: int) -> None:
+def test_overridden_letter_has_one_hash_over_all_stages(pools: Pools, order: str, model: str, ranks: int) -> None:
     chosen = [
         Case(stage, MICROS, options={"gradient_accumulation": order, "overlap_comm": overlap, "zero": zero})
         for stage in cases.STAGES
         for overlap, zero in ((True, {"reduce_bucket_size": 600}), (False, {"stage3_prefetch_bucket_size": 0}))
     ]
-    assert_truth(run(pools, ranks, "gpt2", chosen), truth_of("gpt2", ranks, MICROS, order))
+    assert_truth(run(pools, ranks, model, chosen), truth_of(model, ranks, MICROS, order))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -234,9 +235,7 @@ def test_no_sync_is_the_letter_p_at_every_stage(pools: Pools, ranks: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_no_sync_for_a_part_of_the_window(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_no_sync_for_a_part_of_the_window(pools: Pools, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Letter S with the first micro-batch unsent: the first two are summed here, then over ranks, then the third."""
     plain = oracle.complete_gradient
 

@@ -13,16 +13,17 @@ from tests import cases, oracle
 from tests.ranks import RankPool
 from tests.special_losses import CASES, Case
 
-STEPS = 3
-RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "AdamW, 600 elements": ("AdamW", 600, {}),
-    "SGD, 600 elements, no overlap": ("SGD", 600, {"overlap_comm": False, "zero": {"stage3_prefetch_bucket_size": 0}}),
-    "AdamW, large buckets": ("AdamW", 1_000_000, {}),
-}
+RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "AdamW, buckets of 600 elements": ("AdamW", 3, 600, {}),
+    "SGD, large buckets, no overlap, no prefetch": (
+        "SGD", 2, 1_000_000, {"overlap_comm": False, "zero": {"stage3_prefetch_bucket_size": 0}}
+    ),
+}  # fmt: skip
+"""name → optimizer, steps, elements per bucket, config"""
 
 
 def config_of(case: Case, stage: str, run: str) -> dict[str, Any]:
-    _, elements, options = RUNS[run]
+    _, _, elements, options = RUNS[run]
     zero = {"reduce_bucket_size": elements, **case.zero, **options.get("zero", {})}
     return cases.config_of(stage, case.micros, **{**options, "zero": zero})
 
@@ -33,7 +34,7 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     model = case.make()
     engine = cases.make_engine(model, config_of(case, stage, run), RUNS[run][0])
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(RUNS[run][1]):
         row = []
         for micro in range(case.micros):
             loss = case.loss(engine, step, engine.rank, micro)
@@ -53,11 +54,11 @@ def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=1000)
-def truth(name: str, kind: str, ranks: int, order: str) -> oracle.Trace:
+def truth(name: str, kind: str, ranks: int, order: str, steps: int) -> oracle.Trace:
     case = CASES[name]
     model = case.make()
     return oracle.train(
-        model, case.loss, ranks=ranks, micros=case.micros, steps=STEPS, kind=kind,
+        model, case.loss, ranks=ranks, micros=case.micros, steps=steps, kind=kind,
         groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP,
     )  # fmt: skip
 
@@ -85,5 +86,5 @@ def assert_equal(results: list[dict[str, Any]], expected: oracle.Trace) -> None:
 def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, stage: str) -> None:
     results = pools(ranks).run(train_all, name, stage, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
-    for run, (kind, _, _) in RUNS.items():
-        assert_equal([result[run] for result in results], truth(name, kind, ranks, order))
+    for run, (kind, steps, _, _) in RUNS.items():
+        assert_equal([result[run] for result in results], truth(name, kind, ranks, order, steps))
