@@ -27,7 +27,7 @@ def _poison_value(dtype: torch.dtype) -> float | int:
 
 
 def restore_poison(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether somebody wrote into the poison of ``dtype`` (torch lets fills through); mends it. Looked at on CPU only."""
+    """Whether somebody wrote into the poison of ``dtype`` (torch lets fills through); mends it. CPU only."""
     element = _poison_element(dtype, device)
     if device.type != "cpu" or element.isnan() or element == _poison_value(dtype):
         return False

@@ -82,7 +82,7 @@ class ZeroConfig:
 
     stage: int = 0
     reduce_bucket_size: int = 12_500_000
-    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_prefetch_bucket_size: int = 12_500_000
     stage3_reshard_after_forward: bool = True
     units: Literal["auto"] | tuple[str, ...] = "auto"
 

@@ -99,7 +99,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
 _ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
     "stage": (integer(0, 3), 0, "0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too."),
     "reduce_bucket_size": (COUNT, 12_500_000, "Elements of a gradient bucket, at most."),
-    "stage3_prefetch_bucket_size": (SIZE, 50_000_000, "Elements gathered ahead; 0 = no prefetch, else >= one unit."),
+    "stage3_prefetch_bucket_size": (SIZE, 12_500_000, "Elements gathered ahead; 0 = no prefetch, else >= one unit."),
     "stage3_reshard_after_forward": (BOOL, True, "Free a unit's weights between its forward and its backward pass."),
     "units": (UNITS, "auto", "Class names of the modules that are gathered as one."),
 }

@@ -51,8 +51,10 @@ class Trace:
         return self._plan[len(self._recorded) :] if self._on_track else ()
 
     def end(self) -> None:
-        """The pass is over: what was recorded is the next prediction."""
-        self._plan, self._recorded, self._on_track = self._recorded, [], True
+        """The pass is over: what was recorded (if anything ran) is the next prediction."""
+        if self._recorded:
+            self._plan = self._recorded
+        self._recorded, self._on_track = [], True
 
 
 class Hold:
@@ -258,12 +260,18 @@ class Schedule:
                 hold.lent = True
 
     def _prefetch(self) -> None:
-        """Start gathering the units that are predicted next, up to the budget, at least one of them."""
+        """Start gathering the units that are predicted next, up to the budget, at least one of them.
+
+        A prediction that returns to a unit ends there: what is needed again after the turn from forward to backward
+        would otherwise be gathered as soon as it was resharded.
+        """
         budget = self._prefetch_elements
+        seen: set[int] = set()
         for index in self._traces[self._grad_pass].ahead():
             unit = self.units[index]
-            if budget <= 0 or unit.state is Weights.FULL:
+            if budget <= 0 or unit.state is Weights.FULL or index in seen:
                 return
+            seen.add(index)
             if unit.state is Weights.SHARDED:
                 if budget < unit.elements and budget < self._prefetch_elements:
                     return

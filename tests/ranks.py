@@ -113,5 +113,11 @@ class RankPool:
                 if time.monotonic() > deadline:
                     self.stop(force=True)
                     raise RankFailure({rank: f"no answer within {timeout} s: a hang"})
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                self._processes[rank].join(5)
+                code = self._processes[rank].exitcode
+                self.stop(force=True)
+                raise RankFailure({rank: f"the process died with exit code {code}"}) from None
         return answers

@@ -194,3 +194,17 @@ def publish_at_two_ranks() -> bool:
 
 def test_publishing_gathers_the_trainable_slices(pools: Callable[[int], RankPool]) -> None:
     assert pools(2).run(publish_at_two_ranks) == [True, True]
+
+
+def write_replicated_at_two_ranks() -> bool:
+    """Whether rank 0's writes through a pin are the whole weights of a unit that rests replicated."""
+    link = collectives()
+    unit, parameters = make_unit(SPECS, ranks=2, rank=link.mesh.rank)
+    unit.pin(link)
+    parameters[1].data.fill_(5.0 + link.mesh.rank)
+    unit.unpin(link, writable=True)
+    return bool(parameters[1].eq(5).all()) and torch.equal(parameters[0].data, contents(SPECS[0], 0))
+
+
+def test_a_writable_pin_reaches_all_of_a_replicated_unit_on_every_rank(pools: Callable[[int], RankPool]) -> None:
+    assert pools(2).run(write_replicated_at_two_ranks) == [True, True]

@@ -154,7 +154,7 @@ class Reducer:
         """``gradient`` of ``parameter`` is final for this micro-batch; the caller may drop it afterwards."""
         self.used.add(parameter)
         for state in self._of_parameter[parameter]:
-            if state.sent:
+            if state.sent or parameter in state.ready:
                 raise UsageError(
                     f"parameter {state.names[list(state.pieces).index(parameter)]} received a second gradient in one "
                     "backward: re-entrant checkpointing of a module called twice is not available yet; use "
