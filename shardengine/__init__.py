@@ -11,7 +11,7 @@ Importing it loads torch and nothing else that is heavy.
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine, initialize
 from shardengine.errors import ConfigError, ShardEngineError
-from shardengine.launch import launch
+from shardengine.launcher import launch
 from shardengine.mesh import Mesh
 
 __version__ = "0.1.0"

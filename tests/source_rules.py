@@ -19,7 +19,7 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "placement", "accumulation",
     "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
-    "mesh", "lr_schedules", "launch", "kernels",
+    "mesh", "lr_schedules", "launcher", "kernels",
     "bucket",
     "collectives", "agreement",
     "ddp",
@@ -48,7 +48,7 @@ LIFETIME_OPERATIONS = frozenset("init_process_group destroy_process_group barrie
 ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "collectives": DATA_OPERATIONS | LIFETIME_OPERATIONS,
     "mesh": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
-    "launch": LIFETIME_OPERATIONS,
+    "launcher": LIFETIME_OPERATIONS,
     "app": LIFETIME_OPERATIONS,
 }
 REGISTRATION = re.compile(r"register_(?!comm_hook$)\w*(hook|prehook)$")

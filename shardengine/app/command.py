@@ -29,7 +29,7 @@ from shardengine.app.settings import Settings, check_data, check_model, default_
 from shardengine.app.together import Together
 from shardengine.config import Config, load_config
 from shardengine.errors import UsageError
-from shardengine.launch import default_ranks, describe_exit, rank_environment
+from shardengine.launcher import default_ranks, describe_exit, rank_environment
 
 
 def run(options: argparse.Namespace) -> int:
