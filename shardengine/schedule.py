@@ -112,8 +112,11 @@ class Schedule:
     # Events of forward. ``grad``: whether autograd records.
 
     def enter(self, module: object, grad: bool) -> None:
-        """``module`` begins its forward; the outermost one opens a pass and holds the root."""
-        if self._outermost is not None or self._in_backward:
+        """``module`` begins its forward; the outermost one opens a pass and holds the root.
+
+        Where the outermost one begins again, its last forward raised.
+        """
+        if self._in_backward or self._outermost not in (None, module):
             return
         self._outermost = module
         self._grad_pass = grad
