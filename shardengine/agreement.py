@@ -27,7 +27,7 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
         result.append(work())
     except Exception as error:
         failure = error
-    flags = collectives.exchange(torch.tensor([failure is not None], dtype=torch.uint8)).view(-1).tolist()
+    flags = collectives.exchange(torch.tensor([failure is not None], dtype=torch.uint8), what).view(-1).tolist()
     if any(flags):
         texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
@@ -40,11 +40,12 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
 def compare(collectives: Collectives, facts: dict[str, list[str]]) -> None:
     """``facts`` (topic → lines) must be equal on all ranks; ``MismatchError`` names the first difference and ranks."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-    rows = collectives.exchange(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    rows = collectives.exchange(torch.frombuffer(bytearray(digest), dtype=torch.uint8), ", ".join(facts))
     if all(torch.equal(row, rows[0]) for row in rows):
         return
     everyone = collectives.exchange_objects(facts)
-    for topic in facts:
+    everyone = [{topic: other.get(topic, []) for row in everyone for topic in row} for other in everyone]
+    for topic in everyone[0]:
         different = [rank for rank, other in enumerate(everyone) if other[topic] != everyone[0][topic]]
         if different:
             ours, theirs = _first_difference(everyone[0][topic], everyone[different[0]][topic])
@@ -60,7 +61,8 @@ def _first_difference(ours: list[str], theirs: list[str]) -> tuple[str, str]:
         if mine != other:
             return f"[{mine}]", f"[{other}]"
     shorter = min(len(ours), len(theirs))
-    return tuple(f"[{lines[shorter]}]" if len(lines) > shorter else "nothing more" for lines in (ours, theirs))  # type: ignore[return-value]
+    mine, other = (f"[{lines[shorter]}]" if len(lines) > shorter else "nothing more" for lines in (ours, theirs))
+    return mine, other
 
 
 def describe(value: Any) -> str:

@@ -76,11 +76,6 @@ class Bucket:
         if self.separate:
             self.own_slice(self.full).copy_(self.shard)
 
-    def store_shard(self) -> None:
-        """Copy this rank's slice of ``full`` into the shard."""
-        if self.separate:
-            self.shard.copy_(self.own_slice(self.full))
-
 
 class Arena:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``)."""

@@ -15,6 +15,7 @@ its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks th
 
 from __future__ import annotations
 
+import enum
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,6 +36,22 @@ _ANNOUNCEMENT_BYTES = 256
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Purpose(enum.Enum):
+    """What bytes are sent for; ``STEP`` are those that a stage's formula counts."""
+
+    GRADIENTS = "gradients: reduce-scatter"
+    WHOLE_GRADIENTS = "gradients: all-gather"
+    WEIGHTS = "weights: all-gather"
+    EVALUATION = "weights without grad: all-gather"
+    WHOLE_WEIGHTS = "full_params and state_dict"
+    BUFFERS = "buffers"
+    START = "start"
+    CONTROL = "control"
+
+
+STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
 
 
 class Pending:
@@ -71,19 +88,28 @@ class Collectives:
         self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False
     ) -> None:
         self.mesh = mesh
-        self.sent: Counter[str] = Counter()
+        self.sent: Counter[Purpose] = Counter()
         self._pool = pool
         self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
         self._direct = direct
         self._debug = debug
         self._sequence = 0
 
-    def all_gather(self, full: Tensor, names: Sequence[str], purpose: str) -> Pending:
+    @property
+    def may_poll(self) -> bool:
+        """Whether what follows a collective may be started as soon as it is found done.
+
+        On NCCL that would interleave two communicators differently on each rank, which can deadlock.
+        """
+        return self.mesh.backend == "gloo"
+
+    def all_gather(self, full: Tensor, names: Sequence[str], purpose: Purpose) -> Pending:
         """Fill ``full`` (flat, ranks · slice elements) in place; this rank's slice is already in its place."""
-        mesh, width = self.mesh, full.numel() // self.mesh.ranks
+        mesh = self.mesh
         if mesh.ranks == 1:
             return Pending((), str, None)
-        slices = full.split(width)
+        sent = _sendable(full)
+        slices = sent.chunk(mesh.ranks)
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
             group = mesh.gather
 
@@ -92,7 +118,7 @@ class Collectives:
         else:
 
             def call() -> list[dist.Work]:
-                return [_all_gather_single(full, slices[mesh.rank], group=mesh.gather, async_op=True)]
+                return [_all_gather_single(sent, slices[mesh.rank], group=mesh.gather, async_op=True)]
 
         return self._issue("all-gather", call, full.nbytes * (mesh.ranks - 1) // mesh.ranks, names, purpose)
 
@@ -116,13 +142,13 @@ class Collectives:
             tree_sum(received.split(out.numel()), out)
             self._pool.give(received)
 
-        return self._issue("reduce-scatter", call, sent, names, "gradients: reduce-scatter", finish)
+        return self._issue("reduce-scatter", call, sent, names, Purpose.GRADIENTS, finish)
 
-    def broadcast(self, tensor: Tensor, names: Sequence[str], purpose: str) -> None:
+    def broadcast(self, tensor: Tensor, names: Sequence[str], purpose: Purpose) -> None:
         """Rank 0's ``tensor`` (contiguous) to all; blocks."""
         if self.mesh.ranks == 1:
             return
-        flat = tensor.detach().reshape(-1)
+        flat = _sendable(tensor.detach().view(-1))
 
         def call() -> list[dist.Work]:
             return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
@@ -130,17 +156,20 @@ class Collectives:
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
         self._issue("broadcast", call, sent, names, purpose).wait()
 
-    def exchange(self, payload: Tensor) -> Tensor:
-        """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks."""
+    def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
+        """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
+
+        what: named in the error when it fails.
+        """
         if self.mesh.ranks == 1:
             return payload.unsqueeze(0)
-        self.sent["control"] += payload.numel() * (self.mesh.ranks - 1)
+        self.sent[Purpose.CONTROL] += payload.numel() * (self.mesh.ranks - 1)
         gathered = payload.new_empty(self.mesh.ranks * payload.numel())
         try:
             _all_gather_single(gathered, payload, group=self.mesh.control)
         except RuntimeError as error:
             raise CommunicationError(
-                f"the exchange of control data on rank {self.mesh.rank} failed: {error}"
+                f"the exchange of {what} on rank {self.mesh.rank} failed: {error}. Did every rank make the same call?"
             ) from error
         return gathered.view(self.mesh.ranks, payload.numel())
 
@@ -165,7 +194,7 @@ class Collectives:
         call: Callable[[], list[dist.Work]],
         sent: int,
         names: Sequence[str],
-        purpose: str,
+        purpose: Purpose,
         finish: Callable[[], None] | None = None,
     ) -> Pending:
         """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
@@ -197,6 +226,14 @@ class Collectives:
                     f"collectives differ between ranks: rank 0 issues [{texts[0]}], rank {rank} issues [{text}]; "
                     "expected the same order everywhere. Do the ranks take different branches of the model?"
                 )
+
+
+_KNOWN_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def _sendable(flat: Tensor) -> Tensor:
+    """``flat`` itself, or the same memory as bytes where a backend may not know its dtype; for what is only copied."""
+    return flat if flat.dtype in _KNOWN_DTYPES else flat.view(torch.uint8)
 
 
 def _shorten(names: Sequence[str], limit: int = 4) -> str:

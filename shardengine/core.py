@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardengine import hooks, layout, partition, stages
 from shardengine.agreement import compare, describe, together
-from shardengine.bucket import BufferPool, restore_poison
-from shardengine.collectives import Collectives
-from shardengine.config import Config
+from shardengine.bucket import Bucket, BufferPool, restore_poison
+from shardengine.collectives import STEP, Collectives, Pending, Purpose
+from shardengine.config import Config, load_config
 from shardengine.ddp import BufferSync, Reducer
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.layout import Layout
 from shardengine.mesh import Mesh
 from shardengine.partition import Partition
@@ -30,9 +30,14 @@ from shardengine.unit import Unit, weight_bytes
 
 @dataclass
 class Guard:
-    """Whether ``module.state_dict()`` may be called: only from inside the engine where weights are sharded."""
+    """What the engine changes on the module while it is attached.
+
+    open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
+    marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
+    """
 
     open: bool = False
+    marked: Any = None
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,17 @@ class Core:
 
     def verify_parameters(self) -> None:
         """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
-        for name, holder, key, parameter in self.partition.places:
-            if holder.get(key) is not parameter:
+        for name, holder, key, value in self.partition.places:
+            if holder.get(key) is not value:
+                kind = "module" if isinstance(value, nn.Module) else "parameter"
                 raise UsageError(
-                    f"parameter {name!r} was replaced after initialize (rank {self.mesh.rank}): expected the "
-                    "parameters that initialize saw; change the model first, then call initialize"
+                    f"{kind} {name!r} was replaced after initialize (rank {self.mesh.rank}): expected the one that "
+                    "initialize saw; change the model first, then call initialize"
                 )
-        if sum(len(module._parameters) for module in self.partition.modules) != len(self.partition.places):
+        if sum(len(m._parameters) + len(m._modules) for m in self.partition.modules) != len(self.partition.places):
             raise UsageError(
-                f"a parameter was added or removed after initialize (rank {self.mesh.rank}): expected the ones that "
-                "initialize saw; change the model first, then call initialize"
+                f"a parameter or module was added or removed after initialize (rank {self.mesh.rank}): expected the "
+                "ones that initialize saw; change the model first, then call initialize"
             )
         dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if self.stage.moves_weights else ()
         for dtype in dtypes:
@@ -79,10 +85,21 @@ class Core:
                     f"a parameter was written while its weights were sharded (rank {self.mesh.rank}); the write is "
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
+        for parameter in self.partition.outside:
+            if parameter.requires_grad and parameter.numel():
+                raise UsageError(
+                    f"a frozen parameter of shape {tuple(parameter.shape)} was unfrozen after initialize (rank "
+                    f"{self.mesh.rank}): not available yet; set requires_grad before initialize"
+                )
         for unit in self.units:
             if unit.pinned:
                 continue
             for member in unit.members:
+                if member.parameter.requires_grad is not self.layout.parameters[member.index].trainable:
+                    raise UsageError(
+                        f"parameter {self.layout.parameters[member.index].name!r} was frozen or unfrozen after "
+                        f"initialize (rank {self.mesh.rank}): not available yet; set requires_grad before initialize"
+                    )
                 if not member.is_shown(unit.state):
                     raise UsageError(
                         f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
@@ -107,9 +124,20 @@ class Core:
         """The stage's formula for bytes sent per rank and step, padding included."""
         return self.stage.bytes_sent(self.volume(), self.mesh.ranks, micro_batches=micro_batches)
 
-    def sent(self) -> Counter[str]:
+    def sent(self) -> Counter[Purpose]:
         """Bytes sent so far, by purpose."""
         return Counter(self.collectives.sent)
+
+    def publish(self, bucket: Bucket) -> Pending | None:
+        """Start gathering a stepped bucket, where weights rest replicated and masters do not."""
+        if not self.stage.publishes_after_step:
+            return None
+        return self.collectives.all_gather(bucket.full, self.layout.names_in(bucket.layout), Purpose.WEIGHTS)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a ``full_params`` is open."""
+        return any(unit.pinned for unit in self.units)
 
     def dissolve(self) -> None:
         """Take the hooks off and give every parameter whole weights in memory of its own; collective."""
@@ -123,31 +151,35 @@ class Core:
                 unit.await_full()
             for member in unit.members:
                 member.show(member.view.clone())
+            for arena in unit.arenas:
+                arena.release()
+        self.reducer.release()
+        self.pool.clear()
+        if self.guard.marked is not None:
+            self.guard.marked._is_fsdp_managed_module = False
 
 
 class Report:
     """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
 
-    _DATA = ("gradients: ", "weights: ")
-
     def __init__(self) -> None:
         self.model_state_bytes = 0
         self.micro_batches = 0
-        self.last_step: Counter[str] = Counter()
-        self._before: Counter[str] = Counter()
+        self.last_step: Counter[Purpose] = Counter()
+        self._before: Counter[Purpose] = Counter()
 
     def observe(self, live_bytes: int) -> None:
         """Model state at rest, with complete gradients."""
         self.model_state_bytes = live_bytes
 
-    def close_step(self, sent: Counter[str], micro_batches: int) -> None:
+    def close_step(self, sent: Counter[Purpose], micro_batches: int) -> None:
         """A step ended; ``sent``: all bytes so far, by purpose."""
         self.last_step = sent - self._before
         self._before, self.micro_batches = sent, micro_batches
 
     def data_bytes(self) -> int:
         """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
-        return sum(count for purpose, count in self.last_step.items() if purpose.startswith(self._DATA))
+        return sum(self.last_step[purpose] for purpose in STEP)
 
 
 def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]]) -> Core:
@@ -173,7 +205,7 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     buffers = BufferSync(model, collectives)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(mesh.device)
+            module._buffers[name] = buffer.to(mesh.device).contiguous()
     buffers.broadcast(persistent_only=False)
     by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
     reducer = Reducer(
@@ -196,6 +228,10 @@ def _attach(core: Core, model: nn.Module) -> None:
     core.handles.extend(hooks.attach_gradients(core.schedule, trainable))
     if not core.stage.moves_weights:
         return
+    if core.mesh.ranks > 1 and "generate" in dir(model):
+        # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
+        core.guard.marked = model
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
     modules = {module: index for index, (_, module) in enumerate(core.partition.units, start=1)}
     core.handles.extend(hooks.attach_weights(core.schedule, model, modules))
 
@@ -228,3 +264,11 @@ def _facts(model: nn.Module, found: Partition, config: Config, groups: list[dict
         "model (units and optimizer groups)": plan,
         "version of torch": [str(torch.__version__)],
     }
+
+
+def timeout_of(config: Any) -> float:
+    """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
+    try:
+        return load_config(config).timeout_s
+    except ConfigError:
+        return Config().timeout_s

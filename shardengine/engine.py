@@ -21,11 +21,11 @@ from shardengine import gathered, lr_schedules
 from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
 from shardengine.agreement import together
-from shardengine.bucket import Bucket, BufferPool
-from shardengine.collectives import Collectives, Pending
+from shardengine.bucket import BufferPool
+from shardengine.collectives import Collectives
 from shardengine.config import Config, load_config
-from shardengine.core import Report
-from shardengine.errors import ConfigError, UsageError
+from shardengine.core import Core, Report
+from shardengine.errors import UsageError
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer, groups_for
 
@@ -73,12 +73,12 @@ class Engine:
         """As ``initialize``."""
         self.module = model
         self._owns_mesh = mesh is None
-        mesh = mesh or mesh_module.build(timeout_s=_timeout_of(config))
+        mesh = mesh or mesh_module.build(timeout_s=core_module.timeout_of(config))
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler)
         except BaseException:
             if self._owns_mesh:
-                mesh.destroy()
+                mesh.destroy(orderly=False)
             raise
         self.global_steps = 0
         self.global_samples = 0
@@ -109,6 +109,7 @@ class Engine:
                 kind, groups, defaults, core.layout, core.reducer, core.collectives, full=core.stage.gathers_gradients
             )
             self.optimizer.max_norm = self.config.gradient_clipping
+            self.optimizer.forget = self.zero_grad
         try:
             self.lr_scheduler = together(start, "making the scheduler", lambda: self._make_scheduler(lr_scheduler))
         except BaseException:
@@ -161,21 +162,18 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
-        core = self._core
+        core = self._need_core()
         core.verify_parameters()
-        if (
-            self.config.broadcast_buffers
-            and self.module.training
-            and torch.is_grad_enabled()
-            and not self._buffers_sent
-        ):
-            if self._window.is_first:
-                core.buffers.broadcast(persistent_only=True)
+        core.schedule.restart()
+        training = self.module.training and torch.is_grad_enabled() and self._window.is_first
+        if self.config.broadcast_buffers and training and not self._buffers_sent:
+            core.buffers.broadcast(persistent_only=True)
             self._buffers_sent = True
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            core.schedule.forward_failed()
+            core.schedule.restart()
+            self._buffers_sent = False
             raise
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -189,7 +187,7 @@ class Engine:
                 f"backward: expected a scalar loss with a graph, came {shape}"
                 + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
             )
-        core, window = self._core, self._window
+        core, window = self._need_core(), self._window
         window.begin_backward()
         final = window.is_boundary and window.synchronises
         synchronise = window.synchronises and (final or core.reducer.sharded)
@@ -206,6 +204,7 @@ class Engine:
         except BaseException:
             core.schedule.backward_failed()
             window.backward_failed()
+            self._buffers_sent = False
             raise
         if final and self.optimizer is not None:
             self.optimizer.finish_gradients()
@@ -230,8 +229,10 @@ class Engine:
 
         flush: end the window here, although its last backward was not on the boundary.
         """
-        optimizer, window, core = self._need_optimizer("step()"), self._window, self._core
+        core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         window.require_backward()
+        if core.pinned:
+            raise UsageError("step() inside full_params(): its end would undo the step; call it after the `with` block")
         self._applied = False
         if not window.synchronises:
             raise UsageError("step() inside no_sync(): expected it after the `with` block, with a backward in between")
@@ -242,18 +243,12 @@ class Engine:
             core.reducer.flush()
             optimizer.finish_gradients()
         self._report.observe(self._live_bytes())
-        waiting: list[Pending] = []
-
-        def publish(bucket: Bucket) -> None:
-            if core.stage.publishes_after_step:
-                names = core.layout.names_in(bucket.layout)
-                waiting.append(core.collectives.all_gather(bucket.full, names, "weights: all-gather"))
-
         core.schedule.rest()
         with torch.no_grad():
-            optimizer.step_buckets(publish)
-        for pending in waiting:
-            pending.wait()
+            published = [core.publish(bucket) for bucket in optimizer.step_buckets()]
+        for pending in published:
+            if pending is not None:
+                pending.wait()
         core.reducer.release()
         self._applied = True
         self._buffers_sent = False
@@ -270,9 +265,16 @@ class Engine:
         return self._applied
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the window; it starts anew. Also the way on after a backward that raised."""
-        self._core.schedule.rest()
+        """Forget the gradients of the window; it starts anew.
+
+        Also the way on after a forward or backward that raised *on every rank, at the same place*; after a failure of
+        one rank alone the others are waiting for it, and the ranks must be started again.
+        """
+        self._need_core().schedule.rest()
         self._core.reducer.release()
+        self._buffers_sent = False
+        if self.optimizer is not None:
+            self.optimizer.forget_clipping()
         self._window.restart()
 
     def get_global_grad_norm(self) -> float | None:
@@ -298,16 +300,16 @@ class Engine:
 
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
-        with gathered.full_params(self._core, names, writable=writable):
+        with gathered.full_params(self._need_core(), names, writable=writable):
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
-        return gathered.full_state_dict(self._core, self.module)
+        return gathered.full_state_dict(self._need_core(), self.module)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
-        gathered.save_pretrained(self._core, self.module, directory)
+        gathered.save_pretrained(self._need_core(), self.module, directory)
 
     # Mode, accounting, end
 
@@ -341,18 +343,19 @@ class Engine:
         return {
             "formula_bytes_per_step": self._core.predicted_traffic(self._report.micro_batches or self._window.size),
             "measured_bytes_last_step": self._report.data_bytes(),
-            "by_purpose_last_step": dict(self._report.last_step),
-            "by_purpose_total": dict(self._core.sent()),
+            "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
+            "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
         }
 
     def close(self) -> None:
-        """Detach: hooks go, parameters become whole and the user's own again, own process groups end; collective."""
+        """Detach: the module is an ordinary one again, with whole weights; own process groups end; collective."""
         if self.module not in _attached:
             return
         self._core.dissolve()
         if self._owns_mesh:
             self._core.mesh.destroy()
         _attached.discard(self.module)
+        self.optimizer = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
@@ -372,6 +375,11 @@ class Engine:
         states = 0 if self.optimizer is None else self.optimizer.state_bytes()
         return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
 
+    def _need_core(self) -> Core:
+        if self.module not in _attached:
+            raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
+        return self._core
+
     def _need_optimizer(self, call: str) -> ShardedOptimizer:
         if self.optimizer is None:
             raise UsageError(
@@ -386,12 +394,6 @@ class Engine:
         optimizer = self._need_optimizer("a learning-rate scheduler")
         if given is None and self.config.scheduler is not None:
             return lr_schedules.build(self.config.scheduler, optimizer)
-        return given if isinstance(given, torch.optim.lr_scheduler.LRScheduler) else given(optimizer)
-
-
-def _timeout_of(config: Any) -> float:
-    """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
-    try:
-        return load_config(config).timeout_s
-    except ConfigError:
-        return Config().timeout_s
+        scheduler = given if isinstance(given, torch.optim.lr_scheduler.LRScheduler) else given(optimizer)
+        lr_schedules.check_attached(scheduler, optimizer)
+        return scheduler

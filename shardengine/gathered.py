@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.agreement import compare, together
+from shardengine.collectives import Purpose
 from shardengine.config_kinds import nearest
 from shardengine.core import Core
 from shardengine.errors import UsageError
@@ -28,8 +29,11 @@ from shardengine.unit import Unit
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
     chosen = None if names is None else [names] if isinstance(names, str) else list(names)
-    compare(core.collectives, {"list of names given to full_params": chosen or ["all"], "writable": [str(writable)]})
+    facts = {"list of names given to full_params": ["every name"] if chosen is None else chosen}
+    compare(core.collectives, {**facts, "writable flag of full_params": [str(writable)]})
     units = _units_of(core, chosen)
+    if writable and any(unit.pinned for unit in units):
+        raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     pinned = [unit for unit in units if core.stage.moves_weights and not unit.pinned]
     for unit in pinned:
         unit.pin(core.collectives)
@@ -42,17 +46,27 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
             for unit in pinned:
                 unit.unpin(core.collectives, writable=writable)
             for unit in units if writable and not core.stage.moves_weights else ():
-                for arena in unit.arenas:
-                    for bucket in arena.buckets:
-                        core.collectives.broadcast(bucket.full, core.layout.names_in(bucket.layout), "full_params")
+                for bucket, names_in in unit.buckets():
+                    core.collectives.broadcast(bucket.full, names_in, Purpose.WHOLE_WEIGHTS)
 
 
 def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
+    compare(core.collectives, {"call": ["state_dict"]})
+    values = _whole_values(core)
+    return together(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
+
+
+def _whole_values(core: Core) -> dict[int, Tensor]:
+    """id(parameter) → whole values on rank 0's CPU, {} elsewhere; collective."""
     values: dict[int, Tensor] = {}
     for unit in core.units:
-        for member_tensors in _stream(core, unit):
-            values.update(member_tensors)
+        values.update(_stream(core, unit))
+    return values
+
+
+def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+    """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
     if core.mesh.rank != 0:
         return {}
     core.guard.open = True
@@ -70,17 +84,18 @@ def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
 def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> None:
     """Write ``module`` with whole weights into ``directory`` (safetensors) on rank 0; collective.
 
-    Written beside it first and moved in when complete: a failure leaves an existing directory as it was, and raises on
-    every rank.
+    Written beside it first, and moved in file by file when all of it is written: a full disk leaves an existing
+    directory as it was. A failure raises on every rank.
     """
-    state = full_state_dict(core, module)
+    compare(core.collectives, {"call": ["save_pretrained"]})
+    values = _whole_values(core)
     target = Path(directory)
 
     def write() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            _write(module, state, work)
+            _write(module, _assemble(core, module, values), work)
             target.mkdir(exist_ok=True)
             for path in work.iterdir():
                 os.replace(path, target / path.name)
@@ -121,30 +136,27 @@ def _units_of(core: Core, names: list[str] | None) -> list[Unit]:
 
 def _broadcast_outside(core: Core, names: list[str] | None) -> None:
     wanted = None if names is None else {id(core.partition.names[name]) for name in names}
-    for parameter in core.partition.outside:
+    for name, parameter in core.partition.named_outside():
         if wanted is None or id(parameter) in wanted:
-            core.collectives.broadcast(parameter.data, ["frozen parameters"], "full_params")
+            core.collectives.broadcast(parameter.data, [name], Purpose.WHOLE_WEIGHTS)
 
 
-def _stream(core: Core, unit: Unit) -> Iterator[dict[int, Tensor]]:
+def _stream(core: Core, unit: Unit) -> dict[int, Tensor]:
     """Whole parameters of ``unit`` on rank 0's CPU, id(parameter) → tensor, gathered one bucket at a time."""
     keep = core.mesh.rank == 0
     parameters = {member.index: member.parameter for member in unit.members}
     whole: dict[int, Tensor] = {}
-    for arena in unit.arenas:
-        for bucket in arena.buckets:
-            full = bucket.full
-            if core.stage.moves_weights:
-                full = core.pool.take(bucket.layout.length, arena.dtype, arena.device)
-                bucket.own_slice(full).copy_(bucket.shard)
-                core.collectives.all_gather(full, core.layout.names_in(bucket.layout), "state_dict").wait()
-            for piece in core.layout.pieces(bucket.layout) if keep else ():
-                spec = core.layout.parameters[piece.parameter]
-                flat = whole.setdefault(piece.parameter, torch.empty(spec.numel, dtype=arena.dtype))
-                start = piece.start - bucket.layout.start
-                flat[piece.offset : piece.offset + piece.end - piece.start].copy_(
-                    full[start : start + piece.end - piece.start]
-                )
-            if core.stage.moves_weights:
-                core.pool.give(full)
-    yield {id(parameters[index]): flat.view(core.layout.parameters[index].shape) for index, flat in whole.items()}
+    for bucket, names in unit.buckets():
+        full = bucket.full
+        if core.stage.moves_weights:
+            full = core.pool.take(bucket.layout.length, full.dtype, full.device)
+            bucket.own_slice(full).copy_(bucket.shard)
+            core.collectives.all_gather(full, names, Purpose.WHOLE_WEIGHTS).wait()
+        for piece in core.layout.pieces(bucket.layout) if keep else ():
+            numel = core.layout.parameters[piece.parameter].numel
+            flat = whole.setdefault(piece.parameter, torch.empty(numel, dtype=full.dtype))
+            start, count = piece.start - bucket.layout.start, piece.end - piece.start
+            flat[piece.offset : piece.offset + count].copy_(full[start : start + count])
+        if core.stage.moves_weights:
+            core.pool.give(full)
+    return {id(parameters[index]): flat.view(core.layout.parameters[index].shape) for index, flat in whole.items()}

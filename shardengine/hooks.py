@@ -4,9 +4,12 @@ Must not know: buckets, collectives, the optimizer.
 
 [Note: Backward hooks] Backward is observed on autograd nodes (``Node.register_prehook``), not on tensors or modules:
 module full-backward hooks miss dict outputs and forbid in-place operations on outputs, tensor hooks miss an in-place
-operation on a view of an output. The node that produced an output runs before any other node of its unit, and the node
-that produced an input runs after all of them: autograd runs ready nodes latest-created first. An in-place operation on
-an output that is a view takes the view's own node out of the graph, so the node of its base is observed as well.
+operation on a view of an output. The node that produced an output runs before any other node of its unit, and a
+node that produced an input runs after all of them: autograd runs ready nodes latest-created first, and inputs were
+created first. So the first of the input nodes to run says that the unit's backward is over. An in-place operation on an
+output that is a view takes the view's own node out of the graph, so the node of its base is observed as well.
+Where one unit's input is another's output, "over" is announced before "reached", so that one is freed before the other
+is gathered.
 """
 
 from __future__ import annotations
@@ -58,8 +61,9 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
 
 
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
-    """Call ``refuse`` when somebody asks ``module`` itself for a state dict."""
-    return [module.register_state_dict_pre_hook(_Hook(lambda _module, _prefix, _keep: refuse()))]
+    """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
+    guard = _Hook(lambda _module, _prefix, _keep: refuse())
+    return [part.register_state_dict_pre_hook(guard) for part in module.modules()]
 
 
 def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
@@ -69,11 +73,11 @@ def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module
     for module in root.modules():
         if id(module) in inside:
             continue
-        handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
         if module in units:
             announce = _UnitHooks(schedule, units[module])
-            handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(_Hook(announce.after)))
+        handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
         handles.append(module.register_forward_hook(_leave(schedule)))
     return handles
 
@@ -86,13 +90,39 @@ def _leave(schedule: Schedule) -> Callable[..., None]:
     return _Hook(lambda module, _args, output: schedule.leave(module, list(tensors_in(output))))
 
 
+class _NodeEvents:
+    """The one pre-hook of an autograd node; it lives as long as the node does (in ``Node.metadata``)."""
+
+    _KEY = "shardengine"
+
+    def __init__(self) -> None:
+        self.over: list[Callable[[], None]] = []
+        self.reached: list[Callable[[], None]] = []
+
+    def __call__(self, _gradients: Any) -> None:
+        for announce in (*self.over, *self.reached):
+            announce()
+
+    @classmethod
+    def of(cls, node: Any) -> _NodeEvents:
+        """The events of ``node``, registered when first asked for."""
+        events: _NodeEvents | None = node.metadata.get(cls._KEY)
+        if events is None:
+            events = node.metadata[cls._KEY] = cls()
+            node.register_prehook(events)
+        return events
+
+
 class _UnitHooks:
-    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last."""
+    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last.
+
+    A call is (number, whether an input has a graph, whether an input's node will say when its backward is over).
+    """
 
     def __init__(self, schedule: Schedule, index: int) -> None:
         self._schedule = schedule
         self._index = index
-        self._open: list[tuple[int, bool]] = []
+        self._open: list[tuple[int, bool, bool]] = []
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         depth = self._schedule.before_forward(self._index)
@@ -101,13 +131,11 @@ class _UnitHooks:
         if not depth or not torch.is_grad_enabled():
             return
         call = next(_calls)
-        differentiable = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        self._open.append((call, bool(differentiable)))
-        nodes = {node for t in differentiable if (node := t.grad_fn) is not None}
-        if nodes and all(t.grad_fn is not None for t in differentiable):
-            waiting = set(nodes)
-            for node in nodes:
-                node.register_prehook(self._left(call, waiting, node))
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        nodes = {t.grad_fn for t in inputs if t.grad_fn is not None}
+        self._open.append((call, bool(inputs), bool(nodes)))
+        for node in nodes:
+            _NodeEvents.of(node).over.append(lambda: self._schedule.backward_over(self._index, call))
 
     def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not self._schedule.observes(self._index):
@@ -116,21 +144,15 @@ class _UnitHooks:
         outputs = list(tensors_in(output))
         keep = False
         if grad:
-            call, differentiable = self._open.pop() if self._open else (next(_calls), True)
+            call, differentiable, announced = self._open.pop() if self._open else (next(_calls), True, False)
             bases = [t._base for t in outputs if t._base is not None]
             nodes = {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
             for node in nodes:
-                node.register_prehook(lambda _grads: self._schedule.backward_reached(self._index, call))
+                _NodeEvents.of(node).reached.append(
+                    lambda: self._schedule.backward_reached(self._index, call, announced=announced)
+                )
             keep = not nodes and (differentiable or self._schedule.trains(self._index))
         self._schedule.after_forward(self._index, grad, keep, outputs)
-
-    def _left(self, call: int, waiting: set[Any], node: Any) -> Callable[[Any], None]:
-        def left(_grads: Any) -> None:
-            waiting.discard(node)
-            if not waiting:
-                self._schedule.backward_left(self._index, call)
-
-        return left
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -182,15 +182,9 @@ class Layout:
                 found.append((key, start, end))
         return found
 
-    def elements(self, *, trainable: bool | None = None, unit: int | None = None, blocks: bool = False) -> int:
-        """Elements with padding of the arenas that match; ``blocks``: every unit but the root."""
-        return sum(
-            arena.length
-            for arena in self.arenas
-            if (trainable is None or arena.trainable is trainable)
-            and (unit is None or arena.unit == unit)
-            and (not blocks or arena.unit != 0)
-        )
+    def elements(self, *, trainable: bool) -> int:
+        """Elements with padding of the trainable, or of the frozen, arenas."""
+        return sum(arena.length for arena in self.arenas if arena.trainable is trainable)
 
 
 def alignment(itemsize: int) -> int:

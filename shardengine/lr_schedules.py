@@ -33,7 +33,7 @@ from shardengine.config_kinds import (
     optional,
 )
 from shardengine.config_reader import plain
-from shardengine.errors import ConfigError
+from shardengine.errors import ConfigError, UsageError
 
 Ratio = Callable[[int], float]
 Parameters = dict[str, tuple[Kind, Any]]
@@ -85,6 +85,20 @@ _TORCH: dict[str, type[lr_scheduler.LRScheduler]] = {
 def check(config: SchedulerConfig) -> None:
     """Raise ConfigError with every problem of the name and the parameters that can be seen without an optimizer."""
     _read(config)
+
+
+def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
+    """``UsageError`` unless ``scheduler`` is one that the engine can step and that drives ``optimizer``'s groups."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise UsageError(f"lr_scheduler: expected a torch LRScheduler, came {type(scheduler).__name__}")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError("lr_scheduler: ReduceLROnPlateau needs a metric; step it yourself, over engine.optimizer")
+    theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
+    if len(theirs) != len(ours) or any(a is not b for a, b in zip(theirs, ours, strict=True)):
+        raise UsageError(
+            "lr_scheduler: it was made for another optimizer; expected one over the optimizer given to initialize, "
+            "or a function from the engine's optimizer to a scheduler"
+        )
 
 
 def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

@@ -32,42 +32,60 @@ class Mesh:
     reduce: Group = None
     control: Group = None
     backend: str = "none"
+    owns_default_group: bool = False
 
-    def destroy(self) -> None:
-        """Give the groups back. The caller's own process group stays."""
-        if dist.is_initialized():
-            for group in (self.gather, self.reduce, self.control):
-                if group is not None:
-                    dist.destroy_process_group(group)
+    def destroy(self, *, orderly: bool = True) -> None:
+        """Give the groups back, and the default process group if ``build`` made it; the caller's own stays.
+
+        orderly: wait for the other ranks first, without which a finished gloo program sometimes aborts.
+        """
+        if not dist.is_initialized():
+            return
+        if self.owns_default_group:
+            if orderly:
+                dist.barrier()
+            dist.destroy_process_group()
+            return
+        for group in (self.gather, self.reduce, self.control):
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     """The mesh of all ranks of the default process group; initialises that one from the launcher's environment.
 
     Without a process group and without a launcher (RANK and WORLD_SIZE unset) the mesh has one rank and no groups.
+    A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     """
-    if device is None:
-        device = default_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    owns = False
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Mesh(0, 1, device)
+            return Mesh(0, 1, _use(device or default_device()))
         if "MASTER_ADDR" not in os.environ:
             raise UsageError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
                 "program with torchrun or `shardengine train`, or call torch.distributed.init_process_group first"
             )
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
+        dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
+        owns = True
+    backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
+    device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(0, 1, device)
+        return Mesh(0, 1, device, owns_default_group=owns)
     timeout = timedelta(seconds=timeout_s)
-    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     gather = dist.new_group(backend=backend, timeout=timeout)
     reduce = dist.new_group(backend=backend, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend)
+    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, owns)
+
+
+def _use(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def default_device() -> torch.device:

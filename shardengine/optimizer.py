@@ -11,6 +11,7 @@ The three phases of a step, repeated as comments below:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -77,7 +78,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         full: bool,
     ) -> None:
+        self._built = False
         super().__init__(groups, defaults)
+        self._built = True
+        self.forget: Callable[[], None] = reducer.release
         self.kind = kind
         self.norm: Tensor | None = None
         self.touched: frozenset[int] = frozenset()
@@ -113,15 +117,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flags = torch.zeros(len(self._layout.parameters), dtype=torch.bool)
         flags[list(self._reducer.used)] = True
         payload = torch.cat([squares.cpu().view(1).view(torch.uint8), _pack(flags)])
-        rows = self._collectives.exchange(payload)
+        rows = self._collectives.exchange(payload, "the gradient norm")
         self.norm = norm_from_squares(rows[:, :8].flatten().clone().view(torch.float64))
         used = torch.stack([_unpack(row[8:], len(flags)) for row in rows]).any(dim=0)
         self.touched = frozenset(used.nonzero().view(-1).tolist())
 
-    def step_buckets(self, publish: Callable[[Bucket], None]) -> None:
-        """Phases 2 and 3: step bucket after bucket in layout order; ``publish`` is called as soon as one is stepped."""
+    def step_buckets(self) -> Iterator[Bucket]:
+        """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped."""
         # 2. update
         divisor, self._next_max_norm = self._divisor(), None
+        self._opt_called = True  # torch's schedulers warn where no step came before theirs
         for parameter in self.touched:
             self.steps[parameter] += 1
         for state, segments in zip(self._reducer.buckets, self._current_segments(), strict=True):
@@ -131,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 else:
                     adam_step(tensors, self.param_groups[group], step, divisor, decoupled=self.kind == "AdamW")
             # 3. publish
-            publish(state.bucket)
+            yield state.bucket
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Only the engine knows when gradients are complete: ``UsageError`` unless called by ``engine.step()``."""
@@ -140,8 +145,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the window's gradients."""
-        self._reducer.release()
+        """Forget the window's gradients: ``engine.zero_grad()``."""
+        self.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not available yet after the start: shards and their states are laid out once."""
+        if self._built:
+            raise UsageError("engine.optimizer.add_param_group() is not available yet: give all groups to initialize")
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
@@ -166,7 +177,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
+        if not 0 < max_norm < math.inf:
+            raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
         self._next_max_norm = max_norm
+
+    def forget_clipping(self) -> None:
+        """The window was dropped, and what ``clip_next_step`` said with it."""
+        self._next_max_norm = None
 
     def mark_stepped(self, scheduler: Any) -> None:
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
@@ -225,6 +242,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flats = {"weight": self._weight(state.bucket), "gradient": gradient, **self.bucket_states[index]}
         for label in dict.fromkeys(label for label, _, _ in segments):
             cuts = [(start, end) for other, start, end in segments if other == label]
+            if self.kind == "SGD" and self.param_groups[label[0]]["momentum"] and "momentum_buffer" not in flats:
+                raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
             tensors = {name: [flat[start:end] for start, end in cuts] for name, flat in flats.items()}
             if self.kind == "SGD" and not self.param_groups[label[0]]["momentum"]:
                 tensors.pop("momentum_buffer", None)
@@ -258,6 +277,8 @@ def groups_for(
     else:
         return None, [], {}
     _check_owned(model, optimizer.param_groups)
+    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
     return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
 
 

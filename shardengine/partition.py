@@ -12,14 +12,15 @@ and frozen ones where weights rest replicated, stay outside of the arenas.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardengine.bucket import Arena
-from shardengine.collectives import Collectives
+from shardengine.collectives import Collectives, Purpose
 from shardengine.config_kinds import nearest
 from shardengine.errors import UsageError
 from shardengine.layout import Layout, ParameterSpec
@@ -30,10 +31,10 @@ from shardengine.unit import Member, Unit
 class Partition:
     """What a model consists of, before anything is moved.
 
-    names: every parameter name → parameter (tied ones several times) · inside: parameters that live in arenas, in
-    registration order, ``specs`` beside them · modules, places (name, a module's dict, key
-    in it, parameter): to find out what was replaced or added ·
-    outside: the others · units: unit modules with names, without root.
+    names: every parameter name → parameter (tied ones several times)
+    inside: parameters that live in arenas, in registration order, ``specs`` beside them; outside: the others
+    units: unit modules with their names, without the root
+    modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
     """
 
     names: dict[str, nn.Parameter]
@@ -42,7 +43,13 @@ class Partition:
     outside: list[nn.Parameter]
     units: list[tuple[str, nn.Module]]
     modules: list[nn.Module]
-    places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter | None]]
+    places: list[tuple[str, Mapping[str, Any], str, Any]]
+
+    def named_outside(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters outside of the arenas with their first names."""
+        chosen = {id(parameter) for parameter in self.outside}
+        first = {id(parameter): name for name, parameter in reversed(self.names.items()) if id(parameter) in chosen}
+        return [(first[id(parameter)], parameter) for parameter in self.outside]
 
 
 def analyse(
@@ -72,9 +79,10 @@ def analyse(
     ]
     chosen = {id(p) for p in inside}
     places = [
-        (f"{prefix}.{key}" if prefix else key, module._parameters, key, parameter)
+        (f"{prefix}.{key}" if prefix else key, holder, key, value)
         for prefix, module in model.named_modules()
-        for key, parameter in module._parameters.items()
+        for holder in (module._parameters, module._modules)
+        for key, value in holder.items()
     ]
     outside = [p for p in parameters if id(p) not in chosen]
     return Partition(names, inside, specs, outside, units, list(model.modules()), places)
@@ -151,9 +159,9 @@ def place(partition: Partition, layout: Layout, collectives: Collectives, *, sha
     """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units."""
     mesh = collectives.mesh
     with torch.no_grad():
-        for parameter in partition.outside:
+        for name, parameter in partition.named_outside():
             moved = parameter.data.to(mesh.device).contiguous()
-            collectives.broadcast(moved, ["frozen parameters"], "start")
+            collectives.broadcast(moved, [name], Purpose.START)
             parameter.data = moved
         named = [("the root", None), *partition.units]
         units = []
@@ -165,10 +173,11 @@ def place(partition: Partition, layout: Layout, collectives: Collectives, *, sha
                 for number, slot in enumerate(arena_layout.slots):
                     member = Member(slot.parameter, partition.inside[slot.parameter], arena, number)
                     member.view.copy_(member.parameter)
+                    member.parameter.grad = None
                     member.show(member.view)
                     members.append(member)
                 for bucket in arena.buckets:
-                    collectives.broadcast(bucket.full, layout.names_in(bucket.layout), "start")
+                    collectives.broadcast(bucket.full, layout.names_in(bucket.layout), Purpose.START)
                 arenas.append(arena)
             unit = Unit(index, name, arenas, members, layout)
             if shards_weights:

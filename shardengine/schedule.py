@@ -6,8 +6,9 @@ Must not know: nn.Module internals, how hooks are registered, how a gather works
 forward may have no backward. So nothing is counted down that must reach zero:
 
 - forward: a unit is held from its pre-forward to its post-forward (a depth, forgotten at the end of a pass)
-- backward: a unit is held while one of its calls is between "a gradient reached its outputs" and "all gradients of its
-  inputs are known". Fully trainable units are let go earlier, when all their parameters have their gradient
+- backward: a unit is held while one of its calls is between "a gradient reached its outputs" and "its backward is
+  over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is let go when all its
+  parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
 - kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
   Kept units stay to the end of the pass
@@ -17,16 +18,29 @@ forward may have no backward. So nothing is counted down that must reach zero:
 [Note: Pass] With grad a pass lasts from the first forward to the end of backward; without, it is one outermost forward.
 The order of gathers of the last pass of its kind is the prediction for the next one. A wrong prediction switches
 prefetching off for the rest of the pass; it changes time, never results.
+
+    event               what happens
+    enter               outermost module: a pass opens, the root is gathered
+    before_forward      the unit is gathered, the next ones are gathered ahead
+    after_forward       the unit is resharded (3k: stays), unless held
+    leave               outermost module, without grad: everything is resharded
+    begin_backward      the root is gathered, if it is not there
+    backward_reached    as before_forward
+    gradient_ready      the reducer takes the gradient
+    backward_over       the unit is resharded, unless held
+    end_backward        everything is resharded, the reducer's sweep
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from shardengine.collectives import Collectives
+from shardengine.collectives import Collectives, Purpose
 from shardengine.ddp import Reducer
+from shardengine.errors import UsageError
 from shardengine.stages import Stage
 from shardengine.unit import Unit, Weights
 
@@ -63,21 +77,23 @@ class Hold:
     def __init__(self) -> None:
         self.depth = 0
         self.calls: set[int] = set()
-        self.left: set[int] = set()
+        self.silent: set[int] = set()
+        self.over: set[int] = set()
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
 
-    def leave(self, calls: set[int]) -> None:
+    def finish(self, calls: set[int]) -> None:
         """The backwards of ``calls`` are over; a late announcement of one of them means nothing."""
-        self.left |= calls
+        self.over |= calls
         self.calls -= calls
 
     def clear(self) -> None:
         """The pass is over."""
         self.depth = 0
         self.calls.clear()
-        self.left.clear()
+        self.silent.clear()
+        self.over.clear()
         self.fired.clear()
         self.kept = self.lent = False
 
@@ -106,8 +122,8 @@ class Schedule:
         return bool(self.units[index].trainable)
 
     def observes(self, index: int) -> bool:
-        """Whether forwards of unit ``index`` matter now: not in a recomputation, not inside ``full_params``."""
-        return not self._holds[index].calls and not self.units[index].pinned
+        """Whether forwards of unit ``index`` matter now: not in a recomputation."""
+        return not self._holds[index].calls
 
     # Events of forward. ``grad``: whether autograd records.
 
@@ -126,7 +142,7 @@ class Schedule:
         root = self.units[0]
         if not root.pinned:
             if root.state is Weights.SHARDED:
-                root.gather(self._collectives)
+                self._gather(root)
             self._prefetch()
             self._await(root)
 
@@ -147,7 +163,8 @@ class Schedule:
             return 0
         hold = self._holds[index]
         hold.depth += 1
-        self._demand(index)
+        if not self.units[index].pinned:
+            self._demand(index)
         return hold.depth
 
     def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
@@ -167,33 +184,43 @@ class Schedule:
         if self._stage.moves_weights:
             self._await(self.units[0])
 
-    def backward_reached(self, index: int, call: int) -> None:
-        """A gradient reached the outputs of call ``call`` of unit ``index``."""
+    def backward_reached(self, index: int, call: int, *, announced: bool) -> None:
+        """A gradient reached the outputs of call ``call`` of unit ``index``; announced: ``backward_over`` will come."""
         hold = self._holds[index]
-        if call in hold.calls or call in hold.left:
+        if call in hold.calls or call in hold.over:
             return
+        if not announced:
+            hold.silent.add(call)
         if not hold.calls:
             hold.fired.clear()
         hold.calls.add(call)
         self._demand(index)
 
-    def backward_left(self, index: int, call: int) -> None:
-        """The gradients of all inputs of call ``call`` are known: its weights are not needed any more."""
+    def backward_over(self, index: int, call: int) -> None:
+        """A gradient of an input of call ``call`` is known: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
-            hold.leave({call})
+            hold.finish({call})
             self._let_go(index)
 
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
         """``gradient`` of a parameter is final for this micro-batch."""
-        self._reducer.on_gradient(parameter, gradient)
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
+            self._reducer.on_gradient(parameter, gradient)
             return
+        if unit.state is not Weights.FULL and not unit.pinned:
+            raise UsageError(
+                f"a parameter of unit {unit.name!r} received a gradient while its weights were sharded, so the "
+                "gradient was computed from NaN: expected its use inside the unit's forward, or the backward of a loss "
+                "on parameters inside the same `with engine.full_params():` as the loss"
+            )
+        self._reducer.on_gradient(parameter, gradient)
         hold = self._holds[unit.index]
         hold.fired.add(parameter)
-        if hold.calls and not unit.has_frozen and len(hold.fired) == len(unit.trainable):
-            hold.leave(set(hold.calls))
+        complete = not unit.has_frozen and len(hold.fired) == len(unit.trainable)
+        if hold.calls and hold.calls <= hold.silent and complete:
+            hold.finish(set(hold.calls))
             self._let_go(unit.index)
 
     def backward_failed(self) -> None:
@@ -211,9 +238,10 @@ class Schedule:
         self._in_backward = False
         self._rest()
 
-    def forward_failed(self) -> None:
-        """The outermost forward raised; the next one opens its pass anew."""
+    def restart(self) -> None:
+        """The next forward is an outermost one: the engine is called, or the last forward raised."""
         self._outermost = None
+        self._grad_pass = True
 
     def _rest(self) -> None:
         self._outermost = None
@@ -238,13 +266,16 @@ class Schedule:
         unit = self.units[index]
         self._traces[self._grad_pass].demand(index)
         if unit.state is Weights.SHARDED:
-            unit.gather(self._collectives)
+            self._gather(unit)
         self._prefetch()
         self._await(unit)
 
+    def _gather(self, unit: Unit) -> None:
+        unit.gather(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
+
     def _await(self, unit: Unit) -> None:
         if unit.state is Weights.SHARDED:
-            unit.gather(self._collectives)
+            self._gather(unit)
         if unit.state is Weights.GATHERING:
             unit.await_full()
 
@@ -257,10 +288,10 @@ class Schedule:
         self._prefetch()
 
     def _lend(self, index: int, views: Sequence[Tensor]) -> None:
-        keys = {view.untyped_storage()._cdata for view in views}
-        for unit, hold in zip(self.units, self._holds, strict=True):
-            if unit.index in (0, index) and unit.state is Weights.FULL and unit.owns_storage(keys):
-                hold.lent = True
+        keys = {view.untyped_storage()._cdata for view in views if view.layout is torch.strided}
+        for number in {0, index}:
+            if self.units[number].state is Weights.FULL and self.units[number].owns_storage(keys):
+                self._holds[number].lent = True
 
     def _prefetch(self) -> None:
         """Start gathering the units that are predicted next, up to the budget, at least one of them.
@@ -278,5 +309,5 @@ class Schedule:
             if unit.state is Weights.SHARDED:
                 if budget < unit.elements and budget < self._prefetch_elements:
                     return
-                unit.gather(self._collectives)
+                self._gather(unit)
             budget -= unit.elements

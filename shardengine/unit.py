@@ -12,13 +12,13 @@ the pin owns, whatever the state of the arenas.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardengine.bucket import Arena
-from shardengine.collectives import Collectives, Pending
+from shardengine.bucket import Arena, Bucket
+from shardengine.collectives import Collectives, Pending, Purpose
 from shardengine.errors import InternalError
 from shardengine.layout import Layout
 
@@ -94,14 +94,19 @@ class Unit:
                 bucket.detach_shard()
         self.reshard()
 
-    def gather(self, collectives: Collectives) -> None:
+    def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
+        """Every bucket with the names of its parameters, in layout order."""
+        for arena in self.arenas:
+            yield from zip(arena.buckets, self.names[arena.layout.index], strict=True)
+
+    def gather(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
         """SHARDED → GATHERING: start the all-gather of every bucket."""
         self._move(Weights.GATHERING)
         for arena in self.arenas:
             arena.allocate()
-            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
-                bucket.load_shard()
-                self._pending.append(collectives.all_gather(bucket.full, names, "weights: all-gather"))
+        for bucket, names in self.buckets():
+            bucket.load_shard()
+            self._pending.append(collectives.all_gather(bucket.full, names, purpose))
 
     def await_full(self) -> None:
         """GATHERING → FULL: wait, and show the weights to the user's parameters."""
@@ -122,15 +127,6 @@ class Unit:
         for arena in self.arenas:
             arena.release(abandon=abandon)
 
-    def publish(self, collectives: Collectives) -> list[Pending]:
-        """Resting replicated with sharded masters: start gathering the stepped slices of the trainable buckets."""
-        return [
-            collectives.all_gather(bucket.full, names, "weights: all-gather")
-            for arena in self.arenas
-            if arena.layout.trainable
-            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True)
-        ]
-
     def pin(self, collectives: Collectives) -> None:
         """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the arenas."""
         pins = []
@@ -139,7 +135,7 @@ class Unit:
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
-                collectives.all_gather(part, names, "full_params").wait()
+                collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS).wait()
             pins.append(fresh)
         self._pins = pins
         by_arena = {arena.layout.index: fresh for arena, fresh in zip(self.arenas, pins, strict=True)}
@@ -154,7 +150,7 @@ class Unit:
         for arena, fresh in zip(self.arenas, pins, strict=True) if writable else ():
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
-                collectives.broadcast(part, names, "full_params")
+                collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS)
                 bucket.shard.copy_(bucket.own_slice(part))
                 if self.state is Weights.FULL:
                     bucket.full.copy_(part)

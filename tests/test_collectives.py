@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardengine.collectives import Collectives
+from shardengine.collectives import Collectives, Purpose
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.mesh import Mesh
 from tests import oracle
@@ -34,7 +34,7 @@ def gathers(broadcasts: bool) -> list[Any]:
     rank, ranks = link.mesh.rank, link.mesh.ranks
     full = torch.full((ranks * WIDTH,), -1.0)
     full[rank * WIDTH : (rank + 1) * WIDTH] = rank
-    link.all_gather(full, ["a"], "weights: all-gather").wait()
+    link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
     expected = torch.arange(ranks).repeat_interleave(WIDTH).float()
     return [torch.equal(full, expected), dict(link.sent)]
 
@@ -42,7 +42,7 @@ def gathers(broadcasts: bool) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("broadcasts", [True, False])
 def test_an_all_gather_brings_every_slice_to_every_rank(pools: Pools, ranks: int, broadcasts: bool) -> None:
-    sent = {"weights: all-gather": (ranks - 1) * WIDTH * 4}
+    sent = {Purpose.WEIGHTS: (ranks - 1) * WIDTH * 4}
     assert pools(ranks).run(gathers, broadcasts) == [[True, sent]] * ranks
 
 
@@ -64,13 +64,13 @@ def reduces(direct: bool, in_place: bool) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_direct_reduce_scatter_gives_the_tree_sum_in_bits(pools: Pools, ranks: int, in_place: bool) -> None:
-    sent = {"gradients: reduce-scatter": 2 * (ranks - 1) * WIDTH * 4}
+    sent = {Purpose.GRADIENTS: 2 * (ranks - 1) * WIDTH * 4}
     assert pools(ranks).run(reduces, True, in_place) == [[True, sent, ranks * WIDTH * 4]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_native_reduce_scatter_gives_the_sum_and_sends_the_same_bytes(pools: Pools, ranks: int) -> None:
-    sent = {"gradients: reduce-scatter": 2 * (ranks - 1) * WIDTH * 4}
+    sent = {Purpose.GRADIENTS: 2 * (ranks - 1) * WIDTH * 4}
     assert pools(ranks).run(reduces, False, True) == [[True, sent, WIDTH * 4]] * ranks
 
 
@@ -79,11 +79,11 @@ def smaller_operations() -> list[Any]:
     link = collectives()
     rank = link.mesh.rank
     matrix = torch.full((3, 2), float(rank + 7))
-    link.broadcast(matrix, ["a"], "start")
+    link.broadcast(matrix, ["a"], Purpose.START)
     rows = link.exchange(torch.tensor([rank, 10 * rank], dtype=torch.uint8))
     link.barrier()
     objects = link.exchange_objects({"name": "é" * 3**rank, "rank": rank} if rank != 1 else None)
-    return [matrix.eq(7).all().item(), rows.tolist(), objects, link.sent["start"]]
+    return [matrix.eq(7).all().item(), rows.tolist(), objects, link.sent[Purpose.START]]
 
 
 def test_control_data_arrives_in_rank_order_whatever_its_length(pools: Pools) -> None:
@@ -96,12 +96,12 @@ def different_orders(difference: str) -> str:
     """What debug mode says when ranks issue different collectives."""
     link = collectives(debug=True)
     rank, full = link.mesh.rank, torch.zeros(2 * WIDTH)
-    link.all_gather(full, ["same"], "weights: all-gather").wait()
+    link.all_gather(full, ["same"], Purpose.WEIGHTS).wait()
     try:
         if difference == "names":
-            link.all_gather(full, [f"block {rank}"], "weights: all-gather").wait()
+            link.all_gather(full, [f"block {rank}"], Purpose.WEIGHTS).wait()
         elif rank == 0:
-            link.all_gather(full, ["a"], "weights: all-gather").wait()
+            link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
         else:
             link.reduce_scatter(full, full[:WIDTH], ["a"]).wait()
     except MismatchError as error:
@@ -119,8 +119,8 @@ def test_debug_mode_says_which_collectives_differ(pools: Pools) -> None:
 def test_at_one_rank_every_operation_is_the_identity_and_sends_nothing() -> None:
     link = collectives()
     full = of_rank(0, 1)
-    link.all_gather(full, ["a"], "weights: all-gather").wait()
-    link.broadcast(full, ["a"], "start")
+    link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
+    link.broadcast(full, ["a"], Purpose.START)
     out = torch.empty(WIDTH)
     link.reduce_scatter(full, out, ["a"]).wait()
     assert torch.equal(out, of_rank(0, 1)) and torch.equal(full, of_rank(0, 1))
@@ -153,7 +153,7 @@ def second_of_two(**options: Any) -> Collectives:
 def test_an_error_when_waiting_names_operation_parameters_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: FakeWork(fails=True))
     names = [f"block.{i}.weight" for i in range(6)]
-    pending = second_of_two().all_gather(torch.zeros(2 * WIDTH), names, "weights: all-gather")
+    pending = second_of_two().all_gather(torch.zeros(2 * WIDTH), names, Purpose.WEIGHTS)
     with pytest.raises(CommunicationError) as caught:
         pending.wait()
     assert str(caught.value) == (
@@ -184,13 +184,13 @@ def test_without_overlap_a_collective_is_over_when_it_is_issued(
 
     monkeypatch.setattr(dist, "broadcast", start)
     monkeypatch.setattr(Collectives, "_compare", lambda *_args: None)
-    pending = second_of_two(**options).all_gather(torch.zeros(2 * WIDTH), ["a"], "weights: all-gather")
+    pending = second_of_two(**options).all_gather(torch.zeros(2 * WIDTH), ["a"], Purpose.WEIGHTS)
     assert len(works) == 2 and pending.done()
 
 
 def test_with_overlap_a_collective_is_over_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: FakeWork())
-    pending = second_of_two().all_gather(torch.zeros(2 * WIDTH), ["a"], "weights: all-gather")
+    pending = second_of_two().all_gather(torch.zeros(2 * WIDTH), ["a"], Purpose.WEIGHTS)
     assert not pending.done()
     pending.wait()
     assert pending.done()

@@ -88,7 +88,8 @@ def test_what_cannot_be_pickled_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_script_without_the_main_guard_is_told(tmp_path: Path):
     script = tmp_path / "careless.py"
-    script.write_text("from shardengine.launcher import launch\ndef f():\n    return 1\nlaunch(f, 1)\n", encoding="utf-8")
+    program = "from shardengine import launch\ndef f():\n    return 1\nlaunch(f, 1)\n"
+    script.write_text(program, encoding="utf-8")
     path = {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | path, timeout=120)
     assert done.returncode != 0

@@ -219,7 +219,7 @@ def test_a_second_gradient_after_its_bucket_was_sent_is_refused_by_name() -> Non
     bench = Bench()
     bench.reducer.arm(synchronise=True, final=True)
     bench.reducer.on_gradient(3, gradient(0, 0, 3))
-    with pytest.raises(UsageError, match="parameter d received a second gradient"):
+    with pytest.raises(UsageError, match="parameter 'd' received a second gradient"):
         bench.reducer.on_gradient(3, gradient(0, 0, 3))
 
 

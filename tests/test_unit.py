@@ -178,24 +178,6 @@ def test_two_ranks_hold_half_each_and_see_the_whole(pools: Callable[[int], RankP
     assert pools(2).run(life_at_two_ranks) == [[True] * 4] * 2
 
 
-def publish_at_two_ranks() -> bool:
-    """Whether a slice that this rank wrote is seen by all after ``publish``, and frozen weights are not sent."""
-    link = collectives()
-    unit, parameters = make_unit(SPECS, ranks=2, rank=link.mesh.rank)
-    for arena in unit.arenas:
-        for bucket in arena.buckets:
-            bucket.shard.add_(1000)
-    for pending in unit.publish(link):
-        pending.wait()
-    return all(torch.equal(parameters[i].data, contents(SPECS[i], i) + 1000) for i in (0, 1)) and link.sent == {
-        "weights: all-gather": sum(arena.flat.nbytes for arena in unit.arenas if arena.layout.trainable) // 2
-    }
-
-
-def test_publishing_gathers_the_trainable_slices(pools: Callable[[int], RankPool]) -> None:
-    assert pools(2).run(publish_at_two_ranks) == [True, True]
-
-
 def write_replicated_at_two_ranks() -> bool:
     """Whether rank 0's writes through a pin are the whole weights of a unit that rests replicated."""
     link = collectives()

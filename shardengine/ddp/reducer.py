@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool
-from shardengine.collectives import Collectives, Pending
+from shardengine.collectives import Collectives, Pending, Purpose
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import divide, store_gradient
 from shardengine.layout import Layout, Piece
@@ -54,6 +54,10 @@ class GradientBucket:
         self.total_filled = False
         self.complete: Tensor | None = None
         self.whole: Tensor | None = None
+
+    def name_of(self, parameter: int) -> str:
+        """The name of one of the bucket's parameters."""
+        return self.names[list(self.pieces).index(parameter)]
 
     def store(self, parameter: int, gradient: Tensor, pool: BufferPool) -> None:
         """Add this micro-batch's gradient of ``parameter`` to its piece of ``partial``."""
@@ -100,6 +104,15 @@ class _Flight:
     land: Callable[[], Pending | None] | None = None
 
 
+@dataclass(frozen=True)
+class _Mode:
+    """What the running backward is for. armed: from ``arm`` to the end of the sweep, so also after one that raised."""
+
+    armed: bool
+    synchronise: bool = False
+    final: bool = False
+
+
 class Reducer:
     """Reduces gradients of the trainable ``buckets`` (in layout order). ``divisor``: 1, or the ranks for a mean."""
 
@@ -118,7 +131,8 @@ class Reducer:
         self.used: set[int] = set()
         self._collectives = collectives
         self._pool = pool
-        self._letters = (sharded, gathers)
+        self.sharded = sharded
+        self._gathers = gathers
         self._divisor = divisor
         self._of_parameter: dict[int, list[GradientBucket]] = {}
         for state in self.buckets:
@@ -127,62 +141,71 @@ class Reducer:
         self._order = list(range(len(self.buckets)))
         self._seen: list[int] | None = []
         self._next = 0
-        self._mode = (True, True)
+        self._mode = _Mode(armed=False)
         self._unsent = False
         self._in_flight: deque[_Flight] = deque()
 
     @property
-    def sharded(self) -> bool:
-        """Whether every micro-batch is reduced (the letter S)."""
-        return self._letters[0]
-
-    @property
     def window_complete(self) -> bool:
         """Whether the window's gradients are complete and wait for the step."""
-        return any(state.complete is not None for state in self.buckets)
+        return bool(self.buckets) and all(state.complete is not None for state in self.buckets)
 
     def arm(self, *, synchronise: bool, final: bool) -> None:
         """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it."""
+        if self._mode.armed:
+            raise UsageError(
+                "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and "
+                "begin the window anew"
+            )
         if self.window_complete:
             raise UsageError(
                 "backward after the window's last micro-batch: its gradients are complete and waiting; "
                 "call engine.step() or engine.zero_grad() first"
             )
-        self._mode = (synchronise, final)
+        self._mode = _Mode(True, synchronise, final)
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
         """``gradient`` of ``parameter`` is final for this micro-batch; the caller may drop it afterwards."""
+        states = self._of_parameter[parameter]
+        name = states[0].name_of(parameter)
+        if not self._mode.armed:
+            raise UsageError(
+                f"parameter {name!r} received a gradient outside of engine.backward(loss): loss.backward() without the "
+                "engine is not available yet"
+            )
+        if gradient.layout is not torch.strided:
+            raise UsageError(f"parameter {name!r} has a sparse gradient: expected a dense one; use sparse=False")
         self.used.add(parameter)
-        for state in self._of_parameter[parameter]:
+        for state in states:
             if state.sent or parameter in state.ready:
                 raise UsageError(
-                    f"parameter {state.names[list(state.pieces).index(parameter)]} received a second gradient in one "
-                    "backward: re-entrant checkpointing of a module called twice is not available yet; use "
-                    "use_reentrant=False"
+                    f"parameter {name!r} received a second gradient in one backward: re-entrant checkpointing of a "
+                    "module called twice is not available yet; use use_reentrant=False"
                 )
             state.store(parameter, gradient, self._pool)
             if len(state.ready) == len(state.pieces):
-                if self._seen is not None and self._mode[0]:
+                if self._seen is not None and self._mode.synchronise:
                     self._seen.append(state.bucket.layout.index)
                 self._launch_ready()
 
     def sweep(self) -> None:
         """After a backward: launch what is left (zeros for what this rank did not use), wait, close the window."""
-        synchronise, final = self._mode
-        if synchronise:
+        mode = self._mode
+        if mode.synchronise:
             for index in self._order[self._next :]:
                 self._launch(self.buckets[index])
             self._finish(0)
             self._adopt_order()
-        self._unsent = not synchronise
+        self._unsent = not mode.synchronise
         self._next = 0
         for state in self.buckets:
             state.ready.clear()
             state.sent = False
-        if final:
+        if mode.final:
             gathers = (self._complete(state) for state in self.buckets)
             self._in_flight.extend(_Flight(pending) for pending in gathers if pending is not None)
             self._finish(0)
+        self._mode = _Mode(armed=False)
 
     def flush(self) -> None:
         """Close the window now, although its last backward was not the final one."""
@@ -191,9 +214,11 @@ class Reducer:
 
     def release(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
-        self._mode = (True, False)
-        self._finish(0)
+        self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
+        self._mode = _Mode(armed=False)
         self._next = 0
+        if self._seen is not None:
+            self._seen = []
         for state in self.buckets:
             state.ready.clear()
             state.sent = False
@@ -211,8 +236,7 @@ class Reducer:
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
     def _launch_ready(self) -> None:
-        synchronise, _ = self._mode
-        while synchronise and self._next < len(self._order):
+        while self._mode.synchronise and self._next < len(self._order):
             state = self.buckets[self._order[self._next]]
             if len(state.ready) < len(state.pieces):
                 return
@@ -233,9 +257,10 @@ class Reducer:
             out = state.total
         state.sent = True
         pending = self._collectives.reduce_scatter(partial, out, state.names)
-        self._in_flight.append(_Flight(pending, lambda: self._land(state, out)))
+        final = self._mode.final
+        self._in_flight.append(_Flight(pending, lambda: self._land(state, out, final)))
 
-    def _land(self, state: GradientBucket, out: Tensor) -> Pending | None:
+    def _land(self, state: GradientBucket, out: Tensor, final: bool) -> Pending | None:
         """``out`` holds the sum over ranks of this micro-batch (or, unsharded, of the window)."""
         if self.sharded:
             if state.total_filled:
@@ -245,7 +270,7 @@ class Reducer:
                 self._pool.give(out)
             state.total_filled = True
             state.drop_partial(self._pool)
-        return self._complete(state) if self._mode[1] else None
+        return self._complete(state) if final else None
 
     def _complete(self, state: GradientBucket) -> Pending | None:
         """Divide the sum; start gathering it where every rank needs all of it."""
@@ -256,17 +281,18 @@ class Reducer:
             raise InternalError(f"bucket of {state.names} has no gradient to complete")
         state.complete = total if self.sharded else state.bucket.own_slice(total)
         divide(state.complete, self._divisor)
-        if not self._letters[1]:
+        if not self._gathers:
             return None
         if self.sharded:
             total = self._pool.take(state.bucket.layout.length, total.dtype, total.device)
             state.bucket.own_slice(total).copy_(state.complete)
         state.whole = total
-        return self._collectives.all_gather(total, state.names, "gradients: all-gather")
+        return self._collectives.all_gather(total, state.names, Purpose.WHOLE_GRADIENTS)
 
     def _finish(self, leave: int) -> None:
         """Finish reductions from the oldest on: those that have arrived, and more until ``leave`` are in flight."""
-        while self._in_flight and (len(self._in_flight) > leave or self._in_flight[0].pending.done()):
+        poll = self._collectives.may_poll
+        while self._in_flight and (len(self._in_flight) > leave or (poll and self._in_flight[0].pending.done())):
             flight = self._in_flight.popleft()
             flight.pending.wait()
             following = flight.land() if flight.land is not None else None
@@ -277,8 +303,7 @@ class Reducer:
         """After the first reduced backward every rank takes over the order in which rank 0's buckets became ready."""
         if self._seen is None:
             return
-        rest = [index for index in self._order if index not in set(self._seen)]
-        mine = torch.tensor(self._seen + rest, dtype=torch.int64)
+        mine = torch.tensor(list(dict.fromkeys(self._seen + self._order)), dtype=torch.int64)
         rank0 = self._collectives.exchange(mine.view(torch.uint8))[0]
         self._order = rank0.contiguous().view(torch.int64).tolist()
         self._seen = None
