@@ -105,9 +105,7 @@ class Engine:
         self._core = core = core_module.build(self.module, self.config, mesh, groups)
         self.optimizer: ShardedOptimizer | None = None
         if kind is not None:
-            self.optimizer = ShardedOptimizer(
-                kind, groups, defaults, core.layout, core.reducer, core.collectives, full=core.stage.gathers_gradients
-            )
+            self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.collectives)
             self.optimizer.max_norm = self.config.gradient_clipping
             self.optimizer.forget = self.zero_grad
         try:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardengine.errors import ShardEngineError, UsageError
+from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
 
 _INSIDE = "SHARDENGINE_LAUNCHED_RANK"
 _GRACE_S = 5.0
@@ -238,8 +238,12 @@ def _raise(failures: Sequence[_Report], silent: Mapping[int, int]) -> None:
         raise ShardEngineError(f"rank {rank} {describe_exit(code)}; what it printed last is above")
     if not failures:
         raise ShardEngineError("a rank closed its connection without a report; what it printed last is above")
-    first = min(failures, key=lambda report: report.time_ns)
-    error = pickle.loads(first.value)
+    errors = [pickle.loads(report.value) for report in failures]
+    consequences = [isinstance(error, MismatchError | CommunicationError) for error in errors]
+    number = min(range(len(failures)), key=lambda i: (consequences[i], failures[i].time_ns))
+    first, error = failures[number], errors[number]
+    if not isinstance(error, Exception):
+        error = ShardEngineError(f"rank {first.rank} ended by itself: {type(error).__name__}({error})")
     raise error from _RankTraceback(f"Traceback of rank {first.rank}:\n{first.trace}")
 
 

@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ``param_groups`` are the given groups themselves (the same dicts, the user's parameters), so a learning-rate
     scheduler made for either optimizer works.
 
-    full: whether this rank steps whole buckets (state replicated) instead of its slices.
+    Where the reducer gathers gradients (state replicated) every rank steps whole buckets instead of its slices.
     """
 
     def __init__(
@@ -75,8 +75,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         layout: Layout,
         reducer: Reducer,
         collectives: Collectives,
-        *,
-        full: bool,
     ) -> None:
         self._built = False
         super().__init__(groups, defaults)
@@ -90,7 +88,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._layout = layout
         self._reducer = reducer
         self._collectives = collectives
-        self._full = full
         self.steps = [0] * len(layout.parameters)
         self.bucket_states = [self._new_state(bucket) for bucket in reducer.buckets]
         self._segments: tuple[Any, list[list[tuple[Any, int, int]]]] = (None, [])
@@ -103,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {name: torch.zeros_like(weight) for name in names}
 
     def _weight(self, bucket: Bucket) -> Tensor:
-        return bucket.full if self._full else bucket.shard
+        return bucket.full if self._reducer.gathers else bucket.shard
 
     def finish_gradients(self) -> None:
         """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
@@ -193,7 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What this rank holds: (parameter, "weight" or state name, first element, values) per piece."""
         for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True):
             layout = state.bucket.layout
-            first, last = (layout.start, layout.end) if self._full else layout.slice_interval(state.bucket.rank)
+            whole = (layout.start, layout.end)
+            first, last = whole if self._reducer.gathers else layout.slice_interval(state.bucket.rank)
             for piece in self._layout.pieces(layout):
                 start, end = max(piece.start, first), min(piece.end, last)
                 for name, flat in {"weight": self._weight(state.bucket), **tensors}.items() if start < end else ():
@@ -227,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> list[tuple[Any, int, int]]:
         layout = bucket.layout
-        interval = (layout.start, layout.end) if self._full else layout.slice_interval(bucket.rank)
+        interval = (layout.start, layout.end) if self._reducer.gathers else layout.slice_interval(bucket.rank)
         found = self._layout.segments(layout, interval, pattern.__getitem__)
         return [(label, start - interval[0], end - interval[0]) for label, start, end in found]
 
@@ -235,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, state: GradientBucket, segments: list[tuple[Any, int, int]]
     ) -> Iterator[tuple[_Label, dict[str, list[Tensor]]]]:
         """The tensors of each (group, step) of one bucket, ready for a kernel."""
-        gradient = state.whole if self._full else state.complete
+        gradient = state.whole if self._reducer.gathers else state.complete
         if gradient is None:
             return
         index = state.bucket.layout.index

@@ -138,6 +138,8 @@ def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[
 def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]]) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
         if parameter.is_meta:
             raise UsageError(
                 f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "

@@ -31,6 +31,8 @@ from shardengine.config import Config, load_config
 from shardengine.errors import UsageError
 from shardengine.launcher import default_ranks, describe_exit, rank_environment
 
+MAX_RANKS = 1024
+
 
 def run(options: argparse.Namespace) -> int:
     """Train with the command line's ``options``; returns the exit code.
@@ -67,12 +69,18 @@ def run(options: argparse.Namespace) -> int:
         return _run_parent(settings, ranks)
     _run_rank(settings, config, together)
     together.finish(destroy=owns_group)
+    if started_by_us:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # all is said and written; gloo's threads sometimes abort a process that ends in the ordinary way
     return 0
 
 
 def _ranks(wanted: int | None, inside: bool) -> int:
     """How many ranks there are, or will be."""
     if not inside:
+        if wanted is not None and wanted > MAX_RANKS:
+            raise UsageError(f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine")
         return wanted or default_ranks()
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if wanted is not None and wanted != there:

@@ -71,6 +71,7 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     out.summary(engine, progress)
     prompt = blocks.validation[len(blocks.validation) // 2, : min(16, length // 2)]
     out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
+    engine.close()
 
 
 def steps(

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import CommunicationError, ConfigError, MismatchError, UsageError
 
 CONTROL = "SHARDENGINE_CONTROL_DIR"
 
@@ -52,6 +52,7 @@ class Failure:
     time_ns: int
     rank: int
     is_usage: bool
+    is_consequence: bool
     text: str
 
 
@@ -64,7 +65,13 @@ def report_failure(error: BaseException) -> None:
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         return
     is_usage = isinstance(error, ConfigError | UsageError)
-    failure = Failure(time.time_ns(), rank, is_usage, str(error) if is_usage else trace)
+    failure = Failure(
+        time_ns=time.time_ns(),
+        rank=rank,
+        is_usage=is_usage,
+        is_consequence=isinstance(error, MismatchError | CommunicationError),
+        text=str(error) if is_usage else trace,
+    )
     target = Path(folder) / f"failure-{rank}.json"
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
@@ -72,6 +79,6 @@ def report_failure(error: BaseException) -> None:
 
 
 def first_failure(folder: Path) -> Failure | None:
-    """The failure of the rank that failed first; None if no rank said why."""
+    """The failure of the rank that failed first by itself, not because of another; None if no rank said why."""
     found = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
-    return min(found, key=lambda failure: failure.time_ns, default=None)
+    return min(found, key=lambda failure: (failure.is_consequence, failure.time_ns), default=None)

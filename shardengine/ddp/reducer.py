@@ -132,7 +132,7 @@ class Reducer:
         self._collectives = collectives
         self._pool = pool
         self.sharded = sharded
-        self._gathers = gathers
+        self.gathers = gathers
         self._divisor = divisor
         self._of_parameter: dict[int, list[GradientBucket]] = {}
         for state in self.buckets:
@@ -281,7 +281,7 @@ class Reducer:
             raise InternalError(f"bucket of {state.names} has no gradient to complete")
         state.complete = total if self.sharded else state.bucket.own_slice(total)
         divide(state.complete, self._divisor)
-        if not self._gathers:
+        if not self.gathers:
             return None
         if self.sharded:
             total = self._pool.take(state.bucket.layout.length, total.dtype, total.device)
