@@ -86,7 +86,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
         "Sum over ranks in the declared order on every backend.",
     ),
     "broadcast_buffers": (BOOL, True, "Rank 0's buffers are the buffers of all ranks."),
-    "timeout_s": (number(0, above=True, below=1e7), 600.0, "Seconds until a collective that does not finish is an error."),
+    "timeout_s": (number(0, above=True, below=1e7), 600.0, "Seconds until an unfinished collective is an error."),
     "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
     "seed": (integer(0, 2**63 - 1), 42, "Seed of the engine's own choices only."),
     "steps_per_print": (SIZE, 10, "Optimizer steps between two progress lines; 0 prints none."),

@@ -50,7 +50,12 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
 
 
 def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:
-    return {run: train_case(name, stage, run) for run in RUNS}
+    return {run: train_case(name, stage, run) for run in runs_at(stage)}
+
+
+def runs_at(stage: str) -> list[str]:
+    """All runs at the two ends of the stage table, the one with tiny buckets between them."""
+    return list(RUNS) if stage in ("0", "3") else list(RUNS)[:1]
 
 
 @functools.lru_cache(maxsize=1000)
@@ -86,5 +91,6 @@ def assert_equal(results: list[dict[str, Any]], expected: oracle.Trace) -> None:
 def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, stage: str) -> None:
     results = pools(ranks).run(train_all, name, stage, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
-    for run, (kind, steps, _, _) in RUNS.items():
+    for run in runs_at(stage):
+        kind, steps, _, _ = RUNS[run]
         assert_equal([result[run] for result in results], truth(name, kind, ranks, order, steps))
