@@ -328,6 +328,27 @@ def test_buffers_of_rare_dtypes_become_those_of_rank_0(pools: Pools, stage: str)
     assert pools(2).run(start_with_rare_dtypes, stage) == [[True, True]] * 2
 
 
+def generate_unequal_lengths(stage: str) -> list[list[int]]:
+    """Greedy texts of the engine's and of the plain model; rank 1 may write many more tokens than rank 0."""
+    rank = cases.mesh_of_this_process().rank
+    engine = cases.make_engine(cases.make_gpt2(), cases.config_of(stage))
+    plain: Any = cases.make_gpt2()
+    prompt = torch.tensor([[3, 7 + rank]])
+    texts = []
+    for model in (engine.eval().module, plain.eval()):
+        made = model.generate(prompt, max_new_tokens=2 + 6 * rank, do_sample=False, pad_token_id=0)
+        texts.append(made[0].tolist())
+    engine.close()
+    return texts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_generate_texts_of_different_lengths(pools: Pools, stage: str) -> None:
+    texts = pools(2).run(generate_unequal_lengths, stage, timeout=60)
+    assert all(ours == plain for ours, plain in texts)
+    assert len(texts[0][0]) < len(texts[1][0])
+
+
 def evaluate_between_steps(stage: str) -> list[int]:
     engine = one_rank_engine(stage)
     counted = []

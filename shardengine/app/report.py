@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardengine import stages
 from shardengine.app.data import Blocks
 from shardengine.app.settings import Settings
 from shardengine.engine import Engine
@@ -57,12 +58,13 @@ class Report:
         groups = ", ".join(
             f"{key} {value}" for key, value in (config.optimizer.params if config.optimizer else {}).items()
         )
+        zero = config.zero_optimization
         rows = {
             "model": settings.model or "small GPT-2, from random weights",
             "parameters": f"{sum(parameter.numel() for parameter in unique):,}",
             "data": f"{settings.data}, {blocks.training.numel():,} tokens to train, "
             f"{blocks.validation.numel():,} to validate, blocks of {blocks.length}",
-            "stage": f"{engine.zero_optimization_stage()}",
+            "stage": stages.select(zero.stage, reshard_after_forward=zero.stage3_reshard_after_forward).name,
             "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
             f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",
