@@ -335,7 +335,8 @@ def generate_unequal_lengths(stage: str) -> list[list[int]]:
     plain: Any = cases.make_gpt2()
     prompt = torch.tensor([[3, 7 + rank]])
     texts = []
-    for model in (engine.eval().module, plain.eval()):
+    modules: list[Any] = [engine.eval().module, plain.eval()]
+    for model in modules:
         made = model.generate(prompt, max_new_tokens=2 + 6 * rank, do_sample=False, pad_token_id=0)
         texts.append(made[0].tolist())
     engine.close()
