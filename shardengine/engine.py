@@ -7,7 +7,6 @@ divides the loss, autograd hands each gradient to the reducer, the sweep closes 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -24,12 +23,12 @@ from shardengine.agreement import together
 from shardengine.bucket import BufferPool
 from shardengine.collectives import Collectives
 from shardengine.config import Config, load_config
-from shardengine.core import Core, Report
+from shardengine.core import Report
 from shardengine.errors import UsageError
+from shardengine.inspection import Inspection, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer, groups_for
 
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
@@ -58,7 +57,7 @@ def initialize(
     return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh)
 
 
-class Engine:
+class Engine(Inspection):
     """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
 
     def __init__(
@@ -86,14 +85,14 @@ class Engine:
         self._applied = False
         self._buffers_sent = False
         self._report = Report()
-        _attached.add(model)
+        attached.add(model)
 
     def _build(self, mesh: Mesh, config: Any, optimizer: _OptimizerLike, parameters: Any, lr_scheduler: Any) -> None:
         """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
         start = Collectives(mesh, BufferPool())
 
         def read() -> tuple[Config, tuple[str | None, list[dict[str, Any]], dict[str, Any]]]:
-            if self.module in _attached:
+            if self.module in attached:
                 raise UsageError(
                     "this model already belongs to an engine: expected one engine per model; call engine.close() "
                     "first (or build the model anew, if that engine is gone)"
@@ -113,48 +112,6 @@ class Engine:
         except BaseException:
             core.dissolve()
             raise
-
-    # What it is
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._core.mesh.device
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self._core.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._core.mesh.ranks
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches whose backward has run and that were counted, over all steps."""
-        return self._window.total
-
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.config.train_batch_size or 0
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and micro-batch."""
-        return self.config.train_micro_batch_size_per_gpu or 0
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.config.gradient_accumulation_steps or 1
-
-    def zero_optimization_stage(self) -> int:
-        """The configured stage, 0 to 3."""
-        return self.config.zero_optimization.stage
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._need_optimizer("get_lr()").param_groups]
 
     # Forward and backward
 
@@ -309,7 +266,7 @@ class Engine:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
 
-    # Mode, accounting, end
+    # Mode, end
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module into training mode."""
@@ -320,39 +277,14 @@ class Engine:
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def memory(self) -> dict[str, float]:
-        """Bytes of model state per rank: the stage's formula beside what is measured.
-
-        ``measured_model_state_bytes`` is taken before each update, when gradients are complete and weights at rest.
-        ``live_*`` are at this moment; ``buffer_bytes`` is the pool's (transient gradient and receive buffers).
-        """
-        states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
-        return {
-            "predicted_model_state_bytes": self._core.predicted_bytes(states),
-            "measured_model_state_bytes": self._report.model_state_bytes or self._live_bytes(),
-            "live_weight_bytes": self._core.weight_bytes(),
-            "live_gradient_bytes": self._core.reducer.gradient_bytes(),
-            "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes(),
-            "buffer_bytes": self._core.pool.allocated_bytes,
-        }
-
-    def traffic(self) -> dict[str, Any]:
-        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose."""
-        return {
-            "formula_bytes_per_step": self._core.predicted_traffic(self._report.micro_batches or self._window.size),
-            "measured_bytes_last_step": self._report.data_bytes(),
-            "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
-            "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
-        }
-
     def close(self) -> None:
         """Detach: the module is an ordinary one again, with whole weights; own process groups end; collective."""
-        if self.module not in _attached:
+        if self.module not in attached:
             return
         self._core.dissolve()
         if self._owns_mesh:
             self._core.mesh.destroy()
-        _attached.discard(self.module)
+        attached.discard(self.module)
         self.optimizer = None
 
     def __getattr__(self, name: str) -> Any:
@@ -368,23 +300,6 @@ class Engine:
         )
 
     half = float = double = bfloat16 = cuda = cpu = to
-
-    def _live_bytes(self) -> int:
-        states = 0 if self.optimizer is None else self.optimizer.state_bytes()
-        return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
-
-    def _need_core(self) -> Core:
-        if self.module not in _attached:
-            raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
-        return self._core
-
-    def _need_optimizer(self, call: str) -> ShardedOptimizer:
-        if self.optimizer is None:
-            raise UsageError(
-                f"{call} needs an optimizer and this engine has none: pass optimizer= to initialize, or put "
-                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config'
-            )
-        return self.optimizer
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

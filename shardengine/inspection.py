@@ -1,0 +1,114 @@
+"""What an engine says about itself: sizes, learning rates, bytes in memory and on the wire. Reads, changes nothing.
+
+Must not know: forward, backward, the step. Every call here is local; none is collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardengine.accumulation import Window
+from shardengine.config import Config
+from shardengine.core import Core, Report
+from shardengine.errors import UsageError
+from shardengine.optimizer import ShardedOptimizer
+
+attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that belong to an open engine."""
+
+
+class Inspection:
+    """The reading half of the engine's surface."""
+
+    module: nn.Module
+    config: Config
+    optimizer: ShardedOptimizer | None
+    _core: Core
+    _window: Window
+    _report: Report
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._core.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._core.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._core.mesh.ranks
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches whose backward has run and that were counted, over all steps."""
+        return self._window.total
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.config.train_batch_size or 0
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu or 0
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.config.gradient_accumulation_steps or 1
+
+    def zero_optimization_stage(self) -> int:
+        """The configured stage, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._need_optimizer("get_lr()").param_groups]
+
+    def memory(self) -> dict[str, float]:
+        """Bytes of model state per rank: the stage's formula beside what is measured.
+
+        ``measured_model_state_bytes`` is taken before each update, when gradients are complete and weights at rest.
+        ``live_*`` are at this moment; ``buffer_bytes`` is the pool's (transient gradient and receive buffers).
+        """
+        states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
+        return {
+            "predicted_model_state_bytes": self._core.predicted_bytes(states),
+            "measured_model_state_bytes": self._report.model_state_bytes or self._live_bytes(),
+            "live_weight_bytes": self._core.weight_bytes(),
+            "live_gradient_bytes": self._core.reducer.gradient_bytes(),
+            "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes(),
+            "buffer_bytes": self._core.pool.allocated_bytes,
+        }
+
+    def traffic(self) -> dict[str, Any]:
+        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose."""
+        return {
+            "formula_bytes_per_step": self._core.predicted_traffic(self._report.micro_batches or self._window.size),
+            "measured_bytes_last_step": self._report.data_bytes(),
+            "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
+            "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
+        }
+
+    def _live_bytes(self) -> int:
+        states = 0 if self.optimizer is None else self.optimizer.state_bytes()
+        return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
+
+    def _need_core(self) -> Core:
+        if self.module not in attached:
+            raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
+        return self._core
+
+    def _need_optimizer(self, call: str) -> ShardedOptimizer:
+        if self.optimizer is None:
+            raise UsageError(
+                f"{call} needs an optimizer and this engine has none: pass optimizer= to initialize, or put "
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config'
+            )
+        return self.optimizer
