@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from shardengine.layout import ArenaLayout, BucketLayout
+from shardengine.layout import ArenaLayout, BucketLayout, ParameterSpec
 
 
 @functools.cache
@@ -46,11 +46,22 @@ def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> 
         return _poison_element(dtype, device).expand(shape)
 
 
+def shaped(flat: Tensor, spec: ParameterSpec) -> Tensor:
+    """A parameter's elements in memory order (1-D) → a view with the parameter's shape and strides."""
+    view = flat.view(spec.shape_in_memory)
+    return view.permute(spec.order_back) if spec.order else view
+
+
+def in_memory_order(tensor: Tensor, spec: ParameterSpec) -> Tensor:
+    """A tensor of the parameter's shape → a view whose own order of elements is the parameter's order in memory."""
+    return tensor.permute(spec.order) if spec.order else tensor
+
+
 class Bucket:
     """A range of an arena: its ``full`` view (valid while the arena is allocated) and this rank's ``shard``.
 
-    In fp32 training the shard is the master weight. Resting replicated it is a view of ``full``; resting sharded it is
-    a tensor of its own.
+    Resting replicated, the shard is a view of ``full``; resting sharded it is a tensor of its own. In fp32 training it
+    is the master weight; otherwise ``master`` is: fp32, as long as what this rank steps (its slice, or all of it).
     """
 
     def __init__(self, layout: BucketLayout, arena: Arena, rank: int) -> None:
@@ -60,6 +71,7 @@ class Bucket:
         self.full = arena.flat[layout.start : layout.end]
         self.shard = self.own_slice(self.full)
         self.separate = False
+        self.master: Tensor | None = None
 
     def own_slice(self, full: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's full length."""
@@ -71,6 +83,28 @@ class Bucket:
         self.shard = self.shard.clone()
         self.separate = True
 
+    def stepped(self, *, whole: bool) -> Tensor:
+        """What an optimizer updates here: the master weights; ``whole``: every rank updates all of them."""
+        if self.master is not None:
+            return self.master
+        return self.full if whole else self.shard
+
+    def adopt_master(self) -> None:
+        """The master weights were stepped: round them to the weights."""
+        if self.master is not None:
+            self._below(self.master).copy_(self.master)
+
+    def adopt_weights(self) -> None:
+        """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
+        if self.master is not None:
+            weights = self._below(self.master)
+            changed = weights != self.master.to(weights.dtype)
+            self.master.copy_(torch.where(changed, weights.float(), self.master))
+
+    def _below(self, master: Tensor) -> Tensor:
+        """The weights that ``master`` is the master of. At one rank the slice is everything."""
+        return self.full if master.numel() > self.shard.numel() else self.shard
+
     def load_shard(self) -> None:
         """Copy the shard to its place in ``full``, ready to be gathered."""
         if self.separate:
@@ -81,23 +115,26 @@ class Arena:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``)."""
 
     def __init__(
-        self, layout: ArenaLayout, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, rank: int
+        self, layout: ArenaLayout, specs: list[ParameterSpec], dtype: torch.dtype, device: torch.device, rank: int
     ) -> None:
         self.layout = layout
-        self.shapes = shapes
+        self.specs = specs
         self.dtype = dtype
         self.device = device
         self._build()
         self.buckets = [Bucket(bucket, self, rank) for bucket in layout.buckets]
-        self.poisons = [poison(dtype, shape, device) for shape in shapes]
+        self.poisons = [poison(dtype, spec.shape, device) for spec in specs]
 
     def _build(self) -> None:
         with torch.inference_mode(False):
             self.flat = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
-            self.views = [
-                self.flat[slot.start : slot.end].view(shape)
-                for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
-            ]
+            self.views = self.views_of(self.flat)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Per slot, the view with the parameter's shape of a tensor as long as the arena."""
+        return [
+            shaped(flat[slot.start : slot.end], spec) for slot, spec in zip(self.layout.slots, self.specs, strict=True)
+        ]
 
     @property
     def storage_bytes(self) -> int:

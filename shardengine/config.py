@@ -88,10 +88,22 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True)
+class Bf16Config:
+    """``enabled``: fp32 parameters are cast to bf16 and what was given becomes their fp32 master weights."""
+
+    enabled: bool = False
+    master_weights: bool = True
+
+
+_SECTIONS: dict[str, type] = {"zero_optimization": ZeroConfig, "bf16": Bf16Config}
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that a config file says. ``gradient_clipping`` 0.0 is off; ``timeout_s`` is in seconds.
 
-    ``gradient_accumulation`` None is the stage's own letter, ``reproducible`` None is decided by the backend.
+    ``gradient_accumulation`` None is the stage's own letter, ``reproducible`` None is decided by the backend,
+    ``communication_data_type`` None is the parameter's dtype.
     ``sources`` says for each dotted key where its value came from; ``notices`` are sentences to print once on rank 0.
     Neither takes part in comparisons.
     """
@@ -105,6 +117,8 @@ class Config:
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
+    bf16: Bf16Config = field(default_factory=Bf16Config)
+    communication_data_type: Literal["fp32", "bf16"] | None = None
     overlap_comm: bool = True
     reproducible: bool | None = None
     broadcast_buffers: bool = True
@@ -154,7 +168,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that ``load_config`` turns into an equal Config."""
         tree = {name: value for name, value in vars(self).items() if name not in ("sources", "notices")}
-        tree["zero_optimization"] = plain(vars(self.zero_optimization))
+        tree |= {name: plain(vars(tree[name])) for name in _SECTIONS}
         for name, part in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
             tree[name] = None if part is None else plain(vars(part))
         if self.optimizer is not None and self.optimizer.type == "Adam":
@@ -197,6 +211,8 @@ def _build(tree: dict[str, Any], source: str) -> Config:
     reader = Reader()
     reader.read(tree)
     optimizer, scheduler = reader.optimizer(), reader.named("scheduler", "WarmupCosineLR")
+    if reader.values.get("bf16.enabled") and reader.values.get("bf16.master_weights") is False:
+        reader.later("bf16.master_weights", "true")
     if not reader.failed.intersection(TRIPLE):
         _check_triple(reader)
     if reader.problems:
@@ -207,11 +223,13 @@ def _build(tree: dict[str, Any], source: str) -> Config:
         named = key.name.startswith(("optimizer.", "scheduler."))
         if key.status is Status.ACTIVE and not named and key.name not in reader.values:
             reader.values[key.name], reader.sources[key.name] = key.default, "default"
+    sections: dict[str, dict[str, Any]] = {name: {} for name in ("", *_SECTIONS)}
+    for name, value in reader.values.items():
+        section, _, leaf = name.rpartition(".")
+        sections[section][leaf] = value
     return Config(
-        **{name: value for name, value in reader.values.items() if "." not in name},
-        zero_optimization=ZeroConfig(
-            **{name.partition(".")[2]: value for name, value in reader.values.items() if "." in name}
-        ),
+        **sections.pop(""),
+        **{name: _SECTIONS[name](**values) for name, values in sections.items()},
         optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
         scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
         sources=reader.sources,

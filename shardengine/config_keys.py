@@ -79,6 +79,11 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
         None,
         "How gradients rest between micro-batches: full size and unreduced, or reduced and sharded.",
     ),
+    "communication_data_type": (
+        optional(choice("fp32", "bf16"), "the parameter's dtype"),
+        None,
+        "The dtype in which gradients are sent and completed; sums are fp32 in any case.",
+    ),
     "overlap_comm": (BOOL, True, "Communicate while the backward pass computes; never changes a bit of the result."),
     "reproducible": (
         optional(BOOL, "true on gloo, false on NCCL"),
@@ -90,7 +95,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
     "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
     "seed": (integer(0, 2**63 - 1), 42, "Seed of the engine's own choices only."),
     "steps_per_print": (SIZE, 10, "Optimizer steps between two progress lines; 0 prints none."),
-    "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false) or SGD.'),
+    "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'),
     "optimizer.params": (OBJECT, {}, "The optimizer's hyper-parameters."),
     "scheduler.type": (TEXT, None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or a torch scheduler class."),
     "scheduler.params": (OBJECT, {}, "The schedule's parameters."),
@@ -102,9 +107,12 @@ _ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
     "stage3_reshard_after_forward": (BOOL, True, "Free a unit's weights between its forward and its backward pass."),
     "units": (UNITS, "auto", "Class names of the modules that are gathered as one."),
 }
+_ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights."),
+    "master_weights": (BOOL, True, "Step fp32 master weights, not the bf16 weights themselves."),
+}
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "": {
-        "communication_data_type": (DTYPE, None),
         "overlap_param_gather": (BOOL, False),
         "static_graph": (BOOL, False),
         "zero_allow_untested_optimizer": (BOOL, False),
@@ -122,7 +130,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "consecutive_hysteresis": (BOOL, False),
         "fp16_master_weights_and_grads": (BOOL, False),
     },
-    "bf16": {"enabled": (BOOL, False), "master_weights": (BOOL, True), "stochastic_rounding": (BOOL, False)},
+    "bf16": {"stochastic_rounding": (BOOL, False)},
     "torch_autocast": {"enabled": (BOOL, False), "dtype": (TEXT, None), "lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_hpz_partition_size": (COUNT, 1),
@@ -241,6 +249,7 @@ KEYS: dict[str, Key] = {
     for rows in (
         _rows(Status.ACTIVE, "", _ACTIVE_TOP),
         _rows(Status.ACTIVE, "zero_optimization", _ACTIVE_ZERO),
+        _rows(Status.ACTIVE, "bf16", _ACTIVE_BF16),
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
         _rows(Status.REFUSED, "", _REFUSED),
         *(_rows(Status.NO_EFFECT, section, keys) for section, keys in _NO_EFFECT.items()),
@@ -310,8 +319,9 @@ OPTIMIZERS: dict[str, dict[str, tuple[Kind, Any]]] = {
         "weight_decay": (NOT_NEGATIVE, 0.0),
         "nesterov": (BOOL, False),
     },
+    "Lion": {**_COMMON, "lr": (NOT_NEGATIVE, 1e-4), "betas": (BETAS, (0.9, 0.99)), "weight_decay": (NOT_NEGATIVE, 0.0)},
 }
-"""The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim)."""
+"""The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
 
 OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
     ("torch_adam", "foreach", "fused", "capturable"), "there is one optimizer arithmetic, the same on every device"
@@ -325,9 +335,7 @@ OPTIMIZER_FIXED: dict[str, tuple[bool, tuple[str, ...], str]] = {
 }
 """Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
 
-OPTIMIZERS_LATER: tuple[str, ...] = (
-    *("Lion", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop"),
-)
+OPTIMIZERS_LATER: tuple[str, ...] = (*("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop"),)
 """Elementwise optimizers that a later version will run."""
 
 OPTIMIZERS_REFUSED: dict[str, str] = {

@@ -38,9 +38,8 @@ from shardengine.errors import ConfigError
 Source = Literal["file", "default", "auto", "derived"]
 """Where a value came from. "auto" is not produced before the integrations know a source."""
 
-_ACTIVE_SECTIONS = frozenset(
-    key.name.rpartition(".")[0] for key in KEYS.values() if key.status is Status.ACTIVE and "." in key.name
-)
+_NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
+"""Sections that ``false`` does not switch off; of these only the last two may be null."""
 
 
 class JsonObject(dict[str, Any]):
@@ -171,10 +170,10 @@ class Reader:
             self._visit(value, name)
             gate = f"{name}.{GATES[name]}" if name in GATES else ""
             if gate and gate not in self.failed and value.get(GATES[name]) not in (None, False, KEYS[gate].default):
-                self._later(name, f'"{GATES[name]}": {json.dumps(KEYS[gate].default)}')
-        elif value is None and name not in _ACTIVE_SECTIONS - {"optimizer", "scheduler"}:
+                self.later(name, f'"{GATES[name]}": {json.dumps(KEYS[gate].default)}')
+        elif value is None and name != "zero_optimization":
             return
-        elif value is not False or name in _ACTIVE_SECTIONS:
+        elif value is not False or name in _NEVER_FALSE:
             self.problem(name, f"expected an object, came {describe(value)}")
 
     def _leaf(self, key: Key, value: Any) -> None:
@@ -195,9 +194,10 @@ class Reader:
             if parsed != {} and not (isinstance(parsed, dict) and parsed.get("enabled") is False):
                 self.problem(key.name, f"cannot be switched on, because {key.note}; leave it out")
         elif section not in GATES and parsed != key.default:
-            self._later(key.name, json.dumps(key.default))
+            self.later(key.name, json.dumps(key.default))
 
-    def _later(self, name: str, off: str) -> None:
+    def later(self, name: str, off: str) -> None:
+        """Note that what ``name`` switches on does not exist yet; off: the value that switches it off."""
         self.problem(name, f"not available yet in this version; switch it off ({off}) or leave it out")
 
     def named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:

@@ -19,13 +19,15 @@ from shardengine.agreement import compare, describe, together
 from shardengine.bucket import Bucket, BufferPool, restore_poison
 from shardengine.collectives import STEP, Collectives, Pending, Purpose
 from shardengine.config import Config, load_config
-from shardengine.ddp import BufferSync, Reducer
+from shardengine.ddp import BufferSync, Reducer, Rules
 from shardengine.errors import ConfigError, UsageError
-from shardengine.layout import Layout
+from shardengine.layout import ArenaLayout, Layout
 from shardengine.mesh import Mesh
 from shardengine.partition import Partition
 from shardengine.schedule import Schedule
 from shardengine.unit import Unit, weight_bytes
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -56,13 +58,6 @@ class Core:
     buffers: BufferSync
     guard: Guard
     handles: list[RemovableHandle] = field(default_factory=list)
-
-    def volume(self) -> stages.Volume:
-        """What travels, in fp32 elements, padding included."""
-        words = {unit.index: sum(a.layout.length * a.layout.itemsize for a in unit.arenas) / 4 for unit in self.units}
-        return stages.Volume(
-            trainable=self.layout.elements(trainable=True), root=int(words[0]), unit=int(sum(words.values()) - words[0])
-        )
 
     def verify_parameters(self) -> None:
         """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
@@ -111,18 +106,43 @@ class Core:
         """Bytes that hold weights at this moment, frozen ones outside of arenas included."""
         return weight_bytes(self.units) + sum(p.nbytes for p in self.partition.outside)
 
-    def predicted_bytes(self, state_bytes_per_element: int) -> float:
-        """The stage's formula for model state per rank, padding included."""
-        arenas = self.layout.arenas
-        frozen = sum(a.length * a.itemsize for a in arenas if not a.trainable) / 4
-        predicted = self.stage.model_state_bytes(
-            self.layout.elements(trainable=True), self.mesh.ranks, state=state_bytes_per_element, frozen=frozen
-        )
+    def predicted_bytes(self, state_bytes_per_element: int, micro_batches: int) -> float:
+        """The stage's formula for model state per rank, padding included, at the end of a window of micro-batches."""
+        predicted = 0.0
+        for arena in self.layout.arenas:
+            predicted += self.stage.model_state_bytes(
+                arena.length if arena.trainable else 0,
+                self.mesh.ranks,
+                weight=arena.itemsize,
+                gradient=4 if micro_batches > 1 else self.wire_of(arena).itemsize,
+                state=state_bytes_per_element + (4 if arena.itemsize < 4 else 0),
+                frozen=0 if arena.trainable else arena.length,
+            )
         return predicted + sum(p.nbytes for p in self.partition.outside)
 
     def predicted_traffic(self, micro_batches: int) -> float:
         """The stage's formula for bytes sent per rank and step, padding included."""
-        return self.stage.bytes_sent(self.volume(), self.mesh.ranks, micro_batches=micro_batches)
+        sent = 0.0
+        for arena in self.layout.arenas:
+            volume = stages.Volume(
+                trainable=arena.length if arena.trainable else 0,
+                unit=arena.length if arena.unit else 0,
+                root=0 if arena.unit else arena.length,
+            )
+            sent += self.stage.bytes_sent(
+                volume,
+                self.mesh.ranks,
+                micro_batches=micro_batches,
+                weight=arena.itemsize,
+                gradient=self.wire_of(arena).itemsize,
+            )
+        return sent
+
+    def wire_of(self, arena: ArenaLayout) -> torch.dtype:
+        """The dtype in which gradients of ``arena`` are sent."""
+        wire = self.reducer.rules.wire
+        own: torch.dtype = getattr(torch, arena.dtype)
+        return wire or own
 
     def sent(self) -> Counter[Purpose]:
         """Bytes sent so far, by purpose."""
@@ -194,28 +214,38 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
 
+    cast = torch.bfloat16 if config.bf16.enabled else None
+
     def analyse() -> Partition:
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights)
+        return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights, cast=cast)
 
     found = together(collectives, "looking at the model", analyse)
     compare(collectives, _facts(model, found, config, groups))
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
-    units = partition.place(found, plan, collectives, shards_weights=stage.moves_weights)
+    units = partition.place(
+        found,
+        plan,
+        collectives,
+        shards_weights=stage.moves_weights,
+        whole_masters=stage.gathers_gradients,
+        cast=cast,
+    )
     buffers = BufferSync(model, collectives)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(mesh.device).contiguous()
     buffers.broadcast(persistent_only=False)
+    wire = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
+    divisor = mesh.ranks if config.gradient_allreduce_op == "mean" else 1
+    rules = Rules(stage.reduces_every_micro_batch, stage.gathers_gradients, divisor, wire)
     by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
     reducer = Reducer(
         plan,
         [by_index[index] for index in range(len(plan.buckets))],
         collectives,
         pool,
-        sharded=stage.reduces_every_micro_batch,
-        gathers=stage.gathers_gradients,
-        divisor=mesh.ranks if config.gradient_allreduce_op == "mean" else 1,
+        rules,
     )
     schedule = Schedule(units, stage, collectives, reducer, zero.stage3_prefetch_bucket_size)
     core = Core(stage, mesh, collectives, pool, found, plan, units, reducer, schedule, buffers, Guard())

@@ -104,7 +104,7 @@ class Engine(Inspection):
         self._core = core = core_module.build(self.module, self.config, mesh, groups)
         self.optimizer: ShardedOptimizer | None = None
         if kind is not None:
-            self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.collectives)
+            self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
             self.optimizer.max_norm = self.config.gradient_clipping
             self.optimizer.forget = self.zero_grad
         try:
@@ -145,7 +145,7 @@ class Engine(Inspection):
         core, window = self._need_core(), self._window
         window.begin_backward()
         final = window.is_boundary and window.synchronises
-        synchronise = window.synchronises and (final or core.reducer.sharded)
+        synchronise = window.synchronises and (final or core.reducer.rules.sharded)
         try:
             core.reducer.arm(synchronise=synchronise, final=final)
         except UsageError:

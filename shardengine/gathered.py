@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.agreement import compare, together
+from shardengine.bucket import shaped
 from shardengine.collectives import Purpose
 from shardengine.config_kinds import nearest
 from shardengine.core import Core
@@ -48,6 +49,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
             for unit in units if writable and not core.stage.moves_weights else ():
                 for bucket, names_in in unit.buckets():
                     core.collectives.broadcast(bucket.full, names_in, Purpose.WHOLE_WEIGHTS)
+                    bucket.adopt_weights()
 
 
 def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
@@ -159,4 +161,4 @@ def _stream(core: Core, unit: Unit) -> dict[int, Tensor]:
             flat[piece.offset : piece.offset + count].copy_(full[start : start + count])
         if core.stage.moves_weights:
             core.pool.give(full)
-    return {id(parameters[index]): flat.view(core.layout.parameters[index].shape) for index, flat in whole.items()}
+    return {id(parameters[index]): shaped(flat, core.layout.parameters[index]) for index, flat in whole.items()}

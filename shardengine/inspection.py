@@ -79,7 +79,7 @@ class Inspection:
         """
         states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
         return {
-            "predicted_model_state_bytes": self._core.predicted_bytes(states),
+            "predicted_model_state_bytes": self._core.predicted_bytes(states, self._window.size),
             "measured_model_state_bytes": self._report.model_state_bytes or self._live_bytes(),
             "live_weight_bytes": self._core.weight_bytes(),
             "live_gradient_bytes": self._core.reducer.gradient_bytes(),

@@ -38,6 +38,8 @@ class ParameterSpec:
     """What the layout needs to know of one parameter. ``names``: all names of a tied parameter, first registered first.
 
     group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
+    order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in an
+    arena count elements in memory order, so that channels_last weights keep their strides.
     """
 
     names: tuple[str, ...]
@@ -47,6 +49,7 @@ class ParameterSpec:
     trainable: bool
     group: int
     unit: int
+    order: tuple[int, ...] = ()
 
     @cached_property
     def numel(self) -> int:
@@ -55,6 +58,16 @@ class ParameterSpec:
         for size in self.shape:
             count *= size
         return count
+
+    @cached_property
+    def shape_in_memory(self) -> tuple[int, ...]:
+        """The sizes of its dimensions in memory order."""
+        return tuple(self.shape[dimension] for dimension in self.order) if self.order else self.shape
+
+    @cached_property
+    def order_back(self) -> tuple[int, ...]:
+        """The permutation from memory order to the parameter's own order of dimensions."""
+        return tuple(self.order.index(dimension) for dimension in range(len(self.order)))
 
     @property
     def name(self) -> str:

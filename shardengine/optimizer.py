@@ -13,34 +13,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardengine.bucket import Bucket
-from shardengine.collectives import Collectives
+from shardengine.bucket import Bucket, BufferPool
 from shardengine.config import OptimizerConfig
-from shardengine.ddp.reducer import GradientBucket, Reducer
-from shardengine.errors import UsageError
-from shardengine.kernels import adam_step, clip_divisor, norm_from_squares, sgd_step, sum_of_squares
+from shardengine.ddp import GradientBucket, Reducer
+from shardengine.errors import InternalError, UsageError
+from shardengine.kernels import adam_step, clip_divisor, lion_step, norm_from_squares, sgd_step, sum_of_squares
 from shardengine.layout import Layout
+from shardengine.lion import Lion
 
-STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+STATE_NAMES = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "SGD": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+}
 _REFUSED_OPTIONS = ("amsgrad", "differentiable")
 _Label = tuple[int, int]
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none."""
-    kinds: dict[type, str] = {torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD"}
-    kind = kinds.get(type(optimizer))
+    kind = {made_by: name for name, made_by in _FROM_CONFIG.items()}.get(type(optimizer))
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if kind is None:
         raise UsageError(
-            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD; shards of flat buckets are stepped "
-            "elementwise, and other elementwise optimizers are not available yet (optimizers that look at whole "
-            "matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
+            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, or shardengine.lion.Lion; shards of flat "
+            "buckets are stepped elementwise, and other elementwise optimizers are not available yet (optimizers that "
+            "look at whole matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
         )
     if optimizer.state:
         raise UsageError(
@@ -74,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         layout: Layout,
         reducer: Reducer,
-        collectives: Collectives,
+        pool: BufferPool,
     ) -> None:
         self._built = False
         super().__init__(groups, defaults)
@@ -82,12 +87,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.forget: Callable[[], None] = reducer.release
         self.kind = kind
         self.norm: Tensor | None = None
-        self.touched: frozenset[int] = frozenset()
         self.max_norm = 0.0
         self._next_max_norm: float | None = None
         self._layout = layout
         self._reducer = reducer
-        self._collectives = collectives
+        self._pool = pool
         self.steps = [0] * len(layout.parameters)
         self.bucket_states = [self._new_state(bucket) for bucket in reducer.buckets]
         self._segments: tuple[Any, list[list[tuple[Any, int, int]]]] = (None, [])
@@ -100,10 +104,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {name: torch.zeros_like(weight) for name in names}
 
     def _weight(self, bucket: Bucket) -> Tensor:
-        return bucket.full if self._reducer.gathers else bucket.shard
+        return bucket.stepped(whole=self._reducer.rules.gathers)
 
     def finish_gradients(self) -> None:
         """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
+        rows = self._reducer.agree(self._squares)
+        self.norm = norm_from_squares(rows.flatten().clone().view(torch.float64))
+
+    def _squares(self) -> Tensor:
+        """This rank's part of the squared norm, as 8 bytes."""
         device = self._reducer.buckets[0].bucket.full.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for state in self._reducer.buckets:
@@ -111,27 +120,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 interval = state.bucket.layout.slice_interval(state.bucket.rank)
                 for _, start, end in self._layout.segments(state.bucket.layout, interval, self._counted):
                     squares += sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
-        flags = torch.zeros(len(self._layout.parameters), dtype=torch.bool)
-        flags[list(self._reducer.used)] = True
-        payload = torch.cat([squares.cpu().view(1).view(torch.uint8), _pack(flags)])
-        rows = self._collectives.exchange(payload, "the gradient norm")
-        self.norm = norm_from_squares(rows[:, :8].flatten().clone().view(torch.float64))
-        used = torch.stack([_unpack(row[8:], len(flags)) for row in rows]).any(dim=0)
-        self.touched = frozenset(used.nonzero().view(-1).tolist())
+        return squares.cpu().view(1).view(torch.uint8)
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped."""
         # 2. update
         divisor, self._next_max_norm = self._divisor(), None
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
-        for parameter in self.touched:
+        for parameter in self._reducer.touched:
             self.steps[parameter] += 1
         for state, segments in zip(self._reducer.buckets, self._current_segments(), strict=True):
-            for (group, step), tensors in self._by_label(state, segments):
-                if self.kind == "SGD":
-                    sgd_step(tensors, self.param_groups[group], step, divisor)
-                else:
-                    adam_step(tensors, self.param_groups[group], step, divisor, decoupled=self.kind == "AdamW")
+            gradient = self._gradient(state)
+            for (group, step), tensors in self._by_label(state, gradient, segments):
+                _KERNELS[self.kind](tensors, self.param_groups[group], step, divisor)
+            if gradient is not state.gradient:
+                self._pool.give(gradient)
+            state.bucket.adopt_master()
             # 3. publish
             yield state.bucket
 
@@ -165,12 +169,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state_bytes_per_element(self) -> int:
-        """fp32 bytes of optimizer state per element."""
+        """fp32 bytes of optimizer state per element, without master weights."""
         return 4 * max((len(tensors) for tensors in self.bucket_states), default=0)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank."""
-        return sum(tensor.nbytes for tensors in self.bucket_states for tensor in tensors.values())
+        """Bytes of optimizer state and master weights on this rank."""
+        masters = [state.bucket.master for state in self._reducer.buckets]
+        states = [tensor for tensors in self.bucket_states for tensor in tensors.values()]
+        return sum(tensor.nbytes for tensor in (*masters, *states) if tensor is not None)
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
@@ -191,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True):
             layout = state.bucket.layout
             whole = (layout.start, layout.end)
-            first, last = whole if self._reducer.gathers else layout.slice_interval(state.bucket.rank)
+            first, last = whole if self._reducer.rules.gathers else layout.slice_interval(state.bucket.rank)
             for piece in self._layout.pieces(layout):
                 start, end = max(piece.start, first), min(piece.end, last)
                 for name, flat in {"weight": self._weight(state.bucket), **tensors}.items() if start < end else ():
@@ -209,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _label(self, parameter: int) -> _Label | None:
         group = self._layout.parameters[parameter].group
-        return (group, self.steps[parameter]) if group >= 0 and parameter in self.touched else None
+        return (group, self.steps[parameter]) if group >= 0 and parameter in self._reducer.touched else None
 
     def _current_segments(self) -> list[list[tuple[Any, int, int]]]:
         """Segments per bucket in coordinates of the stepped tensor. Labels change every step, cuts almost never."""
@@ -225,17 +231,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> list[tuple[Any, int, int]]:
         layout = bucket.layout
-        interval = (layout.start, layout.end) if self._reducer.gathers else layout.slice_interval(bucket.rank)
+        interval = (layout.start, layout.end) if self._reducer.rules.gathers else layout.slice_interval(bucket.rank)
         found = self._layout.segments(layout, interval, pattern.__getitem__)
         return [(label, start - interval[0], end - interval[0]) for label, start, end in found]
 
+    def _gradient(self, state: GradientBucket) -> Tensor:
+        """The bucket's complete gradient in fp32: itself, or a copy in a buffer of the pool."""
+        gradient = state.gradient
+        if gradient is None:
+            raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
+        if gradient.dtype is torch.float32:
+            return gradient
+        wide = self._pool.take(gradient.numel(), torch.float32, gradient.device)
+        wide.copy_(gradient)
+        return wide
+
     def _by_label(
-        self, state: GradientBucket, segments: list[tuple[Any, int, int]]
+        self, state: GradientBucket, gradient: Tensor, segments: list[tuple[Any, int, int]]
     ) -> Iterator[tuple[_Label, dict[str, list[Tensor]]]]:
         """The tensors of each (group, step) of one bucket, ready for a kernel."""
-        gradient = state.whole if self._reducer.gathers else state.complete
-        if gradient is None:
-            return
         index = state.bucket.layout.index
         flats = {"weight": self._weight(state.bucket), "gradient": gradient, **self.bucket_states[index]}
         for label in dict.fromkeys(label for label, _, _ in segments):
@@ -280,10 +294,17 @@ def groups_for(
     return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
 
 
-_FROM_CONFIG: dict[str, Callable[..., torch.optim.Optimizer]] = {
+_FROM_CONFIG: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
     "SGD": torch.optim.SGD,
+    "Lion": Lion,
+}
+_KERNELS: dict[str, Callable[..., None]] = {
+    "AdamW": partial(adam_step, decoupled=True),
+    "Adam": partial(adam_step, decoupled=False),
+    "SGD": sgd_step,
+    "Lion": lion_step,
 }
 
 
@@ -296,14 +317,3 @@ def _check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
                     f"optimizer group {number}, parameter {position} (shape {tuple(parameter.shape)}) is not one "
                     "of the model's: expected an optimizer over model.parameters(), made after the model's last change"
                 )
-
-
-def _pack(flags: Tensor) -> Tensor:
-    """Booleans → bits, eight to a byte."""
-    padded = torch.cat([flags, flags.new_zeros(-len(flags) % 8)]).view(-1, 8).to(torch.uint8)
-    return (padded << torch.arange(8, dtype=torch.uint8)).sum(dim=1, dtype=torch.uint8)
-
-
-def _unpack(packed: Tensor, count: int) -> Tensor:
-    """Bits → booleans."""
-    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1)[:count].bool()

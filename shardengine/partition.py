@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives, Purpose
@@ -53,15 +53,24 @@ class Partition:
 
 
 def analyse(
-    model: nn.Module, setting: str | tuple[str, ...], group_of: dict[int, int], *, shards_weights: bool
+    model: nn.Module,
+    setting: str | tuple[str, ...],
+    group_of: dict[int, int],
+    *,
+    shards_weights: bool,
+    cast: torch.dtype | None = None,
 ) -> Partition:
-    """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group."""
+    """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
+
+    cast: the dtype that floating parameters will have; None: their own.
+    """
     names = dict(model.named_parameters(remove_duplicate=False))
     all_names: dict[int, list[str]] = {}
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list(model.parameters())
-    _check(parameters, all_names)
+    dtypes = {id(p): cast if cast is not None and p.is_floating_point() else p.dtype for p in parameters}
+    _check(parameters, all_names, dtypes)
     units = find_units(model, setting) if shards_weights else []
     units, unit_of = _assign(model, units)
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
@@ -69,11 +78,12 @@ def analyse(
         ParameterSpec(
             names=tuple(all_names[id(p)]),
             shape=tuple(p.shape),
-            dtype=str(p.dtype).removeprefix("torch."),
-            itemsize=p.element_size(),
+            dtype=str(dtypes[id(p)]).removeprefix("torch."),
+            itemsize=dtypes[id(p)].itemsize,
             trainable=p.requires_grad,
             group=group_of.get(id(p), -1) if p.requires_grad else -1,
             unit=unit_of.get(id(p), 0),
+            order=memory_order(p),
         )
         for p in inside
     ]
@@ -86,6 +96,13 @@ def analyse(
     ]
     outside = [p for p in parameters if id(p) not in chosen]
     return Partition(names, inside, specs, outside, units, list(model.modules()), places)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost in memory to the innermost, for a dense tensor; () for the ordinary order."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+    return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
@@ -135,7 +152,7 @@ def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[
     return [units[old] for old in kept], {key: renumber[old] for key, old in single.items()}
 
 
-def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]]) -> None:
+def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]], dtypes: Mapping[int, torch.dtype]) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -150,39 +167,72 @@ def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]]) -> N
                 f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
                 "engine? Call that engine's close() first"
             )
-        if parameter.requires_grad and parameter.dtype is not torch.float32:
+        if parameter.requires_grad and dtypes[id(parameter)] not in (torch.float32, torch.bfloat16):
             raise UsageError(
-                f"parameter {name!r} is {parameter.dtype}: expected trainable parameters in torch.float32, mixed "
-                "precision is not available yet; use model.float(), or freeze it"
+                f"parameter {name!r} is {parameter.dtype}: expected trainable parameters in torch.float32 or "
+                "torch.bfloat16 (fp16 needs loss scaling, which is not available yet); use model.float(), "
+                'model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
             )
 
 
-def place(partition: Partition, layout: Layout, collectives: Collectives, *, shards_weights: bool) -> list[Unit]:
-    """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units."""
+def place(
+    partition: Partition,
+    layout: Layout,
+    collectives: Collectives,
+    *,
+    shards_weights: bool,
+    whole_masters: bool,
+    cast: torch.dtype | None = None,
+) -> list[Unit]:
+    """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units.
+
+    Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights.
+    whole_masters: every rank keeps all of them. cast: as in ``analyse``.
+    """
     mesh = collectives.mesh
     with torch.no_grad():
         for name, parameter in partition.named_outside():
-            moved = parameter.data.to(mesh.device).contiguous()
+            dtype = cast if cast is not None and parameter.is_floating_point() else parameter.dtype
+            order = memory_order(parameter) or tuple(range(parameter.dim()))
+            moved = parameter.data.permute(order).to(mesh.device, dtype).contiguous()
             collectives.broadcast(moved, [name], Purpose.START)
-            parameter.data = moved
+            parameter.data = moved.permute([order.index(dimension) for dimension in range(len(order))])
         named = [("the root", None), *partition.units]
         units = []
         for index, (name, _) in enumerate(named):
             arenas, members = [], []
             for arena_layout in (a for a in layout.arenas if a.unit == index):
-                shapes = [layout.parameters[slot.parameter].shape for slot in arena_layout.slots]
-                arena = Arena(arena_layout, shapes, getattr(torch, arena_layout.dtype), mesh.device, mesh.rank)
-                for number, slot in enumerate(arena_layout.slots):
-                    member = Member(slot.parameter, partition.inside[slot.parameter], arena, number)
-                    member.view.copy_(member.parameter)
+                specs = [layout.parameters[slot.parameter] for slot in arena_layout.slots]
+                arena = Arena(arena_layout, specs, getattr(torch, arena_layout.dtype), mesh.device, mesh.rank)
+                found = [
+                    Member(slot.parameter, partition.inside[slot.parameter], arena, number)
+                    for number, slot in enumerate(arena_layout.slots)
+                ]
+                _fill(arena, found, layout, collectives, whole_masters=whole_masters)
+                for member in found:
                     member.parameter.grad = None
                     member.show(member.view)
-                    members.append(member)
-                for bucket in arena.buckets:
-                    collectives.broadcast(bucket.full, layout.names_in(bucket.layout), Purpose.START)
+                members += found
                 arenas.append(arena)
             unit = Unit(index, name, arenas, members, layout)
             if shards_weights:
                 unit.detach_shards()
             units.append(unit)
     return units
+
+
+def _fill(
+    arena: Arena, members: list[Member], layout: Layout, collectives: Collectives, *, whole_masters: bool
+) -> None:
+    """Rank 0's values into ``arena``; where an optimizer steps it and it is not fp32, unrounded into its masters."""
+    stepped = any(spec.group >= 0 for spec in arena.specs)
+    wide = torch.zeros_like(arena.flat, dtype=torch.float32) if stepped and arena.dtype is not torch.float32 else None
+    source = arena.flat if wide is None else wide
+    for member, view in zip(members, arena.views_of(source), strict=True):
+        view.copy_(member.parameter)
+    for bucket in arena.buckets:
+        part = source[bucket.layout.start : bucket.layout.end]
+        collectives.broadcast(part, layout.names_in(bucket.layout), Purpose.START)
+        if wide is not None:
+            bucket.full.copy_(part)
+            bucket.master = (part if whole_masters else bucket.own_slice(part)).clone()

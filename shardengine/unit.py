@@ -138,11 +138,9 @@ class Unit:
                 collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS).wait()
             pins.append(fresh)
         self._pins = pins
-        by_arena = {arena.layout.index: fresh for arena, fresh in zip(self.arenas, pins, strict=True)}
+        views = {arena: arena.views_of(fresh) for arena, fresh in zip(self.arenas, pins, strict=True)}
         for member in self.members:
-            slot = member.arena.layout.slots[member.slot]
-            fresh = by_arena[member.arena.layout.index]
-            member.show(fresh[slot.start : slot.end].view(member.arena.shapes[member.slot]))
+            member.show(views[member.arena][member.slot])
 
     def unpin(self, collectives: Collectives, *, writable: bool) -> None:
         """End ``pin``; with ``writable`` rank 0's contents become everybody's weights."""
@@ -154,6 +152,7 @@ class Unit:
                 bucket.shard.copy_(bucket.own_slice(part))
                 if self.state is Weights.FULL:
                     bucket.full.copy_(part)
+                bucket.adopt_weights()
         for member in self.members:
             full = self.state is Weights.FULL
             member.show(member.view if full else member.arena.poisons[member.slot])

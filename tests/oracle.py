@@ -5,6 +5,11 @@ set of parameters and adds their gradients up in the declared order:
 
 - order over ranks: balanced tree over rank numbers, ((0+1)+(2+3)), in fp32; a rank that did not use it adds zeros
 - order over micro-batches: first to last; the first contribution is a copy
+- roundings: what is sent has the wire's dtype (the parameter's, unless told), all sums are fp32, the complete gradient
+  is rounded once to the wire's dtype. Parameters that are not fp32 have an fp32 master weight, which is what is stepped
+- late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
+  What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
+  backwards in the window's last micro-batch: each is completed on its own and added, first to last
 - "full": micro-batches first, then ranks. "sharded": ranks first, then micro-batches. Equal for one micro-batch
 - the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean)
 - norm: squares added in fp64, the root rounded once to fp32; clipping divides by max(1, (norm + 1e-6) / max_norm)
@@ -15,6 +20,7 @@ set of parameters and adds their gradients up in the declared order:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,23 +38,41 @@ def tree_sum(terms: list[Tensor]) -> Tensor:
 
 
 def ordered_sum(terms: list[Tensor]) -> Tensor:
-    """Sum first to last, beginning with a copy of the first."""
-    total = terms[0].clone()
+    """Sum in fp32, first to last."""
+    total = terms[0].float()
     for term in terms[1:]:
-        total = total + term
+        total = total + term.float()
     return total
 
 
-def complete_gradient(grads: list[list[Tensor | None]], like: Tensor, order: str) -> Tensor | None:
-    """``grads[rank][micro]`` of one parameter → the sum, or None where no rank used it."""
-    if all(g is None for row in grads for g in row):
+Fires = list[Tensor]
+"""The gradients of one parameter in one backward, in the order in which autograd delivered them (nearly always one)."""
+
+
+def complete_gradient(
+    grads: list[list[Fires]], like: Tensor, order: str, wire: torch.dtype, divisor: int
+) -> Tensor | None:
+    """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it."""
+    if not any(fires for row in grads for fires in row):
         return None
-    zeros = torch.zeros_like(like)
+    zeros = torch.zeros_like(like, dtype=torch.float32)
+
+    def over_ranks(rows: list[Fires]) -> Tensor:
+        return tree_sum([(ordered_sum(row) if row else zeros).to(wire).float() for row in rows])
+
     if order == "full":
-        used = [[g for g in row if g is not None] for row in grads]
-        return tree_sum([ordered_sum(row) if row else zeros for row in used])
-    micros = range(len(grads[0]))
-    return ordered_sum([tree_sum([zeros if (g := row[m]) is None else g for row in grads]) for m in micros])
+        total = over_ranks([[g for fires in row[:-1] for g in fires] + row[-1][:1] for row in grads])
+        late = [row[-1][1:] for row in grads]
+    else:
+        total = ordered_sum([over_ranks([row[m][:1] for row in grads]) for m in range(len(grads[0]))])
+        late = [[g for fires in row for g in fires[1:]] for row in grads]
+    complete = (total / divisor).to(wire).float()
+    return add_late(complete, (over_ranks(late) / divisor).to(wire).float(), wire) if any(late) else complete
+
+
+def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
+    """A gradient that was completed on its own joins the ones before it."""
+    return (complete + late).to(wire).float()
 
 
 @dataclass
@@ -62,12 +86,17 @@ class Trace:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-class PaddedOptimizer:
-    """AdamW, Adam or SGD through torch's fused kernels, each tensor padded to a multiple of 16 elements."""
+def pad(t: Tensor) -> Tensor:
+    """Flat fp32, a copy, with zeros up to a multiple of 16 elements."""
+    return torch.cat([t.reshape(-1).float(), torch.zeros(-t.numel() % 16)])
 
-    def __init__(self, kind: str, groups: list[dict[str, Any]]) -> None:
+
+class PaddedOptimizer:
+    """AdamW, Adam, SGD (torch's fused kernels) or Lion; fp32 tensors padded to a multiple of 16 elements."""
+
+    def __init__(self, kind: str, groups: list[dict[str, Any]], masters: dict[Tensor, Tensor]) -> None:
         self.kind, self.groups = kind, groups
-        self.state: dict[Tensor, dict[str, Any]] = {}
+        self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": pad(m)} for p, m in masters.items()}
 
     def step(self, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> None:
         for group in self.groups:
@@ -76,12 +105,9 @@ class PaddedOptimizer:
                     self._step_one(p, grads[p], group, divisor)
 
     def _step_one(self, p: Tensor, grad: Tensor, group: dict[str, Any], divisor: Tensor | None) -> None:
-        def pad(t: Tensor) -> Tensor:
-            return torch.cat([t.reshape(-1), t.new_zeros(-t.numel() % 16)])
-
         state = self.state.setdefault(p, {"step": 0})
-        flat, g = pad(p.detach()), pad(grad)
-        names = ("momentum_buffer",) if self.kind == "SGD" else ("exp_avg", "exp_avg_sq")
+        flat, g = state.get("master", pad(p.detach())), pad(grad)
+        names = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(self.kind, ("exp_avg", "exp_avg_sq"))
         buffers = [state.setdefault(name, torch.zeros_like(flat)) for name in names]
         state["step"] += 1
         if self.kind == "SGD":
@@ -90,6 +116,12 @@ class PaddedOptimizer:
                 momentum=group["momentum"], lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"],
                 maximize=False, is_first_step=state["step"] == 1, grad_scale=divisor,
             )  # fmt: skip
+        elif self.kind == "Lion":
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            g = g if divisor is None else g / divisor
+            direction = (buffers[0] * beta1 + g * (1 - beta1)).sign()
+            flat.copy_(flat * (1 - lr * group["weight_decay"]) - direction * lr)
+            buffers[0].copy_(buffers[0] * beta2 + g * (1 - beta2))
         else:
             kernel = torch._fused_adamw_ if self.kind == "AdamW" else torch._fused_adam_
             kernel(
@@ -102,7 +134,7 @@ class PaddedOptimizer:
 
 def train(
     model: nn.Module,
-    loss_of: Callable[[nn.Module, int, int, int], Tensor],
+    loss_of: Callable[[nn.Module, int, int, int], Tensor | list[Tensor]],
     *,
     ranks: int,
     micros: int = 1,
@@ -112,16 +144,31 @@ def train(
     order: str = "full",
     clip: float = 0.0,
     mean: bool = True,
+    wire: torch.dtype | None = None,
+    low: torch.dtype | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
-    ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss.
+    ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
+    list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
+    it and the given values become their master weights.
     """
-    trace, optimizer = Trace(), PaddedOptimizer(kind, groups)
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    masters = {p: p.detach().float().clone() for p in trained if (low or p.dtype) != torch.float32}
+    for parameter in model.parameters() if low else ():
+        parameter.data = parameter.data.to(low)
+    trace, optimizer = Trace(), PaddedOptimizer(kind, groups, masters)
     buffers = list(model.buffers())
+    fires: dict[Tensor, Fires] = {}
+
+    def collect(p: Tensor) -> None:
+        fires.setdefault(p, []).append(p.grad)  # type: ignore[arg-type]  # it was just accumulated
+        p.grad = None
+
+    for p in trained:
+        p.register_post_accumulate_grad_hook(collect)
     for step in range(steps):
-        grads: dict[Tensor, list[list[Tensor | None]]] = {p: [[None] * micros for _ in range(ranks)] for p in trained}
+        windows: list[list[list[dict[Tensor, Fires]]]] = []  # backward of the micro-batch, rank, micro-batch
         losses = [[0.0] * micros for _ in range(ranks)]
         before = [b.clone() for b in buffers]
         after_rank0: list[Tensor] = []
@@ -129,17 +176,24 @@ def train(
             for b, old in zip(buffers, before, strict=True):
                 b.copy_(old)
             for micro in range(micros):
-                loss = loss_of(model, step, rank, micro)
-                (loss / micros).backward()
-                losses[rank][micro] = loss.item()
-                for p in trained:
-                    grads[p][rank][micro], p.grad = p.grad, None
+                found = loss_of(model, step, rank, micro)
+                for number, loss in enumerate(found if isinstance(found, list) else [found]):
+                    (loss / micros).backward()
+                    losses[rank][micro] += loss.item()
+                    if len(windows) == number:
+                        windows.append([[{} for _ in range(micros)] for _ in range(ranks)])
+                    windows[number][rank][micro].update(fires)
+                    fires.clear()
             if rank == 0:
                 after_rank0 = [b.clone() for b in buffers]
         for b, new in zip(buffers, after_rank0, strict=True):
             b.copy_(new)
-        sums = {p: complete_gradient(grads[p], p.detach(), order) for p in trained}
-        complete = {p: total / ranks if mean else total for p, total in sums.items() if total is not None}
+        complete: dict[Tensor, Tensor] = {}
+        for p, window in itertools.product(trained, windows):
+            sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]
+            g = complete_gradient(sent, p.detach(), order, wire or p.dtype, ranks if mean else 1)
+            if g is not None:
+                complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
         norm = sum((g.double().square().sum() for g in complete.values()), torch.zeros((), dtype=torch.float64))
         norm = norm.sqrt().float()
         trace.losses.append(losses)

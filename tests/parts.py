@@ -37,8 +37,8 @@ def collectives(mesh: Mesh | None = None, **options: Any) -> Collectives:
 def make_arenas(plan: Layout, rank: int = 0) -> list[Arena]:
     arenas = []
     for arena in plan.arenas:
-        shapes = [plan.parameters[slot.parameter].shape for slot in arena.slots]
-        arenas.append(Arena(arena, shapes, getattr(torch, arena.dtype), CPU, rank))
+        specs = [plan.parameters[slot.parameter] for slot in arena.slots]
+        arenas.append(Arena(arena, specs, getattr(torch, arena.dtype), CPU, rank))
     return arenas
 
 

@@ -39,8 +39,7 @@ def test_a_failure_on_one_rank_is_its_own_error_there_and_names_it_on_the_others
     assert one == "ValueError: no file on rank 1"
     for rank, text in ((0, zero), (2, two)):
         assert text == (
-            "MismatchError: reading the file failed on rank 1: ValueError: no file on rank 1 "
-            f"(this is rank {rank})"
+            f"MismatchError: reading the file failed on rank 1: ValueError: no file on rank 1 (this is rank {rank})"
         )
 
 

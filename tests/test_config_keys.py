@@ -21,7 +21,7 @@ def load(**keys: Any) -> Config:
 
 FROZEN = {
     "ACTIVE": """
-        broadcast_buffers debug gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
+        bf16.enabled bf16.master_weights broadcast_buffers communication_data_type debug gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
         gradient_clipping optimizer.params optimizer.type overlap_comm reproducible scheduler.params
         scheduler.type seed steps_per_print timeout_s train_batch_size train_micro_batch_size_per_gpu
         zero_optimization.reduce_bucket_size zero_optimization.stage
@@ -30,9 +30,9 @@ FROZEN = {
     """,
     "LATER": """
         activation_checkpointing.cpu_offload activation_checkpointing.enabled aio.block_size aio.queue_depth
-        aio.thread_count bf16.enabled bf16.master_weights bf16.stochastic_rounding checkpoint.async_save
+        aio.thread_count bf16.stochastic_rounding checkpoint.async_save
         checkpoint.keep_last comm_hook.name comm_hook.params comms_logger.debug comms_logger.enabled
-        comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose communication_data_type
+        comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose
         data_types.grad_accum_dtype data_types.reduce_dtype fp16.auto_cast fp16.consecutive_hysteresis
         fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
         fp16.loss_scale_window fp16.min_loss_scale monitor.csv.enabled monitor.csv.job_name

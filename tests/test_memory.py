@@ -241,19 +241,18 @@ def config_of(stage: str, letter: str | None = None, micros: int = 1, blocks_ahe
 # The tests
 
 
-def assert_formula(count: Count, formula: Formula, letter: str, whole_gradient: int) -> None:
-    """whole_gradient: bytes that the stage gathers the complete gradient into, from the last backward to the step."""
+def assert_formula(count: Count, formula: Formula, whole_gradient: int) -> None:
+    """whole_gradient: bytes of the complete gradient where the stage gathers one that rested sharded, in its place."""
     assert count.start == formula.weights + formula.states
+    moved = formula.gradients if whole_gradient else 0
     for live, waiting in zip(count.before, count.before_waiting, strict=True):
-        assert live == formula.total + waiting + whole_gradient
-        assert waiting <= TRANSIENT_BYTES
+        assert live == formula.total + waiting + whole_gradient - moved
+        assert waiting <= TRANSIENT_BYTES + moved
     for live, waiting in zip(count.between, count.between_waiting, strict=True):
         assert live == formula.total + waiting
         assert waiting <= TRANSIENT_BYTES + whole_gradient
     for live, waiting, before in zip(count.after, count.after_waiting, count.before, strict=True):
-        # full-size gradients go back to the pool, sharded ones keep their place for the next window
-        held = formula.weights + formula.states + (formula.gradients if letter == "sharded" else 0)
-        assert live == held + waiting
+        assert live == formula.weights + formula.states + waiting, "gradients wait in the pool for the next window"
         assert live == before, "a step must neither allocate nor leak"
         assert live <= formula.total + whole_gradient + TRANSIENT_BYTES
     for said, live, waiting in zip(count.said, count.before, count.before_waiting, strict=True):
@@ -275,7 +274,7 @@ def test_model_state_is_the_formula(pools: Pools, letter: str | None, ranks: int
             chosen_letter = letter or cases.LETTER[stage]
             # stage 0 steps all weights on every rank: a gradient that rests sharded is gathered for that
             whole = elements_of(stage, ranks) * FLOAT if stage == "0" and chosen_letter == "sharded" else 0
-            assert_formula(count, Formula.of(stage, letter, ranks), chosen_letter, whole)
+            assert_formula(count, Formula.of(stage, letter, ranks), whole)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

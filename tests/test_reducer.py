@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardengine import layout
-from shardengine.ddp import Reducer
-from shardengine.errors import UsageError
+from shardengine.ddp import Reducer, Rules
 from tests.parts import collectives, make_arenas, spec, trainable_buckets
 from tests.ranks import RankPool
 
@@ -46,7 +45,7 @@ class Bench:
         self.link.reduce_scatter = noted  # type: ignore[method-assign, assignment]
         self.reducer = Reducer(
             self.plan, buckets, self.link, self.link._pool,
-            sharded=sharded, gathers=gathers, divisor=self.ranks if divisor is None else divisor,
+            Rules(sharded, gathers, self.ranks if divisor is None else divisor),
         )  # fmt: skip
 
     def backward(self, order: list[int], micro: int = 0, *, final: bool = True, synchronise: bool = True) -> None:
@@ -205,38 +204,58 @@ def test_unsent_micro_batches_are_summed_silently_and_sent_by_flush(pools: Pools
     assert pools(2).run(no_sync_then_flush, sharded) == [[0, False, True, True]] * 2
 
 
-def test_a_complete_window_refuses_another_backward_until_it_is_released() -> None:
-    bench = Bench()
-    bench.backward([3, 2, 1, 0])
-    with pytest.raises(UsageError, match=r"engine.step\(\) or engine.zero_grad\(\)"):
-        bench.reducer.arm(synchronise=True, final=True)
-    bench.reducer.release()
-    bench.backward([3, 2, 1, 0])
-    assert bench.slices_hold(bench.mean)
+def no_payload() -> Tensor:
+    return torch.zeros(0, dtype=torch.uint8)
 
 
-def test_a_second_gradient_after_its_bucket_was_sent_is_refused_by_name() -> None:
-    bench = Bench()
+def another_backward(sharded: bool, gathers: bool) -> list[Any]:
+    """After a complete one, a second that uses other parameters on each rank."""
+    bench = Bench(sharded=sharded, gathers=gathers)
+    bench.backward([3, 2, 1])
+    bench.reducer.agree(no_payload)
+    bench.backward([0, 2] if bench.rank else [2], micro=1)
+    bench.reducer.agree(no_payload)
+
+    def expected(p: int) -> Tensor:
+        first = bench.mean(p, skipped={0: {0}, 1: {0}})
+        of_rank = [gradient(rank, 1, p) if p == 2 or (p == 0 and rank) else torch.zeros(()) for rank in range(2)]
+        return first + (of_rank[0] + of_rank[1]) / 2
+
+    wholes = [state.whole for state in bench.reducer.buckets if state.whole is not None]
+    right = not gathers or torch.equal(torch.cat(wholes), bench.flat(expected))
+    return [bench.slices_hold(expected), right, sorted(bench.reducer.touched)]
+
+
+@pytest.mark.parametrize(("sharded", "gathers"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_backward_after_the_final_one_is_completed_on_its_own_and_added(
+    pools: Pools, sharded: bool, gathers: bool
+) -> None:
+    assert pools(2).run(another_backward, sharded, gathers) == [[True, True, [0, 1, 2, 3]]] * 2
+
+
+def late_gradients(sharded: bool, gathers: bool) -> list[Any]:
+    """Rank 1 delivers c twice and a three times in the second micro-batch, before and after their buckets are sent."""
+    bench = Bench(sharded=sharded, gathers=gathers)
+    bench.backward([3, 2, 1, 0], final=False, synchronise=sharded)
     bench.reducer.arm(synchronise=True, final=True)
-    bench.reducer.on_gradient(3, gradient(0, 0, 3))
-    with pytest.raises(UsageError, match="parameter 'd' received a second gradient"):
-        bench.reducer.on_gradient(3, gradient(0, 0, 3))
-
-
-def test_a_second_gradient_before_its_bucket_was_sent_is_refused_or_reduced_once() -> None:
-    bench = Bench()
-    bench.reducer.arm(synchronise=True, final=True)
-    try:
-        for parameter in (2, 2, 3, 1, 0):
-            bench.reducer.on_gradient(parameter, gradient(0, 0, parameter))
-    except UsageError:
-        return
+    for parameter in (2, 3, 2, 1, 0, 0, 0) if bench.rank else (3, 2, 1, 0):
+        bench.reducer.on_gradient(parameter, gradient(bench.rank, 1, parameter))
     bench.reducer.sweep()
+    bench.reducer.agree(no_payload)
+
+    def expected(p: int) -> Tensor:
+        return bench.mean(p, micros=2) + {2: 1, 0: 2}.get(p, 0) * gradient(1, 1, p) / 2
+
+    wholes = [state.whole for state in bench.reducer.buckets if state.whole is not None]
+    right = bench.slices_hold(expected) and (not gathers or torch.equal(torch.cat(wholes), bench.flat(expected)))
     bench.reducer.release()
-    bench.launched.clear()
     bench.backward([2, 3, 1, 0])
-    assert len(bench.launched) == len(set(bench.launched))
-    assert bench.slices_hold(bench.mean)
+    return [right, bench.slices_hold(bench.mean)]
+
+
+@pytest.mark.parametrize(("sharded", "gathers"), [(False, False), (True, False), (False, True), (True, True)])
+def test_later_gradients_of_a_parameter_in_one_backward_are_added(pools: Pools, sharded: bool, gathers: bool) -> None:
+    assert pools(2).run(late_gradients, sharded, gathers) == [[True, True]] * 2
 
 
 def test_a_backward_that_raised_midway_is_forgotten_by_release() -> None:

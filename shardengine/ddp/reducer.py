@@ -1,20 +1,10 @@
 """From each parameter's gradient to the complete gradient of the step, bucket by bucket, for every stage.
 
-Owns: readiness counting, accumulation over micro-batches, launching reductions in one order on all ranks, the sweep at
-the end of backward. Must not know: stages by name, modules, weights, the optimizer.
+Owns: readiness counting, launching reductions in one order on all ranks, the sweep at the end of backward, agreeing on
+what was used. Must not know: stages by name, modules, weights, the optimizer. Where gradients rest, and in which dtype,
+is ``gradient_bucket.py``'s ([Note: Gradients of a window], [Note: Late gradients]).
 
-[Note: Gradients of a window] A window is the micro-batches of one optimizer step. Per bucket there are two places:
-
-    partial   full size, this rank's sum over micro-batches that were not sent yet (taken from the pool when needed)
-    total     one slice, the sum over ranks of what was sent
-
-                       sharded=False (letter P)                 sharded=True (letter S)
-    micro-batch 1..k-1 partial += gradient                      partial = gradient → reduce-scatter → total += sum
-    micro-batch k      … → reduce-scatter in place → divide     … → total += sum → divide
-    complete gradient  this rank's slice of ``partial``         ``total``
-
-``no_sync`` is "partial += gradient, do not send" for as long as it lasts, whatever the letter.
-Where every rank needs the whole gradient (``gathers``), complete slices are gathered as soon as they are divided.
+Where every rank needs the whole gradient (``Rules.gathers``), complete slices are gathered as soon as they are divided.
 
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
 even where ranks finish parameters in different orders or do not use some. The order is the layout's in the first
@@ -32,68 +22,26 @@ from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool
 from shardengine.collectives import Collectives, Pending, Purpose
-from shardengine.errors import InternalError, UsageError
-from shardengine.kernels import divide, store_gradient
-from shardengine.layout import Layout, Piece
+from shardengine.ddp.gradient_bucket import GradientBucket
+from shardengine.errors import UsageError
+from shardengine.kernels import divide, round_to
+from shardengine.layout import Layout
 
 _MAX_IN_FLIGHT = 3
 
 
-class GradientBucket:
-    """The gradients of one bucket during a window ([Note: Gradients of a window])."""
+@dataclass(frozen=True)
+class Rules:
+    """What stage and config say about gradients.
 
-    def __init__(self, bucket: Bucket, layout: Layout) -> None:
-        self.bucket = bucket
-        self.names = layout.names_in(bucket.layout)
-        self.pieces = {piece.parameter: piece for piece in layout.pieces(bucket.layout)}
-        self.partial: Tensor | None = None
-        self.filled: set[int] = set()
-        self.ready: set[int] = set()
-        self.sent = False
-        self.total: Tensor | None = None
-        self.total_filled = False
-        self.complete: Tensor | None = None
-        self.whole: Tensor | None = None
+    sharded: reduce every micro-batch (the letter S) · gathers: every rank needs the whole complete gradient · divisor:
+    1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own.
+    """
 
-    def name_of(self, parameter: int) -> str:
-        """The name of one of the bucket's parameters."""
-        return self.names[list(self.pieces).index(parameter)]
-
-    def store(self, parameter: int, gradient: Tensor, pool: BufferPool) -> None:
-        """Add this micro-batch's gradient of ``parameter`` to its piece of ``partial``."""
-        piece = self.pieces[parameter]
-        part = gradient if piece.end - piece.start == gradient.numel() else self._cut(piece, gradient)
-        destination = self._open(pool)[piece.start - self.bucket.layout.start : piece.end - self.bucket.layout.start]
-        store_gradient(destination.view(part.shape), part, first=parameter not in self.filled)
-        self.filled.add(parameter)
-        self.ready.add(parameter)
-
-    def fill_missing(self, pool: BufferPool) -> Tensor:
-        """``partial`` with zeros where this rank has no gradient."""
-        partial = self._open(pool)
-        start = self.bucket.layout.start
-        for parameter, piece in self.pieces.items():
-            if parameter not in self.filled:
-                partial[piece.start - start : piece.end - start].zero_()
-        return partial
-
-    def drop_partial(self, pool: BufferPool) -> None:
-        """Forget what was not sent."""
-        if self.partial is not None:
-            pool.give(self.partial)
-        self.partial = None
-        self.filled.clear()
-
-    def _open(self, pool: BufferPool) -> Tensor:
-        if self.partial is None:
-            full = self.bucket.full
-            self.partial = pool.take(self.bucket.layout.length, full.dtype, full.device)
-            self.bucket.arena.clear_gaps(self.partial, self.bucket.layout.start, self.bucket.layout.end)
-        return self.partial
-
-    @staticmethod
-    def _cut(piece: Piece, gradient: Tensor) -> Tensor:
-        return gradient.reshape(-1)[piece.offset : piece.offset + piece.end - piece.start]
+    sharded: bool
+    gathers: bool
+    divisor: int
+    wire: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -113,34 +61,61 @@ class _Mode:
     final: bool = False
 
 
+class _Order:
+    """The order in which buckets are launched ([Note: Launch order])."""
+
+    def __init__(self, count: int) -> None:
+        self._order = list(range(count))
+        self._seen: list[int] | None = []
+        self._position = 0
+
+    def note_ready(self, index: int) -> None:
+        """Bucket ``index`` became ready."""
+        if self._seen is not None:
+            self._seen.append(index)
+
+    def left(self) -> list[int]:
+        """What is still to be launched, in order."""
+        return self._order[self._position :]
+
+    def advance(self) -> None:
+        """The first of ``left`` was launched."""
+        self._position += 1
+
+    def restart(self) -> None:
+        """A new backward begins."""
+        self._position = 0
+        if self._seen is not None:
+            self._seen = []
+
+    def adopt(self, collectives: Collectives) -> None:
+        """After the first reduced backward: take over the order in which rank 0's buckets became ready; collective."""
+        if self._seen is None:
+            return
+        mine = torch.tensor(list(dict.fromkeys(self._seen + self._order)), dtype=torch.int64)
+        rank0 = collectives.exchange(mine.view(torch.uint8), "the order of buckets")[0]
+        self._order = rank0.contiguous().view(torch.int64).tolist()
+        self._seen = None
+
+
 class Reducer:
-    """Reduces gradients of the trainable ``buckets`` (in layout order). ``divisor``: 1, or the ranks for a mean."""
+    """Reduces gradients of the trainable ``buckets`` (in layout order)."""
 
     def __init__(
-        self,
-        layout: Layout,
-        buckets: list[Bucket],
-        collectives: Collectives,
-        pool: BufferPool,
-        *,
-        sharded: bool,
-        gathers: bool,
-        divisor: int,
+        self, layout: Layout, buckets: list[Bucket], collectives: Collectives, pool: BufferPool, rules: Rules
     ) -> None:
-        self.buckets = [GradientBucket(bucket, layout) for bucket in buckets]
+        self.buckets = [GradientBucket(bucket, layout, pool, rules.wire or bucket.full.dtype) for bucket in buckets]
+        self.rules = rules
         self.used: set[int] = set()
+        self.touched: frozenset[int] = frozenset()
         self._collectives = collectives
         self._pool = pool
-        self.sharded = sharded
-        self.gathers = gathers
-        self._divisor = divisor
+        self._parameters = len(layout.parameters)
         self._of_parameter: dict[int, list[GradientBucket]] = {}
         for state in self.buckets:
             for parameter in state.pieces:
                 self._of_parameter.setdefault(parameter, []).append(state)
-        self._order = list(range(len(self.buckets)))
-        self._seen: list[int] | None = []
-        self._next = 0
+        self._order = _Order(len(self.buckets))
         self._mode = _Mode(armed=False)
         self._unsent = False
         self._in_flight: deque[_Flight] = deque()
@@ -151,60 +126,52 @@ class Reducer:
         return bool(self.buckets) and all(state.complete is not None for state in self.buckets)
 
     def arm(self, *, synchronise: bool, final: bool) -> None:
-        """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it."""
+        """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it.
+
+        After a final one: what is complete is set aside, and the new backward's gradient is added to it in ``agree``.
+        """
         if self._mode.armed:
             raise UsageError(
                 "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and "
                 "begin the window anew"
             )
         if self.window_complete:
-            raise UsageError(
-                "backward after the window's last micro-batch: its gradients are complete and waiting; "
-                "call engine.step() or engine.zero_grad() first"
-            )
+            for state in self.buckets:
+                state.set_aside()
+            self.used.clear()
         self._mode = _Mode(True, synchronise, final)
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
-        """``gradient`` of ``parameter`` is final for this micro-batch; the caller may drop it afterwards."""
+        """``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
         states = self._of_parameter[parameter]
-        name = states[0].name_of(parameter)
-        if not self._mode.armed:
-            raise UsageError(
-                f"parameter {name!r} received a gradient outside of engine.backward(loss): loss.backward() without the "
-                "engine is not available yet"
-            )
         if gradient.layout is not torch.strided:
+            name = states[0].name_of(parameter)
             raise UsageError(f"parameter {name!r} has a sparse gradient: expected a dense one; use sparse=False")
         self.used.add(parameter)
+        again, synchronise = parameter in states[0].ready, self._mode.synchronise
         for state in states:
-            if state.sent or parameter in state.ready:
-                raise UsageError(
-                    f"parameter {name!r} received a second gradient in one backward: re-entrant checkpointing of a "
-                    "module called twice is not available yet; use use_reentrant=False"
-                )
-            state.store(parameter, gradient, self._pool)
-            if len(state.ready) == len(state.pieces):
-                if self._seen is not None and self._mode.synchronise:
-                    self._seen.append(state.bucket.layout.index)
+            place = state.late if again and synchronise else state.partial
+            place.add(parameter, gradient, torch.float32 if again or not synchronise else state.wire)
+            state.ready.add(parameter)
+            if synchronise and not again and state.is_ready:
+                self._order.note_ready(state.bucket.layout.index)
                 self._launch_ready()
 
     def sweep(self) -> None:
         """After a backward: launch what is left (zeros for what this rank did not use), wait, close the window."""
         mode = self._mode
         if mode.synchronise:
-            for index in self._order[self._next :]:
+            for index in self._order.left():
                 self._launch(self.buckets[index])
             self._finish(0)
-            self._adopt_order()
+            self._order.adopt(self._collectives)
         self._unsent = not mode.synchronise
-        self._next = 0
+        self._order.restart()
         for state in self.buckets:
             state.ready.clear()
-            state.sent = False
-        if mode.final:
-            gathers = (self._complete(state) for state in self.buckets)
-            self._in_flight.extend(_Flight(pending) for pending in gathers if pending is not None)
-            self._finish(0)
+            if mode.final and state.complete is None and state.total is not None:
+                self._fly(self._complete(state, state.total))
+        self._finish(0)
         self._mode = _Mode(armed=False)
 
     def flush(self) -> None:
@@ -216,78 +183,118 @@ class Reducer:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode(armed=False)
-        self._next = 0
-        if self._seen is not None:
-            self._seen = []
+        self._order.restart()
         for state in self.buckets:
-            state.ready.clear()
-            state.sent = False
-            if state.whole is not None and state.whole is not state.partial:
-                self._pool.give(state.whole)
-            state.drop_partial(self._pool)
-            state.complete = state.whole = None
-            state.total_filled = False
+            state.release()
         self.used.clear()
+        self.touched = frozenset()
         self._unsent = False
 
     def gradient_bytes(self) -> int:
         """Bytes that hold gradients at this moment, transient buffers of the pool not included."""
-        tensors = [t for s in self.buckets for t in (s.partial, s.total, s.whole) if t is not None]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        return sum(state.bytes() for state in self.buckets)
+
+    def agree(self, payload: Callable[[], Tensor]) -> Tensor:
+        """The window is complete: agree on which parameters were used (``touched``); collective.
+
+        payload: what else is exchanged (uint8), made of the complete gradient → every rank's, [ranks, length]. Where a
+        rank has late gradients, or a backward was final before this one, those are added first.
+        """
+        late = {parameter for state in self.buckets for parameter in state.late.filled}
+        reopened = any(state.earlier is not None for state in self.buckets)
+        rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
+        used = found - {self._parameters}
+        if reopened or self._parameters in found:
+            _, late_anywhere = self._exchange(torch.zeros(0, dtype=torch.uint8), late)
+            for state in self.buckets:
+                self._join(state, late_anywhere, used)
+            self._finish(0)
+            self.used |= self.touched
+            rows, used = self._exchange(payload(), self.used)
+        self.touched = used
+        return rows
+
+    def _exchange(self, payload: Tensor, numbers: set[int]) -> tuple[Tensor, frozenset[int]]:
+        """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
+        flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
+        flags[list(numbers)] = True
+        rows = self._collectives.exchange(torch.cat([payload, _pack(flags)]), "the gradient norm and used parameters")
+        union = torch.stack([_unpack(row[payload.numel() :], len(flags)) for row in rows]).any(dim=0)
+        return rows[:, : payload.numel()], frozenset(union.nonzero().view(-1).tolist())
+
+    def _join(self, state: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
+        """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
+        parameters = late.intersection(state.pieces)
+        if parameters:
+            local = state.late.with_zeros(torch.float32)
+            sent = self._to_wire(state, local)
+            summed = state.take_slice(torch.float32)
+            self._collectives.reduce_scatter(sent, summed, state.names).wait()
+            divide(summed, self.rules.divisor)
+            round_to(summed, state.wire)
+            state.add(parameters, summed)
+            self._pool.give(summed)
+            if sent is not local:
+                self._pool.give(sent)
+            state.late.drop()
+        if state.earlier is not None:
+            state.restore_earlier(self.touched, used)
+        if state.whole is not None:
+            self._fly(self._collectives.all_gather(state.whole, state.names, Purpose.WHOLE_GRADIENTS))
 
     def _launch_ready(self) -> None:
-        while self._mode.synchronise and self._next < len(self._order):
-            state = self.buckets[self._order[self._next]]
-            if len(state.ready) < len(state.pieces):
+        for index in self._order.left():
+            if not self.buckets[index].is_ready:
                 return
-            self._launch(state)
-            self._next += 1
+            self._launch(self.buckets[index])
+            self._order.advance()
 
     def _launch(self, state: GradientBucket) -> None:
         """Start the reduction of ``partial``, having finished the oldest ones."""
         self._finish(_MAX_IN_FLIGHT - 1)
-        partial = state.fill_missing(self._pool)
-        if not self.sharded:
-            out = state.bucket.own_slice(partial)
-        elif state.total_filled:
-            out = self._pool.take(state.bucket.layout.slice_length, partial.dtype, partial.device)
-        else:
-            if state.total is None:
-                state.total = torch.empty_like(state.bucket.own_slice(partial))
-            out = state.total
-        state.sent = True
-        pending = self._collectives.reduce_scatter(partial, out, state.names)
         final = self._mode.final
-        self._in_flight.append(_Flight(pending, lambda: self._land(state, out, final)))
+        partial = state.partial.with_zeros(state.wire)
+        sent = self._to_wire(state, partial)
+        if not self.rules.sharded and partial.dtype is torch.float32:
+            out = state.bucket.own_slice(partial)
+        elif self.rules.sharded and state.total is None and (state.wire is torch.float32 or not final):
+            out = state.total = state.take_slice(torch.float32)
+        else:
+            out = state.take_slice(torch.float32)
+        pending = self._collectives.reduce_scatter(sent, out, state.names)
+        self._in_flight.append(_Flight(pending, lambda: self._land(state, sent, out, final)))
 
-    def _land(self, state: GradientBucket, out: Tensor, final: bool) -> Pending | None:
+    def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
+        """``full`` in the dtype that is sent: itself, or a copy in a buffer of the pool."""
+        if full.dtype is state.wire:
+            return full
+        sent = self._pool.take(full.numel(), state.wire, full.device)
+        sent.copy_(full)
+        return sent
+
+    def _land(self, state: GradientBucket, sent: Tensor, out: Tensor, final: bool) -> Pending | None:
         """``out`` holds the sum over ranks of this micro-batch (or, unsharded, of the window)."""
-        if self.sharded:
-            if state.total_filled:
-                if state.total is None:
-                    raise InternalError(f"bucket of {state.names} was filled before it had a total")
+        if sent is not state.partial.tensor:
+            self._pool.give(sent)
+        if self.rules.sharded:
+            state.partial.drop()
+            if state.total is not None and out is not state.total:
                 state.total.add_(out)
                 self._pool.give(out)
-            state.total_filled = True
-            state.drop_partial(self._pool)
-        return self._complete(state) if final else None
+                out = state.total
+        return self._complete(state, out) if final else None
 
-    def _complete(self, state: GradientBucket) -> Pending | None:
-        """Divide the sum; start gathering it where every rank needs all of it."""
-        if state.complete is not None:
+    def _complete(self, state: GradientBucket, summed: Tensor) -> Pending | None:
+        """Divide and round what is summed over ranks and micro-batches; start gathering it where it is needed whole."""
+        divide(summed, self.rules.divisor)
+        state.keep_complete(summed)
+        if not self.rules.gathers:
             return None
-        total = state.total if self.sharded else state.partial
-        if total is None:
-            raise InternalError(f"bucket of {state.names} has no gradient to complete")
-        state.complete = total if self.sharded else state.bucket.own_slice(total)
-        divide(state.complete, self._divisor)
-        if not self.gathers:
-            return None
-        if self.sharded:
-            total = self._pool.take(state.bucket.layout.length, total.dtype, total.device)
-            state.bucket.own_slice(total).copy_(state.complete)
-        state.whole = total
-        return self._collectives.all_gather(total, state.names, Purpose.WHOLE_GRADIENTS)
+        return self._collectives.all_gather(state.make_whole(), state.names, Purpose.WHOLE_GRADIENTS)
+
+    def _fly(self, pending: Pending | None) -> None:
+        if pending is not None:
+            self._in_flight.append(_Flight(pending))
 
     def _finish(self, leave: int) -> None:
         """Finish reductions from the oldest on: those that have arrived, and more until ``leave`` are in flight."""
@@ -295,15 +302,15 @@ class Reducer:
         while self._in_flight and (len(self._in_flight) > leave or (poll and self._in_flight[0].pending.done())):
             flight = self._in_flight.popleft()
             flight.pending.wait()
-            following = flight.land() if flight.land is not None else None
-            if following is not None:
-                self._in_flight.append(_Flight(following))
+            self._fly(flight.land() if flight.land is not None else None)
 
-    def _adopt_order(self) -> None:
-        """After the first reduced backward every rank takes over the order in which rank 0's buckets became ready."""
-        if self._seen is None:
-            return
-        mine = torch.tensor(list(dict.fromkeys(self._seen + self._order)), dtype=torch.int64)
-        rank0 = self._collectives.exchange(mine.view(torch.uint8))[0]
-        self._order = rank0.contiguous().view(torch.int64).tolist()
-        self._seen = None
+
+def _pack(flags: Tensor) -> Tensor:
+    """Booleans → bits, eight to a byte."""
+    padded = torch.cat([flags, flags.new_zeros(-len(flags) % 8)]).view(-1, 8).to(torch.uint8)
+    return (padded << torch.arange(8, dtype=torch.uint8)).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, count: int) -> Tensor:
+    """Bits → booleans."""
+    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1)[:count].bool()

@@ -6,7 +6,8 @@ Must not know: process groups, stages, buckets.
 [Note: One arithmetic]
 - ranks are added in a balanced tree over rank numbers, ((0+1)+(2+3)), in fp32, whatever carried them here
 - micro-batches are added first to last; the first contribution is a copy (0 + -0.0 would be +0.0)
-- a complete sum is divided once
+- a gradient is rounded to the wire's dtype when it is sent, sums are fp32, the complete sum is divided once and rounded
+  once more to the wire's dtype; optimizers step fp32 weights (masters where the parameter has another dtype) with it
 - squares are added in fp64, the root is rounded once to fp32. The fp64 partial sums do depend on the rank slices: two
   layouts agree unless the exact root lies within ~1e-15 (relative) of a rounding boundary of fp32: one step in ~1e8
 - clipping divides by max(1, (norm + 1e-6) / max_norm) inside the update
@@ -34,11 +35,11 @@ def store_gradient(destination: Tensor, gradient: Tensor, *, first: bool) -> Non
 
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor) -> None:
-    """``out`` = the terms added in the order ((0+1)+(2+3))+...; ``out`` may be one of the terms.
+    """``out`` (fp32) = the terms added in fp32 in the order ((0+1)+(2+3))+...; ``out`` may be one of the terms.
 
-    terms: one tensor per rank, equal shapes. They are used as scratch space for inner sums.
+    terms: one tensor per rank, equal shapes, any floating dtype. They are used as scratch space for inner sums.
     """
-    level = list(terms)
+    level = [term if term.dtype is torch.float32 else term.float() for term in terms]
     if len(level) == 1:
         if out.data_ptr() != level[0].data_ptr():
             out.copy_(level[0])
@@ -53,6 +54,12 @@ def divide(total: Tensor, divisor: int) -> None:
     """In place, correctly rounded. The divisor is a tensor on CUDA, where a host scalar would become a reciprocal."""
     if divisor != 1:
         total.div_(divisor if total.device.type == "cpu" else torch.full((), divisor, device=total.device))
+
+
+def round_to(tensor: Tensor, dtype: torch.dtype) -> None:
+    """In place: the values of a fp32 ``tensor`` become those that ``dtype`` can hold."""
+    if dtype is not tensor.dtype:
+        tensor.copy_(tensor.to(dtype))
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
@@ -125,3 +132,20 @@ def sgd_step(tensors: Mapping[str, list[Tensor]], group: Mapping[str, Any], step
         is_first_step=step == 1,
         grad_scale=divisor,
     )
+
+
+def lion_step(tensors: Mapping[str, list[Tensor]], group: Mapping[str, Any], step: int, divisor: Tensor | None) -> None:
+    """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), decoupled weight decay, in place on flat segments.
+
+    tensors: lists "weight", "gradient", "exp_avg". step: not used. divisor: as in ``adam_step``. Every product and sum
+    is rounded on its own (no fused multiply-add), so that the bits depend on no offset.
+    """
+    (beta1, beta2), rate = group["betas"], float(group["lr"])
+    decay, sign = 1 - rate * float(group["weight_decay"]), -1.0 if group.get("maximize", False) else 1.0
+    for weight, gradient, average in zip(tensors["weight"], tensors["gradient"], tensors["exp_avg"], strict=True):
+        if divisor is not None:
+            gradient.div_(divisor)
+        signed = gradient if sign > 0 else gradient.neg()
+        direction = (average * beta1).add_(signed * (1 - beta1)).sign_()
+        weight.mul_(decay).sub_(direction.mul_(rate))
+        average.mul_(beta2).add_(signed * (1 - beta2))

@@ -239,11 +239,11 @@ def test_no_sync_for_a_part_of_the_window(pools: Pools, monkeypatch: pytest.Monk
     """Letter S with the first micro-batch unsent: the first two are summed here, then over ranks, then the third."""
     plain = oracle.complete_gradient
 
-    def first_two_together(grads: list[list[Tensor | None]], like: Tensor, order: str) -> Tensor | None:
-        def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-            return a + b if a is not None and b is not None else a if b is None else b
+    def first_two_together(grads: list[list[oracle.Fires]], *rest: Any) -> Tensor | None:
+        def add(a: oracle.Fires, b: oracle.Fires) -> oracle.Fires:
+            return [a[0] + b[0]] if a and b else a or b
 
-        return plain([[add(row[0], row[1]), row[2]] for row in grads], like, order)
+        return plain([[add(row[0], row[1]), row[2]] for row in grads], *rest)
 
     monkeypatch.setattr(oracle, "complete_gradient", first_two_together)
     options = {"gradient_accumulation": "sharded", "zero": {"reduce_bucket_size": 600}}

@@ -1,0 +1,199 @@
+"""The gradients of one bucket during a window: where they rest, in which dtype, who owns the memory.
+
+Must not know: collectives, when something is sent, stages.
+
+[Note: Gradients of a window] A window is the micro-batches of one optimizer step. Per bucket there are these places:
+
+    partial    full size, this rank's sum over micro-batches that were not sent yet
+    total      one slice in fp32, the sum over ranks of what was sent
+    complete   one slice: the sum over ranks and micro-batches, divided, rounded to the wire's dtype
+    whole      full size: ``complete`` of all ranks, where every rank steps everything
+
+                       letter P                                 letter S
+    micro-batch 1..k-1 partial += gradient                      partial = gradient → reduce-scatter → total += sum
+    micro-batch k      … → reduce-scatter → complete            … → total += sum → complete
+
+    dtypes             k = 1                                    k > 1
+    partial            the wire's                               letter P: fp32, rounded when sent · letter S: the wire's
+    complete           the wire's                               fp32 memory that holds rounded values
+
+``no_sync`` is "partial += gradient, do not send" for as long as it lasts, whatever the letter.
+
+[Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
+module that is called twice), and its bucket may be under way by then. So that the result does not depend on buckets,
+the second and later gradients of a parameter in a backward that communicates always go to ``late``, which is completed
+on its own at the end of the window and added. A backward after the window's last one is treated in the same way: what
+was complete before it waits in ``earlier``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from shardengine.bucket import Bucket, BufferPool, in_memory_order
+from shardengine.errors import InternalError
+from shardengine.kernels import round_to, store_gradient
+from shardengine.layout import Layout
+
+
+class LocalSum:
+    """A full-size sum on this rank. ``filled``: the parameters that have a contribution."""
+
+    def __init__(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> None:
+        self.tensor: Tensor | None = None
+        self.filled: set[int] = set()
+        self._bucket = bucket
+        self._pool = pool
+        self._pieces = {
+            piece.parameter: (piece, layout.parameters[piece.parameter]) for piece in layout.pieces(bucket.layout)
+        }
+
+    def add(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Add ``gradient``, or copy it where it is the first; dtype: of a sum that is begun."""
+        piece, spec = self._pieces[parameter]
+        count, start = piece.end - piece.start, piece.start - self._bucket.layout.start
+        part = in_memory_order(gradient, spec)
+        if count < gradient.numel():
+            part = part.reshape(-1)[piece.offset : piece.offset + count]
+        destination = self._open(dtype)[start : start + count]
+        store_gradient(destination.view(part.shape), part, first=parameter not in self.filled)
+        self.filled.add(parameter)
+
+    def with_zeros(self, dtype: torch.dtype) -> Tensor:
+        """The sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
+        tensor, start = self._open(dtype), self._bucket.layout.start
+        for parameter, (piece, _) in self._pieces.items():
+            if parameter not in self.filled:
+                tensor[piece.start - start : piece.end - start].zero_()
+        return tensor
+
+    def drop(self) -> None:
+        """Forget it."""
+        if self.tensor is not None:
+            self._pool.give(self.tensor)
+        self.tensor = None
+        self.filled.clear()
+
+    def _open(self, dtype: torch.dtype) -> Tensor:
+        if self.tensor is None:
+            layout = self._bucket.layout
+            self.tensor = self._pool.take(layout.length, dtype, self._bucket.full.device)
+            self._bucket.arena.clear_gaps(self.tensor, layout.start, layout.end)
+        return self.tensor
+
+
+class GradientBucket:
+    """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent."""
+
+    def __init__(self, bucket: Bucket, layout: Layout, pool: BufferPool, wire: torch.dtype) -> None:
+        self.bucket = bucket
+        self.wire = wire
+        self.names = layout.names_in(bucket.layout)
+        self.pieces = {piece.parameter: piece for piece in layout.pieces(bucket.layout)}
+        self.partial = LocalSum(bucket, layout, pool)
+        self.late = LocalSum(bucket, layout, pool)
+        self.ready: set[int] = set()
+        self.total: Tensor | None = None
+        self.complete: Tensor | None = None
+        self.whole: Tensor | None = None
+        self.earlier: Tensor | None = None
+        self._pool = pool
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the running backward has delivered a gradient of every parameter."""
+        return len(self.ready) == len(self.pieces)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """What the optimizer steps with: the whole complete gradient where there is one, else this rank's slice."""
+        return self.complete if self.whole is None else self.whole
+
+    def name_of(self, parameter: int) -> str:
+        """The name of one of the bucket's parameters."""
+        return self.names[list(self.pieces).index(parameter)]
+
+    def take_slice(self, dtype: torch.dtype) -> Tensor:
+        """A slice's memory from the pool."""
+        return self._pool.take(self.bucket.layout.slice_length, dtype, self.bucket.full.device)
+
+    def keep_complete(self, summed: Tensor) -> None:
+        """``summed`` (fp32: ``total``, the own slice of a fp32 ``partial``, or a slice of the pool) is complete.
+
+        It stays where it is, rounded; a slice of the pool is moved into memory of the wire's dtype.
+        """
+        partial = self.partial.tensor
+        if summed is self.total or (partial is not None and partial.dtype is torch.float32):
+            round_to(summed, self.wire)
+            self.complete = summed
+            return
+        self.complete = self.take_slice(self.wire) if partial is None else self.bucket.own_slice(partial)
+        self.complete.copy_(summed)
+        self._pool.give(summed)
+
+    def make_whole(self) -> Tensor:
+        """A full-size buffer of the wire's dtype with ``complete`` in this rank's slice, ready to be gathered."""
+        whole, complete = self.partial.tensor, self.complete
+        if complete is None:
+            raise InternalError(f"bucket of {self.names}: its gradient is gathered before it is complete")
+        if whole is None or whole.dtype is not self.wire:
+            whole = self._pool.take(self.bucket.layout.length, self.wire, complete.device)
+            own = self.bucket.own_slice(whole)
+            own.copy_(complete)
+            self.drop_complete()
+            self.complete = own
+        self.whole = whole
+        return whole
+
+    def set_aside(self) -> None:
+        """Another backward follows the final one: keep what is complete in memory of its own."""
+        if self.complete is not None:
+            self.earlier = self.complete.float().clone()
+        self.drop_complete()
+
+    def add(self, parameters: Collection[int], summed: Tensor) -> None:
+        """Add a slice, completed on its own, to the elements of ``parameters``."""
+        for complete, late in self._own_parts(parameters, summed):
+            complete.copy_((complete.float() + late).to(self.wire))
+
+    def restore_earlier(self, before: Collection[int], now: Collection[int]) -> None:
+        """Join what was set aside. before, now: the parameters that some rank used before, and in this backward."""
+        if self.earlier is not None:
+            self.add([p for p in self.pieces if p in before and p in now], self.earlier)
+            for complete, earlier in self._own_parts([p for p in before if p not in now], self.earlier):
+                complete.copy_(earlier)
+        self.earlier = None
+
+    def _own_parts(self, parameters: Collection[int], other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The elements of ``parameters`` in this rank's slice, of ``complete`` and of ``other``."""
+        first, last = self.bucket.layout.slice_interval(self.bucket.rank)
+        for parameter in self.pieces.keys() & parameters:
+            start, end = max(self.pieces[parameter].start, first), min(self.pieces[parameter].end, last)
+            if start < end and self.complete is not None:
+                yield self.complete[start - first : end - first], other[start - first : end - first]
+
+    def drop_complete(self) -> None:
+        """Give back what the window's complete gradient lies in."""
+        given = {t.untyped_storage()._cdata for t in (self.partial.tensor,) if t is not None}  # below
+        for tensor in (self.whole, self.complete, self.total):
+            if tensor is not None and tensor.untyped_storage()._cdata not in given:
+                given.add(tensor.untyped_storage()._cdata)
+                self._pool.give(tensor)
+        self.complete = self.whole = self.total = None
+        self.partial.drop()
+
+    def release(self) -> None:
+        """Forget the window."""
+        self.ready.clear()
+        self.drop_complete()
+        self.late.drop()
+        self.earlier = None
+
+    def bytes(self) -> int:
+        """Bytes that hold gradients at this moment."""
+        places = (self.partial.tensor, self.late.tensor, self.total, self.complete, self.whole, self.earlier)
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in places if t is not None}
+        return sum(storages.values())
