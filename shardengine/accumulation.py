@@ -48,8 +48,11 @@ class Window:
         self._override = boundary
 
     def begin_backward(self) -> None:
-        """A backward starts. One that was not followed by ``step()`` counts now."""
-        if self._open:
+        """A backward starts. One that was not followed by ``step()`` counts now.
+
+        In the window's last micro-batch it is another backward of the same micro-batch.
+        """
+        if self._open and not self.is_boundary:
             self.count()
         self._open = True
 

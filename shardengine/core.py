@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardengine import hooks, layout, partition, stages
+from shardengine.accumulation import Window
 from shardengine.agreement import compare, describe, together
 from shardengine.bucket import Bucket, BufferPool, restore_poison
 from shardengine.collectives import STEP, Collectives, Pending, Purpose
@@ -25,7 +26,7 @@ from shardengine.layout import ArenaLayout, Layout
 from shardengine.mesh import Mesh
 from shardengine.partition import Partition
 from shardengine.schedule import Schedule
-from shardengine.unit import Unit, weight_bytes
+from shardengine.unit import Unit, Weights, weight_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,8 +56,10 @@ class Core:
     units: list[Unit]
     reducer: Reducer
     schedule: Schedule
+    window: Window
     buffers: BufferSync
     guard: Guard
+    versions: list[int] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def verify_parameters(self) -> None:
@@ -80,6 +83,7 @@ class Core:
                     f"a parameter was written while its weights were sharded (rank {self.mesh.rank}); the write is "
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
+        self.adopt_written_weights()
         for parameter in self.partition.outside:
             if parameter.requires_grad and parameter.numel():
                 raise UsageError(
@@ -90,10 +94,11 @@ class Core:
             if unit.pinned:
                 continue
             for member in unit.members:
-                if member.parameter.requires_grad is not self.layout.parameters[member.index].trainable:
+                if member.parameter.requires_grad and not self.layout.parameters[member.index].trainable:
                     raise UsageError(
-                        f"parameter {self.layout.parameters[member.index].name!r} was frozen or unfrozen after "
-                        f"initialize (rank {self.mesh.rank}): not available yet; set requires_grad before initialize"
+                        f"parameter {self.layout.parameters[member.index].name!r} was frozen at initialize and is not "
+                        f"now (rank {self.mesh.rank}): not available yet; initialize with requires_grad=True and freeze"
+                        " it then, which may change at any time"
                     )
                 if not member.is_shown(unit.state):
                     raise UsageError(
@@ -101,6 +106,20 @@ class Core:
                         f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
                         "memory that the engine does not own; call .to(), .half() and the like before initialize"
                     )
+
+    def note_stepped(self) -> None:
+        """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
+        torch.autograd.graph.increment_version(self.partition.inside)
+        self.versions[:] = [parameter._version for parameter in self.partition.inside]
+
+    def adopt_written_weights(self) -> None:
+        """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``)."""
+        versions = [parameter._version for parameter in self.partition.inside]
+        if versions == self.versions:
+            return
+        self.versions[:] = versions
+        for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
+            bucket.adopt_weights()
 
     def weight_bytes(self) -> int:
         """Bytes that hold weights at this moment, frozen ones outside of arenas included."""
@@ -247,9 +266,12 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         pool,
         rules,
     )
-    schedule = Schedule(units, stage, collectives, reducer, zero.stage3_prefetch_bucket_size)
-    core = Core(stage, mesh, collectives, pool, found, plan, units, reducer, schedule, buffers, Guard())
+    window = Window(config.gradient_accumulation_steps or 1)
+    schedule = Schedule(units, stage, collectives, reducer, window, zero.stage3_prefetch_bucket_size)
+    schedule.on_complete = lambda: reducer.agree(lambda: torch.zeros(0, dtype=torch.uint8))
+    core = Core(stage, mesh, collectives, pool, found, plan, units, reducer, schedule, window, buffers, Guard())
     _attach(core, model)
+    core.versions[:] = [parameter._version for parameter in found.inside]
     return core
 
 
@@ -257,6 +279,7 @@ def _attach(core: Core, model: nn.Module) -> None:
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.handles.extend(hooks.attach_gradients(core.schedule, trainable))
     if not core.stage.moves_weights:
+        core.handles.extend(hooks.attach_settle(core.schedule, model))
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from shardengine import core as core_module
 from shardengine import gathered, lr_schedules
 from shardengine import mesh as mesh_module
-from shardengine.accumulation import Window
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
 from shardengine.collectives import Collectives
@@ -81,7 +80,7 @@ class Engine(Inspection):
             raise
         self.global_steps = 0
         self.global_samples = 0
-        self._window = Window(self.gradient_accumulation_steps())
+        self._window = self._core.window
         self._applied = False
         self._buffers_sent = False
         self._report = Report()
@@ -107,6 +106,7 @@ class Engine(Inspection):
             self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
             self.optimizer.max_norm = self.config.gradient_clipping
             self.optimizer.forget = self.zero_grad
+            core.schedule.on_complete = self.optimizer.finish_gradients
         try:
             self.lr_scheduler = together(start, "making the scheduler", lambda: self._make_scheduler(lr_scheduler))
         except BaseException:
@@ -131,38 +131,31 @@ class Engine(Inspection):
             self._buffers_sent = False
             raise
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Backward of ``loss`` (a scalar) divided by the accumulation steps; returns that scaled loss.
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
+        """Backward of ``loss`` divided by the accumulation steps; returns that scaled loss.
 
-        A window that is ended early keeps the divisor, so that every sample weighs the same.
+        gradient: what the gradient of a ``loss`` that is no scalar is multiplied with, as in ``Tensor.backward``.
+        A window that is ended early keeps the divisor, so that every sample weighs the same. In the window's last
+        micro-batch this may be called several times: each call's gradients are completed and added.
+        ``loss.backward()`` without the engine works as well, and divides by nothing but the number of ranks.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
-                f"backward: expected a scalar loss with a graph, came {shape}"
+                f"backward: expected a scalar loss with a graph, or gradient= for one that is no scalar, came {shape}"
                 + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
             )
-        core, window = self._need_core(), self._window
-        window.begin_backward()
-        final = window.is_boundary and window.synchronises
-        synchronise = window.synchronises and (final or core.reducer.rules.sharded)
-        try:
-            core.reducer.arm(synchronise=synchronise, final=final)
-        except UsageError:
-            window.backward_failed()
-            raise
+        schedule = self._need_core().schedule
+        schedule.settle()
         scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
+        schedule.begin_backward()
         try:
-            core.schedule.begin_backward()
-            scaled.backward()
-            core.schedule.end_backward()
+            scaled.backward(gradient, retain_graph=retain_graph)
+            schedule.end_backward()
         except BaseException:
-            core.schedule.backward_failed()
-            window.backward_failed()
+            schedule.backward_failed()
             self._buffers_sent = False
             raise
-        if final and self.optimizer is not None:
-            self.optimizer.finish_gradients()
         return scaled.detach()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -185,6 +178,7 @@ class Engine(Inspection):
         flush: end the window here, although its last backward was not on the boundary.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
+        core.schedule.settle()
         window.require_backward()
         if core.pinned:
             raise UsageError("step() inside full_params(): its end would undo the step; call it after the `with` block")
@@ -196,7 +190,7 @@ class Engine(Inspection):
             return
         if not core.reducer.window_complete:
             core.reducer.flush()
-            optimizer.finish_gradients()
+            core.schedule.on_complete()
         self._report.observe(self._live_bytes())
         core.schedule.rest()
         with torch.no_grad():
@@ -204,6 +198,7 @@ class Engine(Inspection):
         for pending in published:
             if pending is not None:
                 pending.wait()
+        core.note_stepped()
         core.reducer.release()
         self._applied = True
         self._buffers_sent = False
@@ -225,7 +220,8 @@ class Engine(Inspection):
         Also the way on after a forward or backward that raised *on every rank, at the same place*; after a failure of
         one rank alone the others are waiting for it, and the ranks must be started again.
         """
-        self._need_core().schedule.rest()
+        self._need_core().schedule.settle()
+        self._core.schedule.rest()
         self._core.reducer.release()
         self._buffers_sent = False
         if self.optimizer is not None:
@@ -234,12 +230,14 @@ class Engine(Inspection):
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first."""
+        self._need_core().schedule.settle()
         norm = None if self.optimizer is None else self.optimizer.norm
         return None if norm is None else norm.item()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
         optimizer = self._need_optimizer("clip_grad_norm_()")
+        self._core.schedule.settle()
         if not self._core.reducer.window_complete or optimizer.norm is None:
             raise UsageError(
                 "clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then"

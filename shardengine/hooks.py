@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +60,25 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
     return [parameter.register_post_accumulate_grad_hook(hook_for(index)) for index, parameter in parameters]
 
 
+class _Settle:
+    """Says that the model's next forward begins. A copy of the model gets one that does nothing."""
+
+    def __init__(self, schedule: Schedule | None = None) -> None:
+        self._schedule = schedule
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        if self._schedule is not None and torch.is_grad_enabled() and not self._schedule.in_backward:
+            self._schedule.settle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Settle, ()
+
+
+def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
+    """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``."""
+    return [module.register_forward_pre_hook(_Settle(schedule), prepend=True)]
+
+
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
     """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
     guard = _Hook(lambda _module, _prefix, _keep: refuse())
@@ -87,7 +106,13 @@ def _enter(schedule: Schedule) -> Callable[..., None]:
 
 
 def _leave(schedule: Schedule) -> Callable[..., None]:
-    return _Hook(lambda module, _args, output: schedule.leave(module, list(tensors_in(output))))
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = list(tensors_in(output))
+        if schedule.leave(module, tensors) and torch.is_grad_enabled():
+            for node in _nodes_of(tensors):
+                _NodeEvents.of(node).reached.append(schedule.root_reached)
+
+    return _Hook(leave)
 
 
 class _NodeEvents:
@@ -145,14 +170,19 @@ class _UnitHooks:
         keep = False
         if grad:
             call, differentiable, announced = self._open.pop() if self._open else (next(_calls), True, False)
-            bases = [t._base for t in outputs if t._base is not None]
-            nodes = {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
+            nodes = _nodes_of(outputs)
             for node in nodes:
                 _NodeEvents.of(node).reached.append(
                     lambda: self._schedule.backward_reached(self._index, call, announced=announced)
                 )
             keep = not nodes and (differentiable or self._schedule.trains(self._index))
         self._schedule.after_forward(self._index, grad, keep, outputs)
+
+
+def _nodes_of(outputs: Sequence[Tensor]) -> set[Any]:
+    """The autograd nodes that a gradient of ``outputs`` reaches first, those of views' bases included."""
+    bases = [t._base for t in outputs if t._base is not None]
+    return {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

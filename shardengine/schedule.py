@@ -11,7 +11,7 @@ forward may have no backward. So nothing is counted down that must reach zero:
   parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
 - kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
-  Kept units stay to the end of the pass
+  Kept units stay until the window ends: another backward may need them
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
@@ -24,25 +24,41 @@ prefetching off for the rest of the pass; it changes time, never results.
     before_forward      the unit is gathered, the next ones are gathered ahead
     after_forward       the unit is resharded (3k: stays), unless held
     leave               outermost module, without grad: everything is resharded
-    begin_backward      the root is gathered, if it is not there
+    begin_backward      the micro-batch is counted, the reducer is armed, the root is gathered if it is not there
+    root_reached        as begin_backward, for the weights only: a gradient reached the outermost module's output
     backward_reached    as before_forward
-    gradient_ready      the reducer takes the gradient
+    gradient_ready      the reducer takes the gradient; the first one outside of begin_backward begins one unannounced
     backward_over       the unit is resharded, unless held
-    end_backward        everything is resharded, the reducer's sweep
+    end_backward        everything is resharded, the reducer's sweep; after the window's last backward: ``on_complete``
+    settle              ends an unannounced backward
+
+[Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. Autograd does not
+say when it ends (a callback that is queued inside re-entrant checkpointing fires too early), so it lasts until the
+engine is called next, or the model's next forward with grad: then nothing more can come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shardengine.accumulation import Window
 from shardengine.collectives import Collectives, Purpose
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
 from shardengine.stages import Stage
 from shardengine.unit import Unit, Weights
+
+
+class Backward(enum.Enum):
+    """Whether a backward is open, and who began it."""
+
+    NONE = "none"
+    ANNOUNCED = "engine.backward"
+    UNANNOUNCED = "loss.backward"
 
 
 class Trace:
@@ -102,7 +118,13 @@ class Schedule:
     """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements gathered ahead at most, 0: none."""
 
     def __init__(
-        self, units: list[Unit], stage: Stage, collectives: Collectives, reducer: Reducer, prefetch: int
+        self,
+        units: list[Unit],
+        stage: Stage,
+        collectives: Collectives,
+        reducer: Reducer,
+        window: Window,
+        prefetch: int,
     ) -> None:
         self.units = units
         self._stage = stage
@@ -115,7 +137,14 @@ class Schedule:
         self._grad_pass = True
         self._outermost: object | None = None
         self._backward_expected = False
-        self._in_backward = False
+        self._backward = Backward.NONE
+        self._window = window
+        self.on_complete: Callable[[], object] = lambda: None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs now, so that a forward is a recomputation."""
+        return self._backward is Backward.ANNOUNCED or torch._C._current_graph_task_id() >= 0
 
     def trains(self, index: int) -> bool:
         """Whether unit ``index`` has trainable parameters."""
@@ -132,8 +161,10 @@ class Schedule:
 
         Where the outermost one begins again, its last forward raised.
         """
-        if self._in_backward or self._outermost not in (None, module):
+        if self.in_backward or self._outermost not in (None, module):
             return
+        if grad:
+            self.settle()
         self._outermost = module
         self._grad_pass = grad
         self._backward_expected |= grad
@@ -146,16 +177,21 @@ class Schedule:
             self._prefetch()
             self._await(root)
 
-    def leave(self, module: object, views: Sequence[Tensor]) -> None:
-        """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights."""
+    def leave(self, module: object, views: Sequence[Tensor]) -> bool:
+        """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
+
+        Returns whether it was the outermost one.
+        """
         if module is not self._outermost:
-            return
+            return False
         self._outermost = None
         self._lend(0, views)
         if self._grad_pass:
-            return
-        self._end_pass(spare_kept=self._backward_expected)
+            return True
+        expected = self._backward_expected
+        self._end_pass(lambda unit, hold: expected and (unit.index == 0 or hold.kept or bool(hold.calls)))
         self._grad_pass = True
+        return True
 
     def before_forward(self, index: int) -> int:
         """Unit ``index`` begins a forward: it must be full. Returns its depth, 0 where this call is not observed."""
@@ -173,14 +209,28 @@ class Schedule:
         hold.depth = max(0, hold.depth - 1)
         hold.kept |= keep
         self._lend(index, views)
-        if not hold.depth and (not grad or self._stage.reshards_after_forward):
+        recomputed = grad and self.in_backward  # its backward comes next
+        if not hold.depth and not recomputed and (not grad or self._stage.reshards_after_forward):
             self._let_go(index)
 
     # Events of backward
 
-    def begin_backward(self) -> None:
-        """A backward starts: the root must be full."""
-        self._in_backward = True
+    def begin_backward(self, *, announced: bool = True) -> None:
+        """A backward starts: it is counted, the reducer knows what it is for, the root is full."""
+        window = self._window
+        window.begin_backward()
+        final = window.is_boundary and window.synchronises
+        synchronise = window.synchronises and (final or self._reducer.rules.sharded)
+        try:
+            self._reducer.arm(synchronise=synchronise, final=final)
+        except UsageError:
+            window.backward_failed()
+            raise
+        self._backward = Backward.ANNOUNCED if announced else Backward.UNANNOUNCED
+        self.root_reached()
+
+    def root_reached(self) -> None:
+        """A gradient reached what the outermost module returned: the root must be full."""
         if self._stage.moves_weights:
             self._await(self.units[0])
 
@@ -204,7 +254,9 @@ class Schedule:
             self._let_go(index)
 
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
-        """``gradient`` of a parameter is final for this micro-batch."""
+        """Autograd has accumulated ``gradient`` of a parameter."""
+        if self._backward is Backward.NONE:
+            self.begin_backward(announced=False)
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
@@ -225,36 +277,44 @@ class Schedule:
 
     def backward_failed(self) -> None:
         """The backward that was begun raised."""
-        self._in_backward = False
+        self._backward = Backward.NONE
+        self._window.backward_failed()
 
     def end_backward(self) -> None:
         """The sweep: every unit goes to rest, what was not reduced is reduced."""
-        self._in_backward = False
-        self._rest()
+        self._backward = Backward.NONE
+        self._rest(spare_kept=True)
         self._reducer.sweep()
+        if self._reducer.window_complete:
+            self.on_complete()
+
+    def settle(self) -> None:
+        """End an unannounced backward ([Note: Unannounced backward])."""
+        if self._backward is Backward.UNANNOUNCED:
+            self.end_backward()
 
     def rest(self) -> None:
         """Outside of any pass: bring every unit to rest (after a forward that had no backward, or that failed)."""
-        self._in_backward = False
-        self._rest()
+        self._backward = Backward.NONE
+        self._rest(spare_kept=False)
 
     def restart(self) -> None:
         """The next forward is an outermost one: the engine is called, or the last forward raised."""
         self._outermost = None
         self._grad_pass = True
 
-    def _rest(self) -> None:
+    def _rest(self, *, spare_kept: bool) -> None:
         self._outermost = None
         self._backward_expected = False
         self._grad_pass = True
-        self._end_pass(spare_kept=False)
+        self._end_pass(lambda unit, hold: spare_kept and hold.kept)
 
-    def _end_pass(self, *, spare_kept: bool) -> None:
+    def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
         self._traces[self._grad_pass].end()
         if not self._stage.moves_weights:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
-            if spare_kept and (unit.index == 0 or hold.kept or hold.calls):
+            if spare(unit, hold):
                 continue
             if unit.state is Weights.GATHERING:
                 unit.await_full()

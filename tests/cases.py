@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine import mesh as mesh_module
+from shardengine.lion import Lion
 from tests import oracle
 
 VOCAB, LENGTH = 51, 12
@@ -72,9 +73,10 @@ def seed_of(step: int, rank: int, micro: int) -> int:
 def loss_of(model: Any, step: int, rank: int, micro: int) -> Tensor:
     """The loss of one micro-batch; data and dropout depend on (step, rank, micro) alone."""
     torch.manual_seed(seed_of(step, rank, micro))
-    if isinstance(getattr(model, "module", model), Mlp):
+    bare: Any = getattr(model, "module", model)
+    if isinstance(bare, Mlp):
         x, y = torch.randn(5, 7), torch.randn(5, 3)
-        return (model(x) - y).square().mean()
+        return (model(x.to(bare.inp.weight.dtype)) - y).square().mean()
     ids = torch.randint(0, VOCAB, (2, LENGTH))
     return model(input_ids=ids, labels=ids).loss
 
@@ -87,6 +89,10 @@ def groups_of(model: nn.Module, kind: str) -> list[dict[str, Any]]:
         common: dict[str, Any] = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
         return [{"params": decay, "lr": 0.05, "weight_decay": 0.1, **common},
                 {"params": rest, "lr": 0.02, "weight_decay": 0.0, **common}]  # fmt: skip
+    if kind == "Lion":
+        common = {"betas": (0.9, 0.95)}
+        return [{"params": decay, "lr": 1e-3, "weight_decay": 0.1, **common},
+                {"params": rest, "lr": 2e-4, "weight_decay": 0.0, **common}]  # fmt: skip
     common = {"betas": (0.9, 0.95), "eps": 1e-8}
     return [{"params": decay, "lr": 1e-2, "weight_decay": 0.1, **common},
             {"params": rest, "lr": 2e-3, "weight_decay": 0.0, **common}]  # fmt: skip
@@ -94,18 +100,19 @@ def groups_of(model: nn.Module, kind: str) -> list[dict[str, Any]]:
 
 def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     groups = [group for group in groups_of(model, kind) if group["params"]]
-    return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}[kind](groups)
+    classes = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD, "Lion": Lion}
+    return classes[kind](groups)
 
 
 @functools.lru_cache(maxsize=64)
 def truth(
-    model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP
+    model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP, **dtypes: Any
 ) -> oracle.Trace:
-    """The oracle's answer, computed once."""
+    """The oracle's answer, computed once. dtypes: its options ``low`` and ``wire``."""
     network = MODELS[model]()
     return oracle.train(
         network, loss_of, ranks=ranks, micros=micros, steps=steps, kind=kind, groups=groups_of(network, kind),
-        order=order if micros > 1 else "full", clip=clip,
+        order=order if micros > 1 else "full", clip=clip, **dtypes,
     )  # fmt: skip
 
 
@@ -188,7 +195,7 @@ def train_engine(model: str, kind: str, config: dict[str, Any], steps: int = 10)
             engine.step()
         losses.append(row)
         norms.append(engine.get_global_grad_norm())
-    state = {name: copy_out(value).numpy() for name, value in engine.state_dict().items()}
+    state = {name: copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
     result = {"losses": losses, "norms": norms, "weights": state, "state": local_state(engine)}
     engine.close()
     return result

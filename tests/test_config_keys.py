@@ -21,7 +21,8 @@ def load(**keys: Any) -> Config:
 
 FROZEN = {
     "ACTIVE": """
-        bf16.enabled bf16.master_weights broadcast_buffers communication_data_type debug gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
+        bf16.enabled bf16.master_weights broadcast_buffers communication_data_type debug
+        gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
         gradient_clipping optimizer.params optimizer.type overlap_comm reproducible scheduler.params
         scheduler.type seed steps_per_print timeout_s train_batch_size train_micro_batch_size_per_gpu
         zero_optimization.reduce_bucket_size zero_optimization.stage

@@ -18,9 +18,10 @@ def assert_equal_to_truth(results: list[dict[str, Any]], truth: oracle.Trace) ->
             assert result["losses"][step] == losses[rank], f"loss of step {step}, rank {rank}"
             assert result["norms"][step] == truth.norms[step], f"norm of step {step}, rank {rank}"
     for name, expected in truth.parameters.items():
-        assert torch.equal(torch.from_numpy(results[0]["weights"][name]), expected), f"parameter {name}"
+        assert torch.equal(torch.from_numpy(results[0]["weights"][name]), expected.float()), f"parameter {name}"
     for (name, key), flat in cases.assemble([result["state"] for result in results]).items():
-        expected = truth.parameters[name] if key == "weight" else truth.states[name][key]
+        held = "master" if key == "weight" and "master" in truth.states.get(name, {}) else key
+        expected = truth.parameters[name] if held == "weight" else truth.states[name][held]
         assert torch.equal(torch.from_numpy(flat), expected.reshape(-1)), f"state {key} of {name}"
 
 

@@ -1,0 +1,91 @@
+"""bf16 with fp32 master weights, other dtypes on the wire, and Lion: equal to the oracle bit for bit at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests import cases
+from tests.parity.test_parity import assert_equal_to_truth
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+BF16 = {"bf16": {"enabled": True}}
+
+
+def assert_bf16_is_truth(
+    pools: Pools, ranks: int, stage: str, micros: int, kind: str, model: str, **options: Any
+) -> None:
+    config = cases.config_of(stage, micros, **BF16, **options)
+    results = pools(ranks).run(cases.train_engine, model, kind, config)
+    order = cases.LETTER[stage] if micros > 1 else "full"
+    assert_equal_to_truth(results, cases.truth(model, kind, ranks, micros, order, low=torch.bfloat16))
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bf16_equals_oracle(pools: Pools, ranks: int, stage: str, micros: int, kind: str, model: str) -> None:
+    assert_bf16_is_truth(pools, ranks, stage, micros, kind, model)
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_bf16_on_one_and_four_ranks(pools: Pools, ranks: int, stage: str, micros: int) -> None:
+    assert_bf16_is_truth(pools, ranks, stage, micros, "AdamW", "mlp")
+
+
+@pytest.mark.parametrize("zero", [{"reduce_bucket_size": 600}, {"reduce_bucket_size": 10**6}])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_bf16_does_not_depend_on_buckets_and_overlap(
+    pools: Pools, stage: str, overlap: bool, zero: dict[str, Any]
+) -> None:
+    assert_bf16_is_truth(pools, 3, stage, 3, "SGD", "gpt2", zero=zero, overlap_comm=overlap)
+
+
+@pytest.mark.parametrize("order", ["full", "sharded"])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_bf16_has_one_curve_per_third_letter(pools: Pools, stage: str, order: str) -> None:
+    config = cases.config_of(stage, 3, **BF16, gradient_accumulation=order)
+    results = pools(2).run(cases.train_engine, "mlp", "SGD", config)
+    assert_equal_to_truth(results, cases.truth("mlp", "SGD", 2, 3, order, low=torch.bfloat16))
+
+
+def test_the_orders_and_dtypes_of_the_truth_differ() -> None:
+    """If they did not, the tests above would prove nothing."""
+    found = [
+        cases.truth("mlp", "SGD", 2, 3, order, low=low).losses[-1]
+        for order in ("full", "sharded")
+        for low in (None, torch.bfloat16)
+    ]
+    assert len({str(losses) for losses in found}) == 4
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_the_wire_may_have_another_dtype(pools: Pools, low: torch.dtype | None, stage: str, micros: int) -> None:
+    """fp32 parameters with bf16 on the wire, and bf16 parameters with fp32."""
+    wire, name = (torch.bfloat16, "bf16") if low is None else (torch.float32, "fp32")
+    config = cases.config_of(stage, micros, communication_data_type=name, **(BF16 if low else {}))
+    results = pools(3).run(cases.train_engine, "mlp", "SGD", config)
+    order = cases.LETTER[stage] if micros > 1 else "full"
+    truth = cases.truth("mlp", "SGD", 3, micros, order, low=low, wire=wire)
+    assert_equal_to_truth(results, truth)
+    assert truth.losses[-1] != cases.truth("mlp", "SGD", 3, micros, order, low=low).losses[-1]
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lion(pools: Pools, ranks: int, stage: str, low: torch.dtype | None) -> None:
+    config = cases.config_of(stage, **(BF16 if low else {}))
+    results = pools(ranks).run(cases.train_engine, "gpt2", "Lion", config)
+    assert_equal_to_truth(results, cases.truth("gpt2", "Lion", ranks, 1, "full", low=low))
