@@ -203,6 +203,10 @@ def train(
     trace.buffers = {name: b.clone() for name, b in model.named_buffers()}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     for p, state in optimizer.state.items():
-        flat = {key: t[: p.numel()].view_as(p) for key, t in state.items() if isinstance(t, Tensor)}
+        flat = {
+            key: torch.empty_like(p, dtype=t.dtype).copy_(t[: p.numel()].view_as(p))
+            for key, t in state.items()
+            if key != "step"
+        }
         trace.states[names[p]] = flat
     return trace
