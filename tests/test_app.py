@@ -79,6 +79,17 @@ def test_training_batches_cut_each_epoch_over_the_ranks():
     assert epochs(2)[0] != first
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 7])
+def test_training_batches_start_where_an_earlier_run_ended(start: int):
+    blocks = torch.arange(13).unsqueeze(1).expand(13, 3)
+    whole = data.training_batches(blocks, 2, 1, 2, 5)
+    for _ in range(start):
+        next(whole)
+    later = data.training_batches(blocks, 2, 1, 2, 5, start)
+    for _ in range(5):
+        assert torch.equal(next(whole)["labels"], next(later)["labels"])
+
+
 def test_a_corpus_smaller_than_one_step_is_repeated():
     blocks = torch.arange(3).unsqueeze(1).expand(3, 3)
     assert [len(next(data.training_batches(blocks, 4, rank, 2, 0))["input_ids"]) for rank in range(2)] == [4, 4]

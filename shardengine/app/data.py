@@ -51,8 +51,13 @@ def load_blocks(data: str, encode: Callable[[str], list[int]], length: int) -> B
     return Blocks(parts[0], parts[1][:MAX_VALIDATION_BLOCKS])
 
 
-def training_batches(blocks: Tensor, micro_batch: int, rank: int, ranks: int, seed: int) -> Iterator[Batch]:
-    """This rank's micro-batches, without end: every epoch is shuffled anew and cut over the ranks without overlap."""
+def training_batches(
+    blocks: Tensor, micro_batch: int, rank: int, ranks: int, seed: int, start: int = 0
+) -> Iterator[Batch]:
+    """This rank's micro-batches, without end: every epoch is shuffled anew and cut over the ranks without overlap.
+
+    start: micro-batches that this rank has consumed already; they are skipped without being made.
+    """
     need = micro_batch * ranks
     if len(blocks) < need:  # a short corpus: repeat it until one micro-batch per rank is full
         blocks = blocks.repeat(-(-need // len(blocks)), 1)
@@ -63,13 +68,14 @@ def training_batches(blocks: Tensor, micro_batch: int, rank: int, ranks: int, se
         seed=seed,
         drop_last=True,
     )
-    epoch = 0
+    per_epoch = len(sampler) // micro_batch
+    epoch, done = divmod(start, per_epoch)
     while True:
         sampler.set_epoch(epoch)
         rows = torch.tensor(list(sampler))
-        for chosen in rows[: len(rows) // micro_batch * micro_batch].split(micro_batch):
+        for chosen in rows[: per_epoch * micro_batch].split(micro_batch)[done:]:
             yield {"input_ids": blocks[chosen], "labels": blocks[chosen]}
-        epoch += 1
+        epoch, done = epoch + 1, 0
 
 
 def validation_batches(blocks: Tensor, micro_batch: int, rank: int, ranks: int) -> Iterator[tuple[Batch, int]]:
