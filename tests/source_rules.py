@@ -19,7 +19,7 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "placement", "accumulation",
     "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
-    "mesh", "lr_schedules", "launcher", "kernels",
+    "rendezvous", "mesh", "lr_schedules", "launcher", "kernels",
     "bucket",
     "collectives", "agreement",
     "ddp",
