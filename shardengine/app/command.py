@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         steps=options.steps,
         output=output if together is None else Path(together.from_first(str(output))),
         model_cache=Path(options.model_cache) if options.model_cache else default_model_cache(),
+        length=options.length,
     )
     if together is None:
         return _run_parent(settings, ranks)
@@ -137,7 +138,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print every failure again
     command = ["--config", settings.config, "--data", settings.data, "--steps", settings.steps]
-    command += ["--output", settings.output, "--model-cache", settings.model_cache]
+    command += ["--output", settings.output, "--model-cache", settings.model_cache, "--length", settings.length]
     if settings.model is not None:
         command += ["--model", settings.model]
     launcher = ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
