@@ -6,8 +6,8 @@ Must not know: the engine, where batches come from.
 mean over micro-batches and ranks: a mean of means, in which a token weighs more the more tokens beside it are masked.
 So the loss of micro-batch i, with v_i valid tokens, is multiplied by v_i · N · k / V, where V counts the valid tokens
 of the optimizer step over all N ranks and their k micro-batches. What the engine computes is then the sum of all
-tokens' losses divided by V. Without masks the factor is exactly 1.0, and no bit changes. V must be known before the first
-backward, so a step's micro-batches are fetched together, and one small message adds their counts.
+tokens' losses divided by V. Without masks the factor is exactly 1.0, and no bit changes. V must be known before the
+first backward, so a step's micro-batches are fetched together, and one small message adds their counts.
 """
 
 from __future__ import annotations

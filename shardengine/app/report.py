@@ -25,7 +25,7 @@ from shardengine.engine import Engine
 
 @dataclass
 class Progress:
-    """What the loop knows after a step. ``loss``: the mean over the global batch's valid tokens; ``tokens``: its size."""
+    """What the loop knows after a step. ``loss``: mean over the global batch's valid tokens; ``tokens``: its size."""
 
     step: int = 0
     loss: float = math.nan
