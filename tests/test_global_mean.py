@@ -21,7 +21,7 @@ from tests.cases import LENGTH, VOCAB, make_llama, mesh_of_this_process
 STEPS, SEED, RATE = 3, 5, 0.5
 # Both sides add the same fp32 terms, in another order: over tokens at once here, over micro-batches and ranks there,
 # with batches of another size in every matrix product. Three steps move that rounding into the weights.
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def unequal_rows(count: int = 24) -> Rows:

@@ -11,7 +11,9 @@ import pytest
 
 from shardengine import rendezvous
 from shardengine.errors import UsageError
+from tests.test_app import tiny
 
+__all__ = ["tiny"]  # a fixture
 ROOT = Path(__file__).parents[1]
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS = ("SLURM", "OMPI_", "PMI_", "MPI_", "GLOO_", *TORCH)
@@ -263,3 +265,27 @@ def test_the_train_command_under_slurm_is_one_rank_of_the_step(environment: dict
     environment.update(STEP)
     assert main(["train", "--config", str(ROOT / "configs" / "zero2.json"), "--ranks", "3"]) == 2
     assert "the launcher has started 7" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_srun_starts_the_train_command(tiny: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", "shardengine", "train", "--config", tiny / "config.json", "--steps", "2"]
+    command += ["--model", tiny / "model", "--data", tiny / "text.txt", "--output", output]
+    processes = [
+        subprocess.Popen(
+            list(map(str, command)),
+            env=clean(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **slurm(rank, os.getpid() + 1)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    assert "2 on CPU" in outs[0][0]
+    assert "finished at: step 2 of 2" in outs[0][0]
+    assert outs[1][0] == ""  # rank 0 speaks
+    assert (output / "model" / "model.safetensors").is_file()
