@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardengine.app import data, jsonl, settings
+from shardengine.app import data, jsonl, loop, settings
 from shardengine.cli import main
 from shardengine.errors import UsageError
 from tests.test_app import start, tiny
@@ -186,6 +186,18 @@ def test_a_sample_starts_from_the_prompt(tmp_path: Path):
     assert rows.validation.prompt(0).tolist() == [ord("b")]
     text = data.Rows(torch.arange(8).view(1, 8), torch.arange(8).view(1, 8))
     assert text.prompt(0).tolist() == [0, 1, 2, 3]
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text():
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    for template, begin in ((["<s>", "$A"], [0]), (["$A", "</s>"], []), (["$A"], [])):
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
+        words.post_processor = tokenizers.processors.TemplateProcessing(
+            single=" ".join(template), special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+        assert loop.begin_tokens(tokenizer) == begin
 
 
 # The whole command

@@ -41,8 +41,7 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     tokenizer, model = load_model(settings)
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     length = min(settings.length, int(getattr(model.config, "max_position_embeddings", settings.length)))
-    begin = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
-    blocks = data.load_blocks(settings.data, encode, length, tokenizer.eos_token_id, begin)
+    blocks = data.load_blocks(settings.data, encode, length, tokenizer.eos_token_id, begin_tokens(tokenizer))
 
     config = dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
     engine = shardengine.initialize(
@@ -154,6 +153,11 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
             "expected a row for every token"
         )
     return tokenizer, model
+
+
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The begin-of-text token where the tokenizer itself puts one before a text, as Llama's does; else none."""
+    return [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
