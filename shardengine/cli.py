@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a Hugging Face causal LM",
-        description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun it uses those. "
+        description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun, accelerate launch "
+        "or srun it uses those. "
         "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved.",
     )
     train.add_argument("--config", required=True, metavar="FILE", help="JSON config, for example configs/zero2.json")
@@ -81,7 +82,18 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="DIR_OR_ID", help="Hugging Face directory or name (default: a small GPT-2, random weights)"
     )
     train.add_argument(
-        "--data", metavar="FILE", default="builtin:pydoc", help="UTF-8 text, or builtin:pydoc, CPython's docs (default)"
+        "--data",
+        metavar="FILE",
+        default="builtin:pydoc",
+        help='UTF-8 text; or .jsonl, lines of {"text": …}, or of {"prompt": …, "completion": …} where only completions '
+        "are learnt; or builtin:pydoc, CPython's docs (default)",
+    )
+    train.add_argument(
+        "--length",
+        metavar="TOKENS",
+        type=_at_least_two,
+        default=128,
+        help="tokens per row, at most the model's own limit (default: 128)",
     )
     train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
     train.add_argument("--steps", metavar="N", type=_positive, default=200, help="optimizer steps (default: 200)")
@@ -105,14 +117,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def _positive(text: str, least: int = 1) -> int:
     try:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, came {text!r}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, came {text!r}")
     return value
+
+
+def _at_least_two(text: str) -> int:
+    return _positive(text, 2)  # one token predicts nothing
 
 
 if __name__ == "__main__":

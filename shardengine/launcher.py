@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
+from shardengine.rendezvous import loopback
 
 _INSIDE = "SHARDENGINE_LAUNCHED_RANK"
 _GRACE_S = 5.0
@@ -78,12 +78,10 @@ def rank_environment(ranks: int) -> dict[str, str]:
     """Variables for ``ranks`` processes on this machine; what the caller has set already stays as it is.
 
     OMP_NUM_THREADS = cores // ranks (torchrun would say 1, and unset every rank would take all cores).
-    GLOO_SOCKET_IFNAME = the loopback interface, because gloo otherwise resolves the host's name, which often fails.
+    GLOO_SOCKET_IFNAME = the loopback interface.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
-    loopback = {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex())
-    if loopback:
-        wanted["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    wanted |= loopback()
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardengine import rendezvous
 from shardengine.errors import UsageError
 
 Group = dist.ProcessGroup | None
@@ -54,12 +55,12 @@ class Mesh:
 def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     """The mesh of all ranks of the default process group; initialises that one from the launcher's environment.
 
-    Without a process group and without a launcher (RANK and WORLD_SIZE unset) the mesh has one rank and no groups.
+    Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     """
     owns = False
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if not rendezvous.join():
             return Mesh(0, 1, _use(device or default_device()))
         if "MASTER_ADDR" not in os.environ:
             raise UsageError(

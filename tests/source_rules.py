@@ -19,7 +19,7 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "placement", "accumulation",
     "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
-    "mesh", "lr_schedules", "launcher", "kernels", "lion",
+    "rendezvous", "mesh", "lr_schedules", "launcher", "kernels", "lion",
     "bucket",
     "collectives", "agreement",
     "ddp",

@@ -26,6 +26,12 @@ CORPUS = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " 
 # Corpus and data
 
 
+def numbered(count: int, length: int) -> data.Rows:
+    """Rows whose tokens are all the row's number."""
+    tokens = torch.arange(count).unsqueeze(1).expand(count, length)
+    return data.Rows(tokens, tokens)
+
+
 def test_the_split_is_contiguous_and_loses_nothing():
     text = corpus.read_text(settings.BUILTIN)
     training, validation = corpus.split(text)
@@ -49,7 +55,7 @@ def test_too_little_text_is_an_error_that_names_the_part(tmp_path: Path):
 
 @pytest.mark.parametrize(("count", "ranks", "micro"), [(7, 3, 2), (12, 2, 4), (1, 4, 2), (9, 1, 4)])
 def test_validation_counts_each_block_once_with_equally_many_forwards(count: int, ranks: int, micro: int):
-    blocks = torch.arange(count).unsqueeze(1).expand(count, 5)
+    blocks = numbered(count, 5)
     seen, forwards = [], set()
     for rank in range(ranks):
         batches = list(data.validation_batches(blocks, micro, rank, ranks))
@@ -64,7 +70,7 @@ def test_validation_counts_each_block_once_with_equally_many_forwards(count: int
 
 
 def test_training_batches_cut_each_epoch_over_the_ranks():
-    blocks = torch.arange(12).unsqueeze(1).expand(12, 3)
+    blocks = numbered(12, 3)
 
     def epochs(seed: int) -> list[list[int]]:
         streams = [data.training_batches(blocks, 2, rank, 2, seed) for rank in range(2)]
@@ -79,8 +85,19 @@ def test_training_batches_cut_each_epoch_over_the_ranks():
     assert epochs(2)[0] != first
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 7])
+def test_training_batches_start_where_an_earlier_run_ended(start: int):
+    blocks = numbered(13, 3)
+    whole = data.training_batches(blocks, 2, 1, 2, 5)
+    for _ in range(start):
+        next(whole)
+    later = data.training_batches(blocks, 2, 1, 2, 5, start)
+    for _ in range(5):
+        assert torch.equal(next(whole)["labels"], next(later)["labels"])
+
+
 def test_a_corpus_smaller_than_one_step_is_repeated():
-    blocks = torch.arange(3).unsqueeze(1).expand(3, 3)
+    blocks = numbered(3, 3)
     assert [len(next(data.training_batches(blocks, 4, rank, 2, 0))["input_ids"]) for rank in range(2)] == [4, 4]
 
 
@@ -270,7 +287,7 @@ def validation_loss(directory: Path, text: Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     blocks = data.load_blocks(str(text), lambda part: tokenizer(part)["input_ids"], 32).validation
     with torch.no_grad():
-        return float(AutoModelForCausalLM.from_pretrained(directory).eval()(input_ids=blocks, labels=blocks).loss)
+        return float(AutoModelForCausalLM.from_pretrained(directory).eval()(**blocks.batch(slice(None))).loss)
 
 
 @pytest.mark.slow

@@ -74,7 +74,9 @@ def test_a_batch_that_does_not_fit_the_ranks_shows_the_equation(tmp_path: Path, 
     assert "8 != ? * 1 * 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--ranks", "two"], ["--steps", "-3"], ["--unknown"]])
+@pytest.mark.parametrize(
+    "options", [["--steps", "0"], ["--ranks", "two"], ["--steps", "-3"], ["--length", "1"], ["--unknown"]]
+)
 def test_wrong_options_exit_with_2(options: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", "x.json", *options])

@@ -3,7 +3,9 @@
 command      the parent: checks everything, builds the default model, starts the ranks with torchrun
 loop         one rank: the training loop, to be read as an example of the library
 corpus       the built-in text and the small model that is made for it
-data         text to blocks of tokens, and which rank reads which block when
+jsonl        files of JSON lines, with errors that name the line
+data         text and examples to rows of tokens, and which rank reads which row when
+global_mean  what each micro-batch's loss weighs, so that every valid token counts the same
 report       what rank 0 prints and writes
 stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
 environment  what a bug report needs

@@ -1,8 +1,8 @@
 """`shardengine train`: the parent process. Owns: checking before ranks start, starting them, the exit code.
 
-Must not know: the training loop's inside. Under a launcher (torchrun, or this command's own) the process is one rank
-and goes straight to the loop; otherwise it checks everything, builds the default model once and runs torchrun in this
-very process, so that a failure comes back as an object and only the failing rank's own traceback is printed.
+Must not know: the training loop's inside. Under a launcher (see rendezvous; this command's own is torchrun) the process
+is one rank and goes straight to the loop; otherwise it checks everything, builds the default model and runs torchrun
+in this very process, so that a failure comes back as an object and only the failing rank's own traceback is printed.
 
 Exit codes: 0 done, or stopped as asked · 1 a rank failed · 2 wrong usage, config or paths (raised, see cli).
 """
@@ -23,7 +23,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardengine import lr_schedules, mesh
+from shardengine import lr_schedules, mesh, rendezvous
 from shardengine.app import corpus, stopping
 from shardengine.app.settings import Settings, check_data, check_model, default_model_cache, require, reserve_output
 from shardengine.app.together import Together
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     Raises ConfigError or UsageError, before any rank starts, for everything that is the user's to repair.
     """
     require("transformers", "tokenizers", extra="hf")
-    inside = dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
+    inside = dist.is_initialized() or rendezvous.join()
     ranks = _ranks(options.ranks, inside)
     config = load_config(options.config).resolve_batch(ranks)
     if config.scheduler is not None:
@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         steps=options.steps,
         output=output if together is None else Path(together.from_first(str(output))),
         model_cache=Path(options.model_cache) if options.model_cache else default_model_cache(),
+        length=options.length,
     )
     if together is None:
         return _run_parent(settings, ranks)
@@ -137,7 +138,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print every failure again
     command = ["--config", settings.config, "--data", settings.data, "--steps", settings.steps]
-    command += ["--output", settings.output, "--model-cache", settings.model_cache]
+    command += ["--output", settings.output, "--model-cache", settings.model_cache, "--length", settings.length]
     if settings.model is not None:
         command += ["--model", settings.model]
     launcher = ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from shardengine.app import corpus, data
+from shardengine.app import corpus, data, global_mean
 from shardengine.app.report import Progress, Report
 from shardengine.app.settings import Settings
 from shardengine.app.stopping import StopRequest
@@ -25,7 +25,6 @@ from shardengine.app.together import Together
 from shardengine.config import Config, OptimizerConfig
 from shardengine.errors import UsageError
 
-MAX_BLOCK = 128
 SAMPLE_TOKENS = 48
 _VALIDATIONS = 10
 _DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
@@ -41,8 +40,8 @@ def train(settings: Settings, config: Config, together: Together) -> None:
 
     tokenizer, model = load_model(settings)
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    length = min(MAX_BLOCK, int(getattr(model.config, "max_position_embeddings", MAX_BLOCK)))
-    blocks = data.load_blocks(settings.data, encode, length)
+    length = min(settings.length, int(getattr(model.config, "max_position_embeddings", settings.length)))
+    blocks = data.load_blocks(settings.data, encode, length, tokenizer.eos_token_id, begin_tokens(tokenizer))
 
     config = dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
     engine = shardengine.initialize(
@@ -62,14 +61,14 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     interval = max(1, settings.steps // _VALIDATIONS)
     progress = Progress()
     for progress in steps(engine, batches, settings.steps, together, stop):
-        out.step(engine, progress, tokens=engine.train_batch_size() * blocks.length)
+        out.step(engine, progress)
         if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
             out.validation(progress.step, validate(engine, blocks.validation, together))
 
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
     out.saved(tokenizer)
     out.summary(engine, progress)
-    prompt = blocks.validation[len(blocks.validation) // 2, : min(16, length // 2)]
+    prompt = blocks.validation.prompt(len(blocks.validation) // 2)
     out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
     engine.close()
 
@@ -83,26 +82,28 @@ def steps(
         rate = engine.get_lr()[0]
         started = time.perf_counter()
         total = torch.zeros((), device=engine.device)
-        for _ in range(engine.gradient_accumulation_steps()):
-            batch = {name: tensor.to(engine.device) for name, tensor in next(batches).items()}
-            loss = engine(**batch, use_cache=False).loss
+        window = global_mean.fetch(batches, engine.gradient_accumulation_steps(), together)
+        for batch, weight in zip(window.batches, window.weights, strict=True):
+            batch = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+            loss = engine(**batch, use_cache=False).loss * weight  # so that every valid token counts the same
             engine.backward(loss)
             engine.step()  # updates the weights after the last micro-batch of the window; before it only counts
             total += loss.detach()
         mean = total.item() / engine.gradient_accumulation_steps()
         loss_sum, asked = together.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
-        yield Progress(number, loss_sum / engine.world_size, rate, time.perf_counter() - started, asked > 0)
+        seconds = time.perf_counter() - started
+        yield Progress(number, loss_sum / engine.world_size, rate, seconds, asked > 0, window.tokens)
         if asked:
             return
 
 
 @torch.no_grad()
-def validate(engine: shardengine.Engine, blocks: torch.Tensor, together: Together) -> float:
-    """Mean loss per predicted token over all validation blocks, whatever the number of ranks; collective."""
+def validate(engine: shardengine.Engine, rows: data.Rows, together: Together) -> float:
+    """Mean loss per valid token over all validation rows, whatever the number of ranks; collective."""
     engine.eval()
     total, count = 0.0, 0
     for batch, counted in data.validation_batches(
-        blocks, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size
+        rows, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size
     ):
         loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}, use_cache=False).loss
         total += loss.item() * counted
@@ -152,6 +153,11 @@ def load_model(settings: Settings) -> tuple[Any, Any]:
             "expected a row for every token"
         )
     return tokenizer, model
+
+
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The begin-of-text token where the tokenizer itself puts one before a text, as Llama's does; else none."""
+    return [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:

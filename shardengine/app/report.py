@@ -25,13 +25,14 @@ from shardengine.engine import Engine
 
 @dataclass
 class Progress:
-    """What the loop knows after a step; ``loss`` is the mean over all ranks and micro-batches."""
+    """What the loop knows after a step. ``loss``: mean over the global batch's valid tokens; ``tokens``: its size."""
 
     step: int = 0
     loss: float = math.nan
     lr: float = 0.0
     seconds: float = 0.0
     stopped: bool = False
+    tokens: int = 0
 
 
 class Report:
@@ -62,8 +63,8 @@ class Report:
         rows = {
             "model": settings.model or "small GPT-2, from random weights",
             "parameters": f"{sum(parameter.numel() for parameter in unique):,}",
-            "data": f"{settings.data}, {blocks.training.numel():,} tokens to train, "
-            f"{blocks.validation.numel():,} to validate, blocks of {blocks.length}",
+            "data": f"{settings.data}, {blocks.training.tokens:,} tokens to train, "
+            f"{blocks.validation.tokens:,} to validate, {_rows(blocks)}",
             "stage": stages.select(zero.stage, reshard_after_forward=zero.stage3_reshard_after_forward).name,
             "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
@@ -76,6 +77,10 @@ class Report:
             print(f"{name + ':':<13}{value}")
         for notice in config.notices:
             print(f"note: {notice}")
+        if blocks.truncated:
+            print(
+                f"note: {blocks.truncated} example(s) longer than {blocks.length} tokens lost the end of the completion"
+            )
         if find_spec("matplotlib") is None:
             print("note: there will be no loss.png: pip install 'shardengine[plot]'")
         print(flush=True)
@@ -84,10 +89,11 @@ class Report:
 
             self._bar = tqdm(total=self._steps, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False)
 
-    def step(self, engine: Engine, progress: Progress, tokens: int) -> None:
-        """One optimizer step that took ``progress.seconds`` for ``tokens`` tokens over all ranks."""
+    def step(self, engine: Engine, progress: Progress) -> None:
+        """One optimizer step."""
         if not self._enabled:
             return
+        tokens = progress.tokens
         self._tokens += tokens
         self._seconds += progress.seconds
         self._losses.append((progress.step, progress.loss))
@@ -187,6 +193,12 @@ class Report:
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self._settings.output / "loss.png", dpi=120)
+
+
+def _rows(blocks: Blocks) -> str:
+    if blocks.training.attention_mask is None:
+        return f"blocks of {blocks.length}"
+    return f"{len(blocks.training):,} + {len(blocks.validation):,} examples of up to {blocks.length}"
 
 
 def peak_bytes(engine: Engine) -> int:

@@ -10,15 +10,20 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardengine.app import jsonl
 from shardengine.errors import UsageError
 
 BUILTIN = "builtin:pydoc"
+DEFAULT_LENGTH = 128
 _OUTPUT_ROOT = Path("runs")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``model`` None is the small default model; ``data`` is a text file or ``builtin:pydoc``; ``output`` exists."""
+    """``model`` None is the small default model; ``data`` is a file or ``builtin:pydoc``; ``output`` exists.
+
+    length: tokens per row of data, at most what the model takes.
+    """
 
     config: Path
     model: str | None
@@ -26,6 +31,7 @@ class Settings:
     steps: int
     output: Path
     model_cache: Path
+    length: int = DEFAULT_LENGTH
 
 
 def default_model_cache() -> Path:
@@ -43,7 +49,7 @@ def require(*packages: str, extra: str) -> None:
 
 
 def check_data(data: str) -> None:
-    """UsageError unless ``data`` is the built-in corpus or a file of UTF-8 text."""
+    """UsageError unless ``data`` is the built-in corpus, a file of UTF-8 text or one of JSON lines without an error."""
     if data == BUILTIN:
         return
     if data.startswith("builtin:"):
@@ -59,6 +65,8 @@ def check_data(data: str) -> None:
         ) from None
     except OSError as error:
         raise UsageError(f"--data {data}: cannot be read: {error.strerror}") from None
+    if jsonl.is_jsonl(data):
+        jsonl.read(data)
 
 
 def check_model(model: str | None) -> None:

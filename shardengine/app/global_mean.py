@@ -1,0 +1,66 @@
+"""The loss as the mean over the valid tokens of the global batch. Owns: what each micro-batch's loss weighs.
+
+Must not know: the engine, where batches come from.
+
+[Note: Global mean] A causal LM returns the mean over the valid tokens of its own micro-batch. The engine then takes the
+mean over micro-batches and ranks: a mean of means, in which a token weighs more the more tokens beside it are masked.
+So the loss of micro-batch i, with v_i valid tokens, is multiplied by v_i · N · k / V, where V counts the valid tokens
+of the optimizer step over all N ranks and their k micro-batches. What the engine computes is then the sum of all
+tokens' losses divided by V. Without masks the factor is exactly 1.0, and no bit changes. V must be known before the
+first backward, so a step's micro-batches are fetched together, and one small message adds their counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from shardengine.app.data import Batch, valid_tokens
+from shardengine.app.together import Together
+from shardengine.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's micro-batches of one optimizer step, with the factor of each one's loss.
+
+    tokens: over all ranks, without padding.
+    """
+
+    batches: list[Batch]
+    weights: list[float]
+    tokens: int
+
+
+def fetch(batches: Iterator[Batch], count: int, together: Together) -> GlobalBatch:
+    """The next ``count`` micro-batches as one step ([Note: Global mean]); collective.
+
+    A micro-batch without a valid token weighs 0. UsageError on every rank if there is none in the whole global batch.
+    """
+    mine = list(islice(batches, count))
+    valid = [valid_tokens(batch) for batch in mine]
+    total, tokens = together.sums([float(sum(valid)), float(sum(map(_tokens, mine)))])
+    if not total:
+        raise UsageError(
+            "no token of this optimizer step is to be learnt, on any rank: every label is masked (-100) or the first "
+            "of its row; expected at least one. Leave such rows out of the data"
+        )
+    weights = [each * together.mesh.ranks * count / total for each in valid]
+    return GlobalBatch([_predictable(batch) for batch in mine], weights, int(tokens))
+
+
+def _tokens(batch: Batch) -> int:
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+
+
+def _predictable(batch: Batch) -> Batch:
+    """A batch whose mean exists: where nothing is valid (0 / 0), one label stands in, and its loss weighs 0.
+
+    The batch cannot be skipped: forward and backward are collective.
+    """
+    if valid_tokens(batch):
+        return batch
+    labels = batch["labels"].clone()
+    labels[0, 1] = batch["input_ids"][0, 1]
+    return {**batch, "labels": labels}

@@ -1,0 +1,145 @@
+"""Which rank this process is and where the ranks meet, as its launcher says. Owns: reading the launchers' variables.
+
+Must not know: torch, process groups, what a rank does. Every launcher's variables become those that torch reads: RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun and accelerate set them; SLURM's srun and
+MPI's mpirun have names of their own.
+
+[Note: Is this a rank] An allocation is not a launch. In a shell of salloc, in a batch script and in `srun --pty bash`
+SLURM's variables describe what was asked for (SLURM_NTASKS=8, SLURM_PROCID=0), and nobody started seven others. A rank
+is a task of a *step*: SLURM_STEP_ID is the number of an ordinary step (salloc's own shell and the batch script are
+special ones), the step has at least two tasks, and the process does not sit at srun's terminal. A step of one task is
+an ordinary process, so that `srun -n 1 shardengine train --ranks 4` starts its own ranks. mpirun under SLURM starts
+its daemons as a step, so MPI's variables come first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+
+from shardengine.errors import UsageError
+
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""SLURM's numbers from here on mean a batch script, an interactive shell and the like."""
+_FIRST_PORT, _PORTS = 12000, 20000  # below 32768, where systems take the ports of outgoing connections from
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+)
+
+
+def join() -> bool:
+    """Whether a launcher started this process as one of its ranks ([Note: Is this a rank]); reads and sets os.environ.
+
+    Then RANK and WORLD_SIZE are set, under srun and mpirun the others that torch reads as well; what is set already
+    stays. UsageError where a launcher's variables contradict each other or do not say where the ranks meet.
+    """
+    environment = os.environ
+    if "RANK" in environment:
+        if "WORLD_SIZE" not in environment:
+            return False
+    else:
+        found = mpi_rank(environment) or slurm_rank(environment)
+        if found is None:
+            return False
+        if environment.get("WORLD_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"]:
+            raise UsageError(
+                f"WORLD_SIZE is {environment['WORLD_SIZE']}, but the launcher started {found['WORLD_SIZE']} processes: "
+                "leave WORLD_SIZE unset, or set RANK as well"
+            )
+        environment.update({name: value for name, value in found.items() if name not in environment})
+    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:  # one machine
+        for name, value in loopback().items():
+            environment.setdefault(name, value)
+    return True
+
+
+def loopback() -> dict[str, str]:
+    """GLOO_SOCKET_IFNAME for ranks of one machine; gloo otherwise resolves the host's name, which often fails."""
+    found = sorted({"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()))
+    return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
+
+
+def mpi_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """torch's variables from those of Open MPI's or MPICH's mpirun; None where it started no ranks."""
+    for names in _MPI:
+        if set(names) <= set(environment) and int(environment[names[1]]) > 1:
+            rank, ranks, local_rank, local_ranks = (environment[name] for name in names)
+            if not {"MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+                raise UsageError(
+                    f"mpirun started this process as rank {rank} of {ranks}, but not where the ranks meet: expected "
+                    "MASTER_ADDR (the host of rank 0) and MASTER_PORT in the environment of every rank"
+                )
+            return _variables(rank, ranks, local_rank, local_ranks)
+    return None
+
+
+def slurm_rank(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """torch's variables from those of a SLURM step; None where this is no rank ([Note: Is this a rank])."""
+    step = environment.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
+        return None
+    if "SLURM_PTY_PORT" in environment and os.isatty(0):  # a step that this shell starts inherits only the variable
+        return None
+    ranks = environment.get("SLURM_STEP_NUM_TASKS") or _need(environment, "SLURM_NTASKS")
+    rank = _need(environment, "SLURM_PROCID")
+    if int(ranks) < 2:
+        return None
+    if int(rank) >= int(ranks):
+        raise UsageError(f"SLURM says that this is task {rank} of a step of {ranks} tasks: expected a smaller number")
+    found = _variables(rank, ranks, _need(environment, "SLURM_LOCALID"), _slurm_local_ranks(environment))
+    if "MASTER_ADDR" not in environment:
+        found["MASTER_ADDR"] = first_host(_need(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+    if "MASTER_PORT" not in environment:  # one for all ranks; two steps of one job, or two jobs of one node, differ
+        number = int(_need(environment, "SLURM_JOB_ID")) * 31 + int(step)
+        found["MASTER_PORT"] = str(_FIRST_PORT + number % _PORTS)
+    return found
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: ``node[01-03,07],gpu5`` → ``node01``, ``r[2-3]n[0-7]`` → ``r2n0``."""
+    first = re.match(r"((?:[^,\[\]\s]|\[[^,\[\]-]+[^\[\]]*\])+)(?:,|$)", nodes)
+    if first is None:
+        raise UsageError(f"expected a SLURM node list such as node[01-03,07],gpu5, came {nodes!r}; set MASTER_ADDR")
+    return re.sub(r"\[([^,\[\]-]+)[^\[\]]*\]", r"\1", first[1])
+
+
+def tasks_on(node: int, tasks: str) -> str:
+    """Tasks on a node of a SLURM step: node 1 of ``2(x3),1`` has ``2``, node 3 has ``1``."""
+    counts: list[str] = []
+    for part in tasks.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError(f"expected SLURM's tasks per node such as 2(x3),1, came {tasks!r}; set LOCAL_WORLD_SIZE")
+        counts += [match[1]] * int(match[2] or 1)
+    if node >= len(counts):
+        raise UsageError(f"SLURM_NODEID is {node}, but {tasks!r} are the tasks of {len(counts)} nodes")
+    return counts[node]
+
+
+def _slurm_local_ranks(environment: Mapping[str, str]) -> str | None:
+    """How many ranks run on this node; None where SLURM does not say."""
+    if "LOCAL_WORLD_SIZE" in environment:
+        return environment["LOCAL_WORLD_SIZE"]
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+    if tasks and "SLURM_NODEID" in environment:
+        return tasks_on(int(environment["SLURM_NODEID"]), tasks)
+    return environment.get("SLURM_NTASKS_PER_NODE")
+
+
+def _variables(rank: str, ranks: str, local_rank: str, local_ranks: str | None) -> dict[str, str]:
+    found = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank}
+    return found if local_ranks is None else {**found, "LOCAL_WORLD_SIZE": local_ranks}
+
+
+def _need(environment: Mapping[str, str], *names: str) -> str:
+    """The first of ``names`` that is set."""
+    for name in names:
+        if environment.get(name):
+            return environment[name]
+    raise UsageError(
+        f"SLURM_STEP_ID says that this process is a task of a step, but {' and '.join(names)} is not set: expected "
+        "srun's own environment; start it with srun, or with torchrun, or unset SLURM_STEP_ID"
+    )
