@@ -71,6 +71,7 @@ def analyse(
     parameters = list(model.parameters())
     dtypes = {id(p): cast if cast is not None and p.is_floating_point() else p.dtype for p in parameters}
     _check(parameters, all_names, dtypes)
+    _check_sparse(model)
     units = find_units(model, setting) if shards_weights else []
     units, unit_of = _assign(model, units)
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
@@ -172,6 +173,16 @@ def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]], dtyp
                 f"parameter {name!r} is {parameter.dtype}: expected trainable parameters in torch.float32 or "
                 "torch.bfloat16 (fp16 needs loss scaling, which is not available yet); use model.float(), "
                 'model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
+            )
+
+
+def _check_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if getattr(module, "sparse", False) is True and weight is not None and weight.requires_grad:
+            raise UsageError(
+                f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
+                "gradients, which are what buckets hold; set sparse=False or freeze it"
             )
 
 

@@ -95,17 +95,6 @@ def test_zero_grad_of_the_optimizer_drops_the_window(stage: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_backward_of_the_loss_itself_is_refused(stage: str) -> None:
-    engine = one_rank_engine(stage)
-    with pytest.raises(UsageError, match=r"outside of engine\.backward"):
-        cases.loss_of(engine, 0, 0, 0).backward()
-    engine.zero_grad()
-    engine.backward(cases.loss_of(engine, 0, 0, 0))
-    engine.step()
-    engine.close()
-
-
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan"), float("inf")])
 def test_clipping_to_nonsense_is_refused(max_norm: float) -> None:
     engine = one_rank_engine("2")
@@ -203,12 +192,11 @@ def test_a_weight_used_detached_before_it_is_used_with_gradient(stage: str) -> N
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("change", ["frozen", "unfrozen"])
-def test_freezing_after_initialize_is_found(stage: str, change: str) -> None:
+def test_unfreezing_what_was_frozen_at_the_start_is_found(stage: str) -> None:
     model: Any = cases.make_mlp()
-    model.out.bias.requires_grad_(change == "frozen")
+    model.out.bias.requires_grad_(False)
     engine = one_rank_engine(stage, model)
-    model.out.bias.requires_grad_(change != "frozen")
+    model.out.bias.requires_grad_(True)
     with pytest.raises(UsageError, match="frozen"):
         cases.loss_of(engine, 0, 0, 0)
 

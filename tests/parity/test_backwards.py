@@ -160,7 +160,8 @@ class ConvNet(nn.Module):
 
 def channels_last() -> nn.Module:
     torch.manual_seed(24)
-    model: Any = ConvNet().to(memory_format=torch.channels_last)
+    model: Any = ConvNet()
+    model.to(memory_format=torch.channels_last)
     model.out.weight = nn.Parameter(model.out.weight.detach().t().contiguous().t())
     return model
 

@@ -13,7 +13,7 @@ from tests.parity.test_parity import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-BF16 = {"bf16": {"enabled": True}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 def assert_bf16_is_truth(

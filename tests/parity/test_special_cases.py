@@ -90,7 +90,8 @@ def assert_equal(results: list[dict[str, Any]], expected: oracle.Trace) -> None:
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Flat, as it lies in memory: states of a channels_last weight lie as the weight does."""
-    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
     return tensor.permute(order).reshape(-1)
 
 
