@@ -4,10 +4,10 @@ Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 
 [Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, repeated blocks are
 units: the classes that the config names, else those of Hugging Face's ``_no_split_modules``, else the children of
-ModuleLists with two or more children of one class. The outermost match wins. ``torch.compile(block)`` is a module around
-the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A parameter that is used in two units, or
-inside and outside of one, belongs to the root, which is gathered whenever anything runs. Parameters without elements,
-and frozen ones where weights rest replicated, stay outside of the arenas.
+ModuleLists with two or more children of one class. The outermost match wins. ``torch.compile(block)`` is a module
+around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
+parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
+anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the arenas.
 """
 
 from __future__ import annotations
