@@ -321,7 +321,7 @@ def _facts(model: nn.Module, found: Partition, config: Config, groups: list[dict
 
 
 def autocast(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
-    """What the module's forward runs in, as the config's ``torch_autocast`` says; a region of the user stays as it is."""
+    """What the module's forward runs in, as the config's ``torch_autocast`` says; a user's region stays as it is."""
     if not config.torch_autocast.enabled:
         return nullcontext()
     return torch.autocast(mesh.device.type, getattr(torch, config.torch_autocast.dtype))

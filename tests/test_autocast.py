@@ -1,4 +1,4 @@
-"""torch.autocast around the engine, and the config's: fp32 parameters, bf16 compute, the bits of the oracle under it."""
+"""torch.autocast by the user and by the config: fp32 parameters, bf16 compute, the bits of the oracle under it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ def loss_of(model: Any, step: int, rank: int, micro: int) -> Tensor:
         return cases.loss_of(model, step, rank, micro)
 
 
+def loss_of_fresh_casts(model: Any, step: int, rank: int, micro: int) -> Tensor:
+    torch.clear_autocast_cache()
+    return cases.loss_of(model, step, rank, micro)
+
+
 def train(runs: list[tuple[str, str, str, int, str]]) -> list[dict[str, Any]]:
-    """One rank's runs of (model, optimizer, stage, micro-batches, who opens the region: each loss, the loop, config)."""
+    """One rank's runs of (model, optimizer, stage, micro-batches, where the region is: loss, loop or config)."""
     results = []
     for model, kind, stage, micros, who in runs:
         options = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if who == "config" else {}
@@ -47,26 +52,30 @@ def train(runs: list[tuple[str, str, str, int, str]]) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def truth(model: str, kind: str, ranks: int, micros: int, order: str) -> oracle.Trace:
+def truth(model: str, kind: str, ranks: int, micros: int, order: str, loop: bool = False) -> oracle.Trace:
+    """loop: one region around everything, backward included, without the casts of an earlier micro-batch."""
     network = cases.MODELS[model]()
-    return oracle.train(
-        network, loss_of, ranks=ranks, micros=micros, steps=STEPS, kind=kind, groups=cases.groups_of(network, kind),
-        order=order, clip=cases.CLIP,
-    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16) if loop else nullcontext():
+        return oracle.train(
+            network, loss_of_fresh_casts if loop else loss_of, ranks=ranks, micros=micros, steps=STEPS, kind=kind,
+            groups=cases.groups_of(network, kind), order=order, clip=cases.CLIP,
+        )  # fmt: skip
 
 
 def check(pools: Callable[[int], RankPool], ranks: int, runs: list[tuple[str, str, str, int, str]]) -> None:
     answers = pools(ranks).run(train, runs)
-    for number, (model, kind, stage, micros, _) in enumerate(runs):
+    for number, (model, kind, stage, micros, where) in enumerate(runs):
         order = cases.LETTER[stage] if micros > 1 else "full"
-        assert_equal_to_truth([answer[number] for answer in answers], truth(model, kind, ranks, micros, order))
+        expected = truth(model, kind, ranks, micros, order, loop=where == "loop")
+        assert_equal_to_truth([answer[number] for answer in answers], expected)
 
 
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_region_around_each_loss(pools: Callable[[int], RankPool], ranks: int, kind: str, micros: int) -> None:
-    check(pools, ranks, [(model, kind, stage, micros, "loss") for model in ("mlp", "gpt2") for stage in cases.STAGES])
+    models = ("mlp", "gpt2") if kind == "AdamW" and ranks == 2 else ("mlp",)
+    check(pools, ranks, [(model, kind, stage, micros, "loss") for model in models for stage in cases.STAGES])
 
 
 @pytest.mark.parametrize("micros", [1, 3])

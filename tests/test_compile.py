@@ -196,17 +196,16 @@ def test_a_wrapped_block_is_the_unit_whatever_says_so() -> None:
     assert find_units(model, ("Block",)) == blocks
     model._no_split_modules = ["Block"]
     assert find_units(model, "auto") == blocks
-    mixed = make_chain()
+    mixed: Any = make_chain()
     mixed.blocks[0] = torch.compile(mixed.blocks[0], backend="eager")
     assert [name for name, _ in find_units(mixed, "auto")] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert [name for name, _ in find_units(torch.compile(make_chain(), backend="eager"), "auto")] == [
-        f"_orig_mod.blocks.{i}" for i in range(3)
-    ]
+    whole: Any = torch.compile(make_chain(), backend="eager")
+    assert [name for name, _ in find_units(whole, "auto")] == [f"_orig_mod.blocks.{i}" for i in range(3)]
 
 
 def test_a_root_without_graph_breaks_is_refused_with_the_way_out() -> None:
     torch._dynamo.reset()
-    model = torch.compile(make_chain(), backend="eager", fullgraph=True)
+    model: Any = torch.compile(make_chain(), backend="eager", fullgraph=True)
     engine = cases.make_engine(model, cases.config_of("3"), "AdamW")
     with pytest.raises(Exception, match=r"model\.blocks\[i\] = torch\.compile\(model\.blocks\[i\], fullgraph=True\)"):
         engine(torch.randn(5, 7))
