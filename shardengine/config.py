@@ -95,7 +95,15 @@ class Bf16Config:
     master_weights: bool = True
 
 
-_SECTIONS: dict[str, type] = {"zero_optimization": ZeroConfig, "bf16": Bf16Config}
+@dataclass(frozen=True)
+class AutocastConfig:
+    """``enabled``: the engine runs the module's forward under ``torch.autocast`` with ``dtype``."""
+
+    enabled: bool = False
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+
+_SECTIONS: dict[str, type] = {"zero_optimization": ZeroConfig, "bf16": Bf16Config, "torch_autocast": AutocastConfig}
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,7 @@ class Config:
     scheduler: SchedulerConfig | None = None
     zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
     bf16: Bf16Config = field(default_factory=Bf16Config)
+    torch_autocast: AutocastConfig = field(default_factory=AutocastConfig)
     communication_data_type: Literal["fp32", "bf16"] | None = None
     overlap_comm: bool = True
     reproducible: bool | None = None
@@ -213,6 +222,8 @@ def _build(tree: dict[str, Any], source: str) -> Config:
     optimizer, scheduler = reader.optimizer(), reader.named("scheduler", "WarmupCosineLR")
     if reader.values.get("bf16.enabled") and reader.values.get("bf16.master_weights") is False:
         reader.later("bf16.master_weights", "true")
+    if reader.values.get("torch_autocast.enabled") and reader.values.get("torch_autocast.dtype") == "float16":
+        reader.later("torch_autocast.dtype", '"bfloat16"')
     if not reader.failed.intersection(TRIPLE):
         _check_triple(reader)
     if reader.problems:

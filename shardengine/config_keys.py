@@ -111,6 +111,10 @@ _ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights."),
     "master_weights": (BOOL, True, "Step fp32 master weights, not the bf16 weights themselves."),
 }
+_ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Run the module's forward under torch.autocast."),
+    "dtype": (choice("bfloat16", "float16"), "bfloat16", "What autocast computes in; float16 is not available yet."),
+}
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "": {
         "overlap_param_gather": (BOOL, False),
@@ -131,7 +135,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "fp16_master_weights_and_grads": (BOOL, False),
     },
     "bf16": {"stochastic_rounding": (BOOL, False)},
-    "torch_autocast": {"enabled": (BOOL, False), "dtype": (TEXT, None), "lower_precision_safe_modules": (ANY, None)},
+    "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_hpz_partition_size": (COUNT, 1),
         "shard_group_size": (GROUP_SIZE, "all"),
@@ -250,6 +254,7 @@ KEYS: dict[str, Key] = {
         _rows(Status.ACTIVE, "", _ACTIVE_TOP),
         _rows(Status.ACTIVE, "zero_optimization", _ACTIVE_ZERO),
         _rows(Status.ACTIVE, "bf16", _ACTIVE_BF16),
+        _rows(Status.ACTIVE, "torch_autocast", _ACTIVE_AUTOCAST),
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
         _rows(Status.REFUSED, "", _REFUSED),
         *(_rows(Status.NO_EFFECT, section, keys) for section, keys in _NO_EFFECT.items()),

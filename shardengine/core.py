@@ -7,6 +7,7 @@ Must not know: steps, the user's loop.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,6 +318,13 @@ def _facts(model: nn.Module, found: Partition, config: Config, groups: list[dict
         "model (units and optimizer groups)": plan,
         "version of torch": [str(torch.__version__)],
     }
+
+
+def autocast(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
+    """What the module's forward runs in, as the config's ``torch_autocast`` says; a user's region stays as it is."""
+    if not config.torch_autocast.enabled:
+        return nullcontext()
+    return torch.autocast(mesh.device.type, getattr(torch, config.torch_autocast.dtype))
 
 
 def timeout_of(config: Any) -> float:

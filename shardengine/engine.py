@@ -125,7 +125,8 @@ class Engine(Inspection):
             core.buffers.broadcast(persistent_only=True)
             self._buffers_sent = True
         try:
-            return self.module(*args, **kwargs)
+            with core_module.autocast(self.config, core.mesh):
+                return self.module(*args, **kwargs)
         except BaseException:
             core.schedule.restart()
             self._buffers_sent = False

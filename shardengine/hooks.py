@@ -10,11 +10,17 @@ created first. So the first of the input nodes to run says that the unit's backw
 output that is a view takes the view's own node out of the graph, so the node of its base is observed as well.
 Where one unit's input is another's output, "over" is announced before "reached", so that one is freed before the other
 is gathered.
+
+[Note: Compiled modules] A hook moves weights, so it may not become part of a compiled graph: dynamo is told to leave
+hooks alone. ``torch.compile(block)`` is a module around the block, its hooks run outside of the graph. What was
+compiled in place (``block.compile()``) or around units (a compiled root) has hooks inside: the graph breaks there, and
+what runs between the hooks is compiled piece by piece.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -33,6 +39,7 @@ class _Hook:
     """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused."""
 
     def __init__(self, call: Callable[..., None]) -> None:
+        _keep_out_of_graphs()
         self._call = call
 
     def __call__(self, *args: Any) -> None:
@@ -44,6 +51,17 @@ class _Hook:
             "engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, or call engine.close() "
             "first"
         )
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Once, and not at import, which would import all of dynamo ([Note: Compiled modules])."""
+    reason = (
+        "shardengine gathers weights in a hook of this module, which cannot be part of a graph. With fullgraph=True "
+        "compile the block, not what is around it, by wrapping it before initialize: "
+        "model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)"
+    )
+    _Hook.__call__ = torch.compiler.disable(_Hook.__call__, reason=reason)  # type: ignore[method-assign]
 
 
 def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:

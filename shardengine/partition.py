@@ -4,9 +4,10 @@ Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 
 [Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, repeated blocks are
 units: the classes that the config names, else those of Hugging Face's ``_no_split_modules``, else the children of
-ModuleLists with two or more children of one class. The outermost match wins. A parameter that is used in two units, or
-inside and outside of one, belongs to the root, which is gathered whenever anything runs. Parameters without elements,
-and frozen ones where weights rest replicated, stay outside of the arenas.
+ModuleLists with two or more children of one class. The outermost match wins. ``torch.compile(block)`` is a module
+around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
+parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
+anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the arenas.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
     """The unit modules with their names, outermost first match, in registration order ([Note: Units])."""
     classes = set(setting) if not isinstance(setting, str) else _no_split_classes(model)
-    present = {type(module).__name__ for module in model.modules()}
+    present = {_class_of(module).__name__ for module in model.modules()}
     if not isinstance(setting, str) and (missing := sorted(classes - present)):
         raise UsageError(
             f"zero_optimization.units names {', '.join(missing)}, but the model has no module of that class; "
@@ -119,9 +120,15 @@ def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[s
     repeated = set() if classes & present else _repeated_children(model)
     for name, module in model.named_modules():
         inner = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inner and (type(module).__name__ in classes or id(module) in repeated):
+        if name and not inner and (_class_of(module).__name__ in classes or id(module) in repeated):
             found[name] = module
     return list(found.items())
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``; where ``torch.compile`` wrapped it, of the module inside."""
+    inner = module._modules.get("_orig_mod")
+    return type(module) if inner is None else _class_of(inner)
 
 
 def _no_split_classes(model: nn.Module) -> set[str]:
@@ -135,8 +142,8 @@ def _repeated_children(model: nn.Module) -> set[int]:
     chosen: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            counts = Counter(type(child) for child in module)
-            chosen.update(id(child) for child in module if counts[type(child)] > 1)
+            counts = Counter(_class_of(child) for child in module)
+            chosen.update(id(child) for child in module if counts[_class_of(child)] > 1)
     return chosen
 
 

@@ -304,6 +304,9 @@ class Schedule:
         self._grad_pass = True
 
     def _rest(self, *, spare_kept: bool) -> None:
+        # Autocast keeps casts of weights until its outermost region ends: one region around several steps would go on
+        # with the casts of the first, whose nodes belong to a backward that is over.
+        torch.clear_autocast_cache()
         self._outermost = None
         self._backward_expected = False
         self._grad_pass = True

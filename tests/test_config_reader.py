@@ -100,6 +100,11 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
+        (
+            {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
+            "torch_autocast.lower_precision_safe_modules",
+        ),
         ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
         ({"comm_hook": {"name": "powersgd"}}, "comm_hook"),
