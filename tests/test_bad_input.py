@@ -125,8 +125,8 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
 @BOTH
 def test_half_precision_and_meta_parameters_are_refused_by_name(stage: str) -> None:
     model = CASE.make()
-    model.blocks[1].up.bfloat16()
-    with pytest.raises(UsageError, match=r"'blocks\.1\.up\.weight' is torch\.bfloat16"):
+    model.blocks[1].up.half()
+    with pytest.raises(UsageError, match=r"'blocks\.1\.up\.weight' is torch\.float16"):
         engine_of(stage, model)
     with torch.device("meta"):
         empty = Block()
@@ -191,8 +191,6 @@ def test_calls_in_the_wrong_order_are_refused_and_change_nothing(stage: str) -> 
     with pytest.raises(UsageError, match="clip_grad_norm_"):
         engine.clip_grad_norm_(1.0)
     engine.backward(loss)
-    with pytest.raises(UsageError, match=r"engine\.step\(\) or engine\.zero_grad\(\)"):
-        engine.backward(CASE.loss(engine, 2, 0, 0))
     engine.step()
     losses.append(loss.item())
 
