@@ -57,11 +57,12 @@ class _Hook:
 def _keep_out_of_graphs() -> None:
     """Once, and not at import, which would import all of dynamo ([Note: Compiled modules])."""
     reason = (
-        "shardengine gathers weights in a hook of this module, which cannot be part of a graph. With fullgraph=True "
+        "shardengine listens to this module's forward in a hook, which cannot be part of a graph. With fullgraph=True "
         "compile the block, not what is around it, by wrapping it before initialize: "
         "model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)"
     )
-    _Hook.__call__ = torch.compiler.disable(_Hook.__call__, reason=reason)  # type: ignore[method-assign]
+    for kind in (_Hook, _Settle):
+        kind.__call__ = torch.compiler.disable(kind.__call__, reason=reason)  # type: ignore[method-assign]
 
 
 def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
@@ -82,6 +83,7 @@ class _Settle:
     """Says that the model's next forward begins. A copy of the model gets one that does nothing."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
+        _keep_out_of_graphs()
         self._schedule = schedule
 
     def __call__(self, _module: nn.Module, _args: Any) -> None:
