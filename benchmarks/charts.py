@@ -124,7 +124,7 @@ def finish(figure: Any, axes: list[Any], title: str, path: Path) -> None:
         each.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=8, color="#57606a")
     figure.tight_layout()
-    with matplotlib.rc_context({"svg.hashsalt": "shardengine"}):
+    with matplotlib.rc_context({"svg.hashsalt": "shardengine", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
