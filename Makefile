@@ -32,7 +32,7 @@ lint: setup  ## ruff and mypy alone
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-bench: setup  ## step time against torch DDP and the compute limit (minutes; wants an idle machine)
+bench: setup  ## step time against DDP, ZeRO-1 and FSDP2 of torch, and DeepSpeed if installed (20 minutes; wants an idle machine)
 	$(PY) -m benchmarks.step $(ARGS)
 
 clean:  ## remove caches and builds; .venv and what runs wrote stay

@@ -93,10 +93,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def result_path(benchmark: str, result: Mapping[str, Any], directory: Path = RESULTS) -> Path:
+    """Where ``write_result`` writes."""
+    return directory / f"{benchmark}-{result['machine']['name']}.json"
+
+
 def write_result(benchmark: str, result: Mapping[str, Any], directory: Path = RESULTS) -> Path:
     """Write ``result`` as ``<benchmark>-<machine name>.json`` and return the path. ``result`` has a key "machine"."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{benchmark}-{result['machine']['name']}.json"
+    path = result_path(benchmark, result, directory)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
 

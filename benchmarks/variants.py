@@ -1,153 +1,55 @@
-"""The competitors of ``step.py``. Owns: the model and data of the benchmark, and how each competitor makes one step.
+"""The competitors of ``step.py`` by name. Owns: shardengine as a competitor, and the facts about each of them.
 
-A competitor is one small class, built from a fresh model; ``step(batch)`` is one optimizer step with clipping at 1.0.
-To add one, write the class and enter it in ``VARIANTS``; nothing else changes. Knows nothing of timing and reports.
+A competitor is one small class, built from a fresh model (``workload.Variant``). To add one, write the class and enter
+it in ``VARIANTS``; nothing else changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 
-CLIP = 1.0
-LEARNING_RATE = 3e-4
-HEAD_SIZE = 64
+import shardengine
+from benchmarks.peers import DEEPSPEED_INSTALL, DeepSpeed, TorchDDP, TorchFSDP2, TorchZero1
+from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, Batch, PlainLoop, Setting, Variant
+from shardengine.stages import STAGES
 
-Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The work of one step: a GPT-2, and ``batch`` sequences of ``sequence`` tokens on each of ``ranks`` ranks."""
-
-    ranks: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    batch: int
-    sequence: int
-
-    def parameters(self) -> int:
-        """Number of parameters Ψ of the model (the head is tied to the embedding)."""
-        h = self.hidden
-        return self.layers * (12 * h * h + 13 * h) + (self.vocabulary + self.sequence) * h + 2 * h
-
-
-def make_model(setting: Setting) -> nn.Module:
-    """A GPT-2 of ``setting``, the same weights on every rank and for every variant, no dropout, in training mode."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=setting.layers,
-        n_embd=setting.hidden,
-        n_head=setting.hidden // HEAD_SIZE,
-        vocab_size=setting.vocabulary,
-        n_positions=setting.sequence,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    built = GPT2LMHeadModel(config)
-    built.loss_type = "ForCausalLM"  # what transformers falls back to, but without its warning
-    model: nn.Module = built.train()
-    return model
-
-
-def batch_of(setting: Setting, rank: int, number: int) -> Batch:
-    """The random batch of step ``number`` on ``rank``, equal for every variant."""
-    generator = torch.Generator().manual_seed(1_000_003 * rank + number)
-    tokens = torch.randint(0, setting.vocabulary, (setting.batch, setting.sequence), generator=generator)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-REFERENCE = Setting(ranks=2, layers=8, hidden=768, vocabulary=8192, batch=4, sequence=128)
-"""The setting that results are kept for: 63M parameters."""
-
-
-class Variant(Protocol):
-    """One competitor, holding its own copy of the model."""
-
-    def step(self, batch: Batch) -> float:
-        """Forward, backward, clip, optimizer step, gradients dropped. Returns this rank's loss before the step."""
-
-    def traffic(self) -> dict[str, float | None]:
-        """Bytes sent per rank and step: ``sent_bytes_per_step`` (counted; None: unknown), ``limit_bytes_per_step``."""
-
-    def close(self) -> None:
-        """Release what must not outlive the process group."""
-
-
-class PlainLoop:
-    """The ordinary torch loop on a module. Without communication it is the compute limit."""
-
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.model = model
-        self.optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
-
-    def step(self, batch: Batch) -> float:
-        """One local step."""
-        loss: Tensor = self.model(**batch).loss
-        loss.backward()
-        clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    def traffic(self) -> dict[str, float | None]:
-        """Nothing is sent."""
-        return {"sent_bytes_per_step": 0.0, "limit_bytes_per_step": 0.0}
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class TorchDDP(PlainLoop):
-    """``DistributedDataParallel`` as its manual recommends it: gradients as bucket views, fused AdamW."""
-
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True), setting)
-        self.limit = 2 * (setting.ranks - 1) / setting.ranks * 4 * setting.parameters()
-
-    def traffic(self) -> dict[str, float | None]:
-        """DDP counts nothing itself; the limit is an all-reduce of the fp32 gradients."""
-        return {"sent_bytes_per_step": None, "limit_bytes_per_step": self.limit}
+LIMIT, BASE = "compute", "ddp"
+"""The compute limit (no communication), and what the others are compared with."""
 
 
 class Ours:
     """shardengine at one stage."""
 
     def __init__(self, model: nn.Module, setting: Setting, *, zero: dict[str, Any]) -> None:
-        import shardengine
-
         config = {
             "train_micro_batch_size_per_gpu": setting.batch,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
-            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": zero,
         }
         self.engine = shardengine.initialize(model, config)
 
-    def step(self, batch: Batch) -> float:
-        """One step through the engine, which clips and drops the gradients itself."""
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of the module's output."""
         loss: Tensor = self.engine(**batch).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return float(loss.detach())
+        return loss
 
-    def traffic(self) -> dict[str, float | None]:
+    def backward(self, loss: Tensor) -> None:
+        """Backward through the engine, which also reduces."""
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        """The engine clips, steps and drops the gradients itself."""
+        self.engine.step()
+
+    def traffic(self) -> dict[str, float] | None:
         """The engine's own counter beside the stage's formula."""
         found = self.engine.traffic()
         return {
@@ -160,12 +62,58 @@ class Ours:
         self.engine.close()
 
 
-VARIANTS: dict[str, Callable[[nn.Module, Setting], Variant]] = {
-    "compute": PlainLoop,
-    "ddp": TorchDDP,
-    "ours-0": partial(Ours, zero={"stage": 0}),
-    "ours-1": partial(Ours, zero={"stage": 1}),
-    "ours-2": partial(Ours, zero={"stage": 2}),
-    "ours-3k": partial(Ours, zero={"stage": 3, "stage3_reshard_after_forward": False}),
-    "ours-3": partial(Ours, zero={"stage": 3}),
+@dataclass(frozen=True)
+class Entry:
+    """What the benchmark knows of a competitor before it runs.
+
+    family: those of one family share processes, so that one library's changes to torch reach no other ·
+    stage: the stage of ours with the same placements, whose formulas give memory and bytes on the wire (None: no
+    communication) · package: what must be installed · waits_in_cpp: its backward waits for collectives in C++, where
+    Python cannot see it (``phases.py``).
+    """
+
+    build: Callable[[nn.Module, Setting], Variant]
+    family: str
+    stage: str | None
+    package: str | None = None
+    waits_in_cpp: bool = False
+
+    def state_bytes(self, setting: Setting) -> float:
+        """Bytes of model state per rank at rest, by the formula of its stage."""
+        return STAGES[self.stage or "0"].model_state_bytes(setting.parameters(), setting.ranks)
+
+    def limit_bytes(self, setting: Setting) -> float:
+        """Bytes that a rank must send per step, by the formula of its stage."""
+        return STAGES[self.stage].bytes_sent(setting.volume(), setting.ranks) if self.stage else 0.0
+
+
+def _ours(name: str, **zero: Any) -> Entry:
+    return Entry(partial(Ours, zero=zero), "shardengine", name)
+
+
+def _deepspeed(stage: int) -> Entry:
+    return Entry(partial(DeepSpeed, stage=stage), "deepspeed", str(stage), package="deepspeed")
+
+
+VARIANTS: dict[str, Entry] = {
+    LIMIT: Entry(PlainLoop, "reference", None),
+    BASE: Entry(TorchDDP, "reference", "0", waits_in_cpp=True),
+    "zero1-torch": Entry(TorchZero1, "torch", "1", waits_in_cpp=True),
+    "fsdp2": Entry(TorchFSDP2, "torch", "3"),
+    "deepspeed-0": _deepspeed(0),
+    "deepspeed-1": _deepspeed(1),
+    "deepspeed-2": _deepspeed(2),
+    "deepspeed-3": _deepspeed(3),
+    "ours-0": _ours("0", stage=0),
+    "ours-1": _ours("1", stage=1),
+    "ours-2": _ours("2", stage=2),
+    "ours-3k": _ours("3k", stage=3, stage3_reshard_after_forward=False),
+    "ours-3": _ours("3", stage=3),
 }
+INSTALL = {"deepspeed": DEEPSPEED_INSTALL}
+
+
+def missing(names: Sequence[str]) -> dict[str, str]:
+    """Those of ``names`` whose package is not installed, with the package."""
+    packages = {name: VARIANTS[name].package for name in names}
+    return {name: package for name, package in packages.items() if package and not importlib.util.find_spec(package)}

@@ -1,0 +1,151 @@
+"""Charts of the results of ``step.py``, for the README.
+
+``python -m benchmarks.charts`` draws ``step-<machine>.json`` (and ``step_rss-<machine>.json``, if it is there) as
+``step-<machine>.svg`` (time × DDP, peak memory) and ``parts-<machine>.svg`` (where the time of a step goes), beside
+them. ``--ranks 4`` draws the run of four ranks. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.phases import PARTS
+from benchmarks.reporting import RESULTS, machine, result_path
+from benchmarks.variants import BASE, VARIANTS
+from benchmarks.workload import REFERENCE
+
+LABELS = {
+    "compute": "compute limit",
+    "ddp": "torch DDP",
+    "zero1-torch": "torch ZeRO-1",
+    "fsdp2": "torch FSDP2",
+    "ours-3k": "shardengine 3, kept",
+}
+COLORS = {"shardengine": "#1f6feb", "reference": "#57606a"}
+PEER_COLOR = "#b6bec9"
+PART_COLORS = ("#9ecae1", "#1f6feb", "#d1495b", "#f2b134")
+
+
+def label(name: str) -> str:
+    """How a variant is called in a chart."""
+    return LABELS.get(name) or name.replace("ours-", "shardengine ").replace("deepspeed-", "DeepSpeed ")
+
+
+def color(name: str) -> str:
+    """Ours stands out, the references are dark, the peers light."""
+    return COLORS.get(VARIANTS[name].family, PEER_COLOR)
+
+
+def subtitle(result: Mapping[str, Any]) -> str:
+    """The setting and the machine in one line."""
+    setting = result["setting"]
+    shared = f" on {setting['cores']} cores" if setting["ranks"] > setting["cores"] else ""
+    return (
+        f"GPT-2, {setting['parameters'] / 1e6:.0f}M parameters, fp32, {setting['ranks']} ranks × 1 thread{shared}, "
+        f"{result['machine']['processor']}, torch {result['machine']['torch']}, {result['rounds']} rounds"
+    )
+
+
+def draw(times: Mapping[str, Any], rss: Mapping[str, Any] | None, folder: Path) -> list[Path]:
+    """Draw both charts into ``folder`` and return their paths. times, rss: results of ``step.py``."""
+    suffix = f"-n{times['setting']['ranks']}" if times["setting"]["ranks"] != REFERENCE.ranks else ""
+    paths = [folder / f"{name}{suffix}-{times['machine']['name']}.svg" for name in ("step", "parts")]
+    draw_step(times, rss, paths[0])
+    draw_parts(times, paths[1])
+    return paths
+
+
+def draw_step(times: Mapping[str, Any], rss: Mapping[str, Any] | None, path: Path) -> None:
+    """Horizontal bars: the ratio with its interval, and beside it the peak memory of the steps."""
+    import matplotlib.pyplot as plt
+
+    rows = {name: row for name, row in times["variants"].items() if "ratio" in row}
+    names = list(reversed(rows))
+    count = 1 if rss is None else 2
+    figure, grid = plt.subplots(
+        1, count, figsize=(5.2 * count + 1.2, 0.34 * len(names) + 1.3), sharey=True, squeeze=False
+    )
+    axes = list(grid[0])
+    ratios = [rows[name]["ratio"] for name in names]
+    middle = [ratio["median"] for ratio in ratios]
+    ends = [
+        [ratio["median"] - ratio["low"] for ratio in ratios],
+        [ratio["high"] - ratio["median"] for ratio in ratios],
+    ]
+    labels = [label(name) for name in names]
+    axes[0].barh(labels, middle, xerr=ends, color=[color(name) for name in names], ecolor="#24292f", capsize=2)
+    axes[0].axvline(1.0, color="#24292f", linewidth=0.8, linestyle="--")
+    for place, ratio in enumerate(ratios):
+        axes[0].text(ratio["high"] + 0.02, place, f"{ratio['median']:.2f}", va="center", fontsize=8)
+    axes[0].set_xlim(0, max(ratio["high"] for ratio in ratios) * 1.12)
+    axes[0].set_xlabel("step time × DDP (less is better)" if times["base"] == BASE else "step time × plain loop")
+    if rss is not None:
+        peaks = [rss["variants"].get(name, {}).get("own_peak_bytes", 0) / 2**20 for name in names]
+        axes[1].barh(labels, peaks, color=[color(name) for name in names])
+        for place, peak in enumerate(peaks):
+            axes[1].text(peak, place, f" {peak:.0f}" if peak else " not measured", va="center", fontsize=8)
+        axes[1].set_xlim(0, max(peaks) * 1.12)
+        axes[1].set_xlabel("peak memory of a rank in training, MiB above the imports")
+    finish(figure, axes, subtitle(times), path)
+
+
+def draw_parts(times: Mapping[str, Any], path: Path) -> None:
+    """Stacked horizontal bars: forward, backward, exposed communication, optimizer."""
+    import matplotlib.pyplot as plt
+
+    rows = {name: row for name, row in times["variants"].items() if "parts_ms" in row}
+    names = list(reversed(rows))
+    figure, axes = plt.subplots(figsize=(8.4, 0.34 * len(names) + 1.6))
+    left = [0.0] * len(names)
+    for part, shade in zip(PARTS, PART_COLORS, strict=True):
+        widths = [rows[name]["parts_ms"][part] for name in names]
+        axes.barh([label(name) for name in names], widths, left=left, color=shade, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_xlabel(
+        "ms of a step, medians (DDP and torch ZeRO-1: communication by difference to the limit)", fontsize=8
+    )
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    finish(figure, [axes], subtitle(times), path)
+
+
+def finish(figure: Any, axes: list[Any], title: str, path: Path) -> None:
+    """Plain axes, the setting above, a file that depends on the numbers alone."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.tick_params(labelsize=8)
+    figure.suptitle(title, fontsize=8, color="#57606a")
+    figure.tight_layout()
+    with matplotlib.rc_context({"svg.hashsalt": "shardengine", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.charts", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=REFERENCE.ranks, help="of which run (default 2)")
+    parser.add_argument("--machine", default=None, help="short name in the file's name (default: this machine)")
+    options = parser.parse_args(argv)
+    place = {"machine": {"name": options.machine or machine()["name"]}}
+    suffix = f"-n{options.ranks}" if options.ranks != REFERENCE.ranks else ""
+    files = [result_path(f"{name}{suffix}", place) for name in ("step", "step_rss")]
+    if not files[0].exists():
+        raise SystemExit(f"{os.path.relpath(files[0])} is not there: run python -m benchmarks.step first")
+    times = json.loads(files[0].read_text(encoding="utf-8"))
+    rss = json.loads(files[1].read_text(encoding="utf-8")) if files[1].exists() else None
+    for path in draw(times, rss, RESULTS):
+        print(f"drawn: {os.path.relpath(path)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The competitors of others: torch's DDP, ZeroRedundancyOptimizer and FSDP2, and DeepSpeed.
+
+Each runs as its manual recommends, with the fastest optimizer that works with it on CPU; what was chosen and why is in
+its docstring. Knows nothing of timing and reports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, Batch, PlainLoop, Setting, fused_adamw
+
+DEEPSPEED_INSTALL = (
+    "pip install ninja setuptools wheel && "
+    "DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed (after torch; needs g++)"
+)
+
+
+class TorchDDP(PlainLoop):
+    """``DistributedDataParallel`` as its manual recommends it: gradients as bucket views, fused AdamW."""
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True), setting)
+
+
+class TorchZero1(PlainLoop):
+    """``ZeroRedundancyOptimizer`` over DDP: parameters as bucket views (faster broadcasts), fused AdamW inside.
+
+    ``overlap_with_ddp`` is not possible: it steps inside of backward, before the norm to clip by is known.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(
+            wrapped.parameters(),
+            optimizer_class=AdamW,
+            parameters_as_bucket_view=True,
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+        super().__init__(wrapped, setting, optimizer)
+
+
+class TorchFSDP2(PlainLoop):
+    """``fully_shard`` on every block and then on the root, with its defaults; fused AdamW on the sharded parameters."""
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        mesh = init_device_mesh("cpu", (setting.ranks,))
+        for block in model.get_submodule("transformer.h").children():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        super().__init__(model, setting)
+
+
+class DeepSpeed:
+    """DeepSpeed at one ZeRO stage on CPU, given torch's fused AdamW (a supported client optimizer at every stage).
+
+    Its config is the documented default except where another value was measured faster here: torch's AdamW (DeepSpeed's
+    own CPU Adam and fused Adam were no faster), ``overlap_comm`` on, and reduce buckets of 8 million elements: with the
+    default of 500 million this model is one bucket, and nothing overlaps.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, *, stage: int) -> None:
+        zero: dict[str, Any] = {"stage": stage}
+        if stage > 0:
+            zero |= {"overlap_comm": True, "reduce_bucket_size": 8_000_000}
+        config = {
+            "train_micro_batch_size_per_gpu": setting.batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": CLIP,
+            "zero_optimization": zero,
+        }
+        deepspeed = import_deepspeed()
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=fused_adamw(model), config=config, dist_init_required=False
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of the module's output."""
+        loss: Tensor = self.engine(**batch).loss
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward through the engine, which also reduces."""
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        """The engine clips, steps and drops the gradients itself."""
+        self.engine.step()
+
+    def traffic(self) -> dict[str, float] | None:
+        """Not counted."""
+        return None
+
+    def close(self) -> None:
+        """Drop its hooks; the process group stays."""
+        self.engine.destroy()
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, told what its launcher would tell it: the ranks, CPU, and where ninja is. Quiet below warnings."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")  # asked for, never opened: the process group is there already
+    tools = str(Path(sys.executable).parent)
+    if tools not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = tools + os.pathsep + os.environ["PATH"]
+    threads = torch.get_num_threads()
+    deepspeed = importlib.import_module("deepspeed")
+    torch.set_num_threads(threads)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
