@@ -129,6 +129,7 @@ class Config:
     torch_autocast: AutocastConfig = field(default_factory=AutocastConfig)
     communication_data_type: Literal["fp32", "bf16"] | None = None
     overlap_comm: bool = True
+    overlap_param_gather: bool = False
     reproducible: bool | None = None
     broadcast_buffers: bool = True
     timeout_s: float = 600.0

@@ -85,6 +85,11 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
         "The dtype in which gradients are sent and completed; sums are fp32 in any case.",
     ),
     "overlap_comm": (BOOL, True, "Communicate while the backward pass computes; never changes a bit of the result."),
+    "overlap_param_gather": (
+        BOOL,
+        False,
+        "Stages 1 and 2: step() does not wait for the stepped weights, the next forward does, block by block.",
+    ),
     "reproducible": (
         optional(BOOL, "true on gloo, false on NCCL"),
         None,
@@ -117,7 +122,6 @@ _ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
 }
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "": {
-        "overlap_param_gather": (BOOL, False),
         "static_graph": (BOOL, False),
         "zero_allow_untested_optimizer": (BOOL, False),
         "wall_clock_breakdown": (BOOL, False),

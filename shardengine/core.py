@@ -7,6 +7,7 @@ Must not know: steps, the user's loop.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from shardengine import hooks, layout, partition, stages
 from shardengine.accumulation import Window
 from shardengine.agreement import compare, describe, together
+from shardengine.arrivals import Arrivals
 from shardengine.bucket import Bucket, BufferPool, restore_poison
 from shardengine.collectives import STEP, Collectives, Pending, Purpose
 from shardengine.config import Config, load_config
@@ -59,6 +61,7 @@ class Core:
     schedule: Schedule
     window: Window
     buffers: BufferSync
+    arrivals: Arrivals | None
     guard: Guard
     versions: list[int] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -101,7 +104,8 @@ class Core:
                         f"now (rank {self.mesh.rank}): not available yet; initialize with requires_grad=True and freeze"
                         " it then, which may change at any time"
                     )
-                if not member.is_shown(unit.state):
+                hidden = self.arrivals is not None and self.arrivals.is_hidden(member.index)
+                if not member.is_shown(Weights.SHARDED if hidden else unit.state):
                     raise UsageError(
                         f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
                         f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
@@ -168,11 +172,28 @@ class Core:
         """Bytes sent so far, by purpose."""
         return Counter(self.collectives.sent)
 
-    def publish(self, bucket: Bucket) -> Pending | None:
-        """Start gathering a stepped bucket, where weights rest replicated and masters do not."""
-        if not self.stage.publishes_after_step:
-            return None
-        return self.collectives.all_gather(bucket.full, self.layout.names_in(bucket.layout), Purpose.WEIGHTS)
+    def publish(self, stepped: Iterable[Bucket]) -> None:
+        """Gather each bucket as soon as it is stepped, where weights rest replicated and masters do not.
+
+        Returns when all have landed, or with ``overlap_param_gather`` at once (``arrivals``).
+        """
+        pending: list[Pending] = []
+        for bucket in stepped:
+            if not self.stage.publishes_after_step:
+                continue
+            names = self.layout.names_in(bucket.layout)
+            pending.append(self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS))
+            if self.arrivals is not None:
+                self.arrivals.depart(bucket, pending.pop())
+        for each in pending:
+            each.wait()
+        if self.arrivals is not None:
+            self.arrivals.hide()
+
+    def await_weights(self) -> None:
+        """Nothing is in flight afterwards that a step or a read of whole buckets could meet."""
+        if self.arrivals is not None:
+            self.arrivals.await_all()
 
     @property
     def pinned(self) -> bool:
@@ -184,6 +205,7 @@ class Core:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.await_weights()
         self.schedule.rest()
         for unit in self.units:
             if self.stage.moves_weights:
@@ -270,23 +292,33 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     window = Window(config.gradient_accumulation_steps or 1)
     schedule = Schedule(units, stage, collectives, reducer, window, zero.stage3_prefetch_bucket_size)
     schedule.on_complete = lambda: reducer.agree(lambda: torch.zeros(0, dtype=torch.uint8))
-    core = Core(stage, mesh, collectives, pool, found, plan, units, reducer, schedule, window, buffers, Guard())
-    _attach(core, model)
+    arrivals, blocks = None, list[tuple[str, nn.Module]]()
+    if config.overlap_param_gather and stage.publishes_after_step and mesh.ranks > 1:
+        blocks, block_of = partition.find_blocks(model, zero.units)
+        numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
+        members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
+        arrivals = Arrivals(units[0].members, members_of)
+    core = Core(
+        stage, mesh, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard()
+    )
+    _attach(core, model, blocks or found.units)
     core.versions[:] = [parameter._version for parameter in found.inside]
     return core
 
 
-def _attach(core: Core, model: nn.Module) -> None:
+def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.handles.extend(hooks.attach_gradients(core.schedule, trainable))
     if not core.stage.moves_weights:
         core.handles.extend(hooks.attach_settle(core.schedule, model))
+        if core.arrivals is not None:
+            core.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
         core.guard.marked = model
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
-    modules = {module: index for index, (_, module) in enumerate(core.partition.units, start=1)}
     core.handles.extend(hooks.attach_weights(core.schedule, model, modules))
 
     def refuse() -> None:

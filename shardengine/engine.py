@@ -194,11 +194,9 @@ class Engine(Inspection):
             core.schedule.on_complete()
         self._report.observe(self._live_bytes())
         core.schedule.rest()
+        core.await_weights()
         with torch.no_grad():
-            published = [core.publish(bucket) for bucket in optimizer.step_buckets()]
-        for pending in published:
-            if pending is not None:
-                pending.wait()
+            core.publish(optimizer.step_buckets())
         core.note_stepped()
         core.reducer.release()
         self._applied = True

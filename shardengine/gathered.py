@@ -29,6 +29,7 @@ from shardengine.unit import Unit
 @contextmanager
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
+    core.await_weights()
     chosen = None if names is None else [names] if isinstance(names, str) else list(names)
     facts = {"list of names given to full_params": ["every name"] if chosen is None else chosen}
     compare(core.collectives, {**facts, "writable flag of full_params": [str(writable)]})
@@ -61,6 +62,7 @@ def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
 
 def _whole_values(core: Core) -> dict[int, Tensor]:
     """id(parameter) → whole values on rank 0's CPU, {} elsewhere; collective."""
+    core.await_weights()
     values: dict[int, Tensor] = {}
     for unit in core.units:
         values.update(_stream(core, unit))

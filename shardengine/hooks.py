@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardengine.arrivals import Arrivals
 from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
 
@@ -61,7 +62,7 @@ def _keep_out_of_graphs() -> None:
         "compile the block, not what is around it, by wrapping it before initialize: "
         "model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)"
     )
-    for kind in (_Hook, _Settle):
+    for kind in (_Hook, _Listener):
         kind.__call__ = torch.compiler.disable(kind.__call__, reason=reason)  # type: ignore[method-assign]
 
 
@@ -79,24 +80,49 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
     return [parameter.register_post_accumulate_grad_hook(hook_for(index)) for index, parameter in parameters]
 
 
-class _Settle:
-    """Says that the model's next forward begins. A copy of the model gets one that does nothing."""
+class _Listener:
+    """A hook's body where weights rest whole. A copy of the module gets one that does nothing."""
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         _keep_out_of_graphs()
-        self._schedule = schedule
+        self._call = call
 
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        if self._schedule is not None and torch.is_grad_enabled() and not self._schedule.in_backward:
-            self._schedule.settle()
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Settle, ()
+        return _Listener, ()
 
 
 def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
     """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``."""
-    return [module.register_forward_pre_hook(_Settle(schedule), prepend=True)]
+
+    def settle(_module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled() and not schedule.in_backward:
+            schedule.settle()
+
+    return [module.register_forward_pre_hook(_Listener(settle), prepend=True)]
+
+
+def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Module, int]) -> list[RemovableHandle]:
+    """Let forwards wait for stepped weights: ``blocks`` (module → its group) for their own, others for group 0."""
+    handles: list[RemovableHandle] = []
+    inside = {id(child) for block in blocks for child in block.modules() if child is not block}
+
+    def wait(number: int) -> _Listener:
+        def before(_module: nn.Module, _args: Any) -> None:
+            arrivals.await_group(0)
+            arrivals.await_group(number)
+
+        return _Listener(before)
+
+    for module in root.modules():
+        if id(module) not in inside:
+            handles.append(module.register_forward_pre_hook(wait(blocks.get(module, 0)), prepend=True))
+        read = _Listener(lambda _module, _prefix, _keep: arrivals.await_all())
+        handles.append(module.register_state_dict_pre_hook(read))
+    return handles
 
 
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:

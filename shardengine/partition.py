@@ -73,8 +73,7 @@ def analyse(
     dtypes = {id(p): cast if cast is not None and p.is_floating_point() else p.dtype for p in parameters}
     _check(parameters, all_names, dtypes)
     _check_sparse(model)
-    units = find_units(model, setting) if shards_weights else []
-    units, unit_of = _assign(model, units)
+    units, unit_of = find_blocks(model, setting) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
     specs = [
         ParameterSpec(
@@ -105,6 +104,11 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
     return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
+
+
+def find_blocks(model: nn.Module, setting: str | tuple[str, ...]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+    """The unit modules that own parameters, and id(parameter) → its unit, from 1, where that is exactly one."""
+    return _assign(model, find_units(model, setting))
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:

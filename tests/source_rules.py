@@ -23,7 +23,7 @@ IMPORT_ORDER = (
     "bucket",
     "collectives", "agreement",
     "ddp",
-    "unit", "partition",
+    "unit", "arrivals", "partition",
     "schedule",
     "hooks", "optimizer",
     "core", "gathered", "inspection",

@@ -23,8 +23,8 @@ FROZEN = {
     "ACTIVE": """
         bf16.enabled bf16.master_weights broadcast_buffers communication_data_type debug
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
-        gradient_clipping optimizer.params optimizer.type overlap_comm reproducible scheduler.params
-        scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled train_batch_size
+        gradient_clipping optimizer.params optimizer.type overlap_comm reproducible overlap_param_gather
+        scheduler.params scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled train_batch_size
         train_micro_batch_size_per_gpu
         zero_optimization.reduce_bucket_size zero_optimization.stage
         zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_reshard_after_forward
@@ -40,7 +40,7 @@ FROZEN = {
         fp16.loss_scale_window fp16.min_loss_scale monitor.csv.enabled monitor.csv.job_name
         monitor.csv.output_path monitor.jsonl.enabled monitor.jsonl.job_name monitor.jsonl.output_path
         monitor.tensorboard.enabled monitor.tensorboard.job_name monitor.tensorboard.output_path
-        monitor.wandb.enabled monitor.wandb.group monitor.wandb.project monitor.wandb.team overlap_param_gather
+        monitor.wandb.enabled monitor.wandb.group monitor.wandb.project monitor.wandb.team
         static_graph torch_autocast.lower_precision_safe_modules
         wall_clock_breakdown zero_allow_untested_optimizer zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.fast_init

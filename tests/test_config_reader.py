@@ -77,7 +77,7 @@ def test_a_known_key_without_meaning_is_accepted_and_said_once() -> None:
         {"zero_optimization": {"offload_param": None, "shard_group_size": "all", "zero_hpz_partition_size": 1}},
         {"zero_optimization": {"cpu_offload": False, "mics_shard_size": -1, "zero_quantized_weights": False}},
         {"data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": None}},
-        {"communication_data_type": None, "static_graph": False, "overlap_param_gather": False},
+        {"communication_data_type": None, "static_graph": False},
         {"tensorboard": {"enabled": False, "output_path": "logs"}, "wandb": {"enabled": False}},
         {"activation_checkpointing": {"cpu_checkpointing": False}},
         {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1}},

@@ -1,0 +1,66 @@
+"""Stepped weights on their way (``overlap_param_gather``): who waits for them, and when.
+
+After a step the gathers of stages 1 and 2 are left in flight. Blocks wait for their own parameters as their forward
+begins, everything else as the outermost forward begins; until then the parameters in flight are poison (bucket.poison).
+Must not know: the optimizer, how hooks are registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardengine.bucket import Bucket
+from shardengine.collectives import Pending
+from shardengine.unit import Member
+
+
+class Arrivals:
+    """``members``: all that rest in arenas. groups: their indices per block, first those that are in none."""
+
+    def __init__(self, members: Sequence[Member], groups: Sequence[Iterable[int]]) -> None:
+        self._flights: dict[int, Pending] = {}
+        self._hidden: set[int] = set()
+        self._members = {member.index: member for member in members}
+        self._buckets = {member.index: frozenset(_buckets_of(member)) for member in members}
+        self._groups = [tuple(group) for group in groups]
+
+    def depart(self, bucket: Bucket, pending: Pending) -> None:
+        """``bucket`` is being gathered."""
+        self._flights[bucket.layout.index] = pending
+
+    def hide(self) -> None:
+        """The step is over: parameters that did not land yet become poison."""
+        for index, buckets in self._buckets.items():
+            if not buckets.isdisjoint(self._flights):
+                member = self._members[index]
+                member.show(member.arena.poisons[member.slot])
+                self._hidden.add(index)
+
+    def await_group(self, number: int) -> None:
+        """Wait for the parameters of a group; nothing to do where nothing is in flight."""
+        if self._flights:
+            self._await(self._groups[number])
+
+    def await_all(self) -> None:
+        """Wait for everything."""
+        if self._flights:
+            self._await(self._members)
+
+    def is_hidden(self, parameter: int) -> bool:
+        """Whether the user's parameter is poison now."""
+        return parameter in self._hidden
+
+    def _await(self, parameters: Iterable[int]) -> None:
+        for index in parameters:
+            for bucket in sorted(self._buckets[index] & self._flights.keys()):
+                self._flights.pop(bucket).wait()
+        for index in [i for i in self._hidden if self._buckets[i].isdisjoint(self._flights)]:
+            self._members[index].show(self._members[index].view)
+            self._hidden.discard(index)
+
+
+def _buckets_of(member: Member) -> Iterable[int]:
+    slot = member.arena.layout.slots[member.slot]
+    for bucket in member.arena.layout.buckets:
+        if bucket.start < slot.end and slot.start < bucket.end:
+            yield bucket.index
