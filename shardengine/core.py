@@ -134,6 +134,13 @@ class Core:
             return None
         return self.collectives.all_gather(bucket.full, self.layout.names_in(bucket.layout), Purpose.WEIGHTS)
 
+    def adopt_weights(self) -> None:
+        """The shards were written (a checkpoint was loaded): full weights that rest replicated follow; collective."""
+        with torch.no_grad():
+            for state in self.reducer.buckets:
+                if (pending := self.publish(state.bucket)) is not None:
+                    pending.wait()
+
     @property
     def pinned(self) -> bool:
         """Whether a ``full_params`` is open."""
