@@ -22,7 +22,7 @@ Pools = Callable[[int], RankPool]
 def make(model: str, kind: str, stage: str, micros: int = 1, **zero: Any) -> Any:
     return cases.make_engine(
         cases.MODELS[model](), cases.config_of(stage, micros, zero=zero), kind,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7], gamma=0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 8], gamma=0.5),
     )  # fmt: skip
 
 
