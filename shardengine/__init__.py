@@ -13,8 +13,7 @@ from shardengine.engine import Engine, initialize
 from shardengine.errors import ConfigError, ShardEngineError
 from shardengine.launcher import launch
 from shardengine.mesh import Mesh
-
-__version__ = "0.1.0"
+from shardengine.version import __version__
 
 __all__ = [
     "Config",

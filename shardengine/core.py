@@ -40,10 +40,12 @@ class Guard:
 
     open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
+    versions: of the parameters, as the engine left them: torch counts every in-place write.
     """
 
     open: bool = False
     marked: Any = None
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,6 @@ class Core:
     buffers: BufferSync
     arrivals: Arrivals | None
     guard: Guard
-    versions: list[int] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def verify_parameters(self) -> None:
@@ -115,14 +116,14 @@ class Core:
     def note_stepped(self) -> None:
         """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
         torch.autograd.graph.increment_version(self.partition.inside)
-        self.versions[:] = [parameter._version for parameter in self.partition.inside]
+        self.guard.versions[:] = [parameter._version for parameter in self.partition.inside]
 
     def adopt_written_weights(self) -> None:
         """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``)."""
         versions = [parameter._version for parameter in self.partition.inside]
-        if versions == self.versions:
+        if versions == self.guard.versions:
             return
-        self.versions[:] = versions
+        self.guard.versions[:] = versions
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
             bucket.adopt_weights()
 
@@ -194,6 +195,14 @@ class Core:
         """Nothing is in flight afterwards that a step or a read of whole buckets could meet."""
         if self.arrivals is not None:
             self.arrivals.await_all()
+
+    def adopt_masters(self) -> None:
+        """What optimizers step was written (a checkpoint was loaded): the weights follow everywhere; collective."""
+        with torch.no_grad():
+            for state in self.reducer.buckets:
+                state.bucket.adopt_master()
+            self.publish(state.bucket for state in self.reducer.buckets)
+        self.await_weights()
 
     @property
     def pinned(self) -> bool:
@@ -302,7 +311,7 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         stage, mesh, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard()
     )
     _attach(core, model, blocks or found.units)
-    core.versions[:] = [parameter._version for parameter in found.inside]
+    core.guard.versions[:] = [parameter._version for parameter in found.inside]
     return core
 
 

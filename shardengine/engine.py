@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardengine import checkpoint, gathered, lr_schedules
 from shardengine import core as core_module
-from shardengine import gathered, lr_schedules
 from shardengine import mesh as mesh_module
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
@@ -262,6 +262,25 @@ class Engine(Inspection):
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> Path:
+        """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
+
+        Between steps only. tag: default ``step-<global_steps>``; one that is there is replaced once the new one is
+        whole. client_state: JSON, rank 0's is kept. A failure raises on every rank and leaves the previous one intact.
+        """
+        return checkpoint.save(self, directory, tag, client_state)
+
+    def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> checkpoint.Checkpoint:
+        """Go on from ``directory/tag`` (default: what ``latest`` names), bit for bit; collective.
+
+        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed.
+        """
+        return checkpoint.load(self, directory, tag)
 
     # Mode, end
 

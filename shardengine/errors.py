@@ -4,6 +4,7 @@
     ├── ConfigError  (ValueError)    the JSON config is wrong; lists every problem of the file at once
     ├── UsageError   (RuntimeError)  the library was called in a way it cannot serve (model, optimizer, order of calls)
     ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
+    ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or could not be written
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
 
@@ -38,6 +39,10 @@ class MismatchError(ShardEngineError, RuntimeError):
 
 class CommunicationError(ShardEngineError, RuntimeError):
     """A collective failed or timed out."""
+
+
+class CheckpointError(ShardEngineError, RuntimeError):
+    """A checkpoint is missing or damaged, or could not be written."""
 
 
 class InternalError(ShardEngineError, AssertionError):

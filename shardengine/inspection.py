@@ -27,6 +27,9 @@ class Inspection:
     module: nn.Module
     config: Config
     optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    global_steps: int
+    global_samples: int
     _core: Core
     _window: Window
     _report: Report

@@ -17,7 +17,7 @@ PACKAGE = "shardengine"
 # Each file may import only files above it. A name with files below it (stages, kernels, …) is one entry; inside such a
 # package the files may import each other as long as there is no cycle.
 IMPORT_ORDER = (
-    "errors", "placement", "accumulation",
+    "errors", "version", "placement", "accumulation",
     "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
     "rendezvous", "mesh", "lr_schedules", "launcher", "kernels", "lion",
     "bucket",
@@ -27,6 +27,7 @@ IMPORT_ORDER = (
     "schedule",
     "hooks", "optimizer",
     "core", "gathered", "inspection",
+    "checkpoint",
     "engine", "__init__",
     "app", "cli", "__main__",
 )  # fmt: skip

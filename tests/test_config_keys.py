@@ -23,8 +23,9 @@ FROZEN = {
     "ACTIVE": """
         bf16.enabled bf16.master_weights broadcast_buffers communication_data_type debug
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
-        gradient_clipping optimizer.params optimizer.type overlap_comm reproducible overlap_param_gather
-        scheduler.params scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled train_batch_size
+        gradient_clipping optimizer.params optimizer.type overlap_comm overlap_param_gather reproducible
+        scheduler.params scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
+        train_batch_size
         train_micro_batch_size_per_gpu
         zero_optimization.reduce_bucket_size zero_optimization.stage
         zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_reshard_after_forward

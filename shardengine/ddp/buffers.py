@@ -24,7 +24,7 @@ class BufferSync:
         if self._collectives.mesh.ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for name, buffer in self._buffers(persistent_only).items():
+        for name, buffer in self.named(persistent_only=persistent_only).items():
             by_dtype.setdefault(buffer.dtype, []).append((name, buffer))
         for named in by_dtype.values():
             flat = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
@@ -33,7 +33,8 @@ class BufferSync:
                 for (_, buffer), part in zip(named, flat.split([b.numel() for _, b in named]), strict=True):
                     buffer.copy_(part.view_as(buffer))
 
-    def _buffers(self, persistent_only: bool) -> dict[str, Tensor]:
+    def named(self, *, persistent_only: bool) -> dict[str, Tensor]:
+        """Buffers by name; without those that are not in the state dict where ``persistent_only``."""
         found: dict[str, Tensor] = {}
         for prefix, module in self._module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):

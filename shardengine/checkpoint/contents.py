@@ -1,0 +1,124 @@
+"""What a checkpoint consists of: every tensor as (name, state, first element, values). The seam to any layout.
+
+Owns: which rank writes which elements, and which views take them back. Must not know: files, JSON.
+
+A part is a flat interval of one parameter (state "weight", or the optimizer's name for it) or a whole buffer (state
+"buffer"). Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
+replicated ones (stage 0) cut by the same slices, frozen parameters outside of the arenas and buffers by rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardengine.core import Core
+from shardengine.layout import Piece
+from shardengine.optimizer import ShardedOptimizer
+
+WEIGHT, BUFFER = "weight", "buffer"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [first, end) of a tensor. ``values`` is a view of the engine's own memory, flat unless it is a whole."""
+
+    name: str
+    state: str
+    first: int
+    values: Tensor
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.first + self.values.numel()
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        return key_of(self.name, self.state, self.first, self.end)
+
+
+def key_of(name: str, state: str, first: int, end: int) -> str:
+    """The name that elements [first, end) have in a file."""
+    return f"{name}/{state}[{first}:{end}]"
+
+
+def held(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
+    """Everything that this rank holds, as views; to load a checkpoint is to write all of them."""
+    names = [spec.name for spec in core.layout.parameters]
+    if optimizer is not None:
+        for parameter, state, first, values in optimizer.parameter_state():
+            yield Part(names[parameter], state, first, values)
+    for unit in core.units:
+        for bucket, _ in unit.buckets():
+            if bucket.layout.index >= 0 and optimizer is not None:
+                continue
+            flat, start = bucket.shard, bucket.layout.slice_interval(bucket.rank)[0]
+            if not core.stage.moves_weights:
+                flat, start = bucket.full, bucket.layout.start
+            for piece in core.layout.pieces(bucket.layout):
+                if (cut := _clip(piece, start, start + flat.numel())) is not None:
+                    yield Part(names[cut.parameter], WEIGHT, cut.offset, flat[cut.start - start : cut.end - start])
+    for name, outside in core.partition.named_outside():
+        yield Part(name, WEIGHT, 0, outside.data)
+    for name, buffer in core.buffers.named(persistent_only=True).items():
+        yield Part(name, BUFFER, 0, buffer.detach())
+
+
+def owned(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
+    """What this rank writes: ``held``, cut to its slices; whole tensors on rank 0 alone."""
+    slices: dict[str, list[Piece]] = {}
+    for arena in core.layout.arenas:
+        for bucket in arena.buckets:
+            interval = bucket.slice_interval(core.mesh.rank)
+            for piece in core.layout.pieces(bucket):
+                mine = slices.setdefault(core.layout.parameters[piece.parameter].name, [])
+                if (cut := _clip(piece, *interval)) is not None:
+                    mine.append(cut)
+    for part in held(core, optimizer):
+        if part.state == BUFFER or part.name not in slices:
+            if core.mesh.rank == 0:
+                yield part
+            continue
+        for cut in slices[part.name]:
+            first, end = max(part.first, cut.offset), min(part.end, cut.offset + cut.end - cut.start)
+            if first < end:
+                yield Part(part.name, part.state, first, part.values[first - part.first : end - part.first])
+
+
+def parameter_table(core: Core) -> list[dict[str, Any]]:
+    """Every parameter of the model, in registration order: all its names, shape, dtype, optimizer group."""
+    specs = {id(p): spec for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True)}
+    rows: dict[int, dict[str, Any]] = {}
+    for name, parameter in core.partition.names.items():
+        spec = specs.get(id(parameter))
+        row = rows.setdefault(
+            id(parameter),
+            {
+                "names": [],
+                "shape": list(parameter.shape),
+                "dtype": str(parameter.dtype).removeprefix("torch."),
+                "trainable": spec is not None and spec.trainable,
+                "group": -1 if spec is None else spec.group,
+            },
+        )
+        row["names"].append(name)
+    return list(rows.values())
+
+
+def buffer_table(core: Core) -> list[dict[str, Any]]:
+    """Every persistent buffer: name, shape, dtype."""
+    return [
+        {"name": name, "shape": list(buffer.shape), "dtype": str(buffer.dtype).removeprefix("torch.")}
+        for name, buffer in core.buffers.named(persistent_only=True).items()
+    ]
+
+
+def _clip(piece: Piece, start: int, end: int) -> Piece | None:
+    """The part of ``piece`` inside [start, end) of its arena."""
+    first, last = max(piece.start, start), min(piece.end, end)
+    return Piece(piece.parameter, first, last, piece.offset + first - piece.start) if first < last else None
