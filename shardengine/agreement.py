@@ -40,7 +40,7 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
 def compare(collectives: Collectives, facts: dict[str, list[str]]) -> None:
     """``facts`` (topic → lines) must be equal on all ranks; ``MismatchError`` names the first difference and ranks."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-    rows = collectives.exchange(torch.frombuffer(bytearray(digest), dtype=torch.uint8), ", ".join(facts))
+    rows = collectives.exchange(torch.frombuffer(bytearray(digest), dtype=torch.uint8), _subject(facts))
     if all(torch.equal(row, rows[0]) for row in rows):
         return
     everyone = collectives.exchange_objects(facts)
@@ -54,6 +54,10 @@ def compare(collectives: Collectives, facts: dict[str, list[str]]) -> None:
                 f"(ranks that differ from rank 0: {different}); expected the same on every rank. "
                 "Build the model and read the config the same way everywhere"
             )
+
+
+def _subject(facts: dict[str, list[str]]) -> str:
+    return ", ".join(f"{topic} {lines[0]}" if len(lines) == 1 else topic for topic, lines in facts.items())
 
 
 def _first_difference(ours: list[str], theirs: list[str]) -> tuple[str, str]:

@@ -46,6 +46,11 @@ class Arrivals:
         if self._flights:
             self._await(self._members)
 
+    def drop(self) -> None:
+        """After a fault: forget what is in flight."""
+        self._flights.clear()
+        self._hidden.clear()
+
     def is_hidden(self, parameter: int) -> bool:
         """Whether the user's parameter is poison now."""
         return parameter in self._hidden

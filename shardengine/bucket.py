@@ -164,6 +164,16 @@ class Arena:
             bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
         self.flat.untyped_storage().resize_(0)
 
+    def relocate(self) -> None:
+        """The same contents in a new storage; the old one belongs to whoever still holds it."""
+        before = self.flat
+        self._build()
+        self.flat.copy_(before)
+        for bucket in self.buckets:
+            bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
+            if not bucket.separate:
+                bucket.shard = bucket.own_slice(bucket.full)
+
     def clear_gaps(self, tensor: Tensor, start: int, end: int) -> None:
         """Zero the padding in ``tensor``, which holds elements [start, end) of this arena's coordinates."""
         for first, last in self.layout.gaps:
@@ -191,6 +201,11 @@ class BufferPool:
     def give(self, buffer: Tensor) -> None:
         """Hand a buffer of ``take`` back. On CUDA its users are ordered by the stream that both calls run on."""
         self._free.setdefault((buffer.dtype, buffer.numel(), buffer.device), []).append(buffer)
+
+    def forget(self) -> None:
+        """Free every buffer, and count no longer those that were taken: their takers are gone."""
+        self._free.clear()
+        self.allocated_bytes = 0
 
     def clear(self) -> None:
         """Free every buffer that nobody has taken."""

@@ -2,8 +2,12 @@
 
 Must not know: modules, hooks, stages. At one rank everything here is a no-op on the same path.
 
-Every collective passes through ``Collectives._issue``, which counts its bytes, compares it across ranks in debug mode,
-and turns a failure into an error that names the operation, the bucket's parameters and the rank.
+Every collective passes through ``Collectives._issue`` with a ``Record`` of what it is. There its bytes are counted and
+debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and ranks.
+
+[Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
+slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the
+host never blocks there; it learns of a fault in the next exchange, which is always gloo's.
 
 [Note: Direct reduce-scatter] All-to-all of slices, then a local sum in tree order (kernels: [Note: One arithmetic]).
 It sends (N-1)/N of the bucket like a ring, has one order of summation at any bucket size, and sums in fp32 whatever the
@@ -19,7 +23,8 @@ import enum
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +32,13 @@ from torch import Tensor
 
 from shardengine.bucket import BufferPool
 from shardengine.errors import CommunicationError, MismatchError
+from shardengine.faults import Faults, Notice, Waiting
 from shardengine.kernels import tree_sum
 from shardengine.mesh import Mesh
 
 _MAX_BROADCAST_RANKS = 8
 _ANNOUNCEMENT_BYTES = 256
+_SLICE = timedelta(seconds=0.5)
 
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,28 +61,67 @@ class Purpose(enum.Enum):
 STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
 
 
+class Record(NamedTuple):
+    """What a collective is. sequence: among all that this rank issued; place: among those of its group.
+
+    what: the bucket, or what is exchanged · names: the parameters in it · sent: bytes that this rank sends
+    """
+
+    sequence: int
+    place: int
+    group: str
+    operation: str
+    what: str
+    names: tuple[str, ...]
+    sent: int
+    purpose: Purpose
+
+    @property
+    def subject(self) -> str:
+        """The bucket with its parameters, or what is exchanged."""
+        names = _shorten(self.names)
+        return f"{self.what} ({names})" if self.what and names else self.what or names
+
+    @property
+    def announcement(self) -> str:
+        """What debug mode compares."""
+        return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
+
+    def describe(self, rank: int) -> str:
+        """For errors."""
+        return f"{self.operation} number {self.place} on rank {rank} for {self.subject}"
+
+    def waiting(self, rank: int) -> Waiting:
+        """For the other ranks, while this one waits."""
+        return Waiting(self.describe(rank), f"{self.group} {self.place} {self.operation} {self.subject}")
+
+
 class Pending:
     """A collective in flight. ``wait`` blocks until its result may be used (on CUDA: makes the stream wait)."""
 
     def __init__(
-        self, works: Sequence[dist.Work], describe: Callable[[], str], finish: Callable[[], None] | None
+        self,
+        works: Sequence[dist.Work] = (),
+        settle: Callable[[dist.Work], Any] = dist.Work.wait,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._works = works
-        self._describe = describe
+        self._settle = settle
         self._finish = finish
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return all(work.is_completed() for work in self._works)
 
+    def arrive(self) -> None:
+        """Wait until the data is there; the local part is still to be done."""
+        for work in self._works:
+            self._settle(work)
+        self._works = ()
+
     def wait(self) -> None:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise CommunicationError(f"{self._describe()} failed: {error}") from error
-        self._works = ()
+        self.arrive()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -87,13 +133,18 @@ class Collectives:
     def __init__(
         self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False
     ) -> None:
-        self.mesh = mesh
         self.sent: Counter[Purpose] = Counter()
         self._pool = pool
         self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
         self._direct = direct
         self._debug = debug
-        self._sequence = 0
+        self.use(mesh)
+
+    def use(self, mesh: Mesh) -> None:
+        """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
+        self.mesh = mesh
+        self.faults = Faults(mesh)
+        self._places: Counter[str] = Counter()
 
     @property
     def may_poll(self) -> bool:
@@ -103,11 +154,14 @@ class Collectives:
         """
         return self.mesh.backend == "gloo"
 
-    def all_gather(self, full: Tensor, names: Sequence[str], purpose: Purpose) -> Pending:
-        """Fill ``full`` (flat, ranks · slice elements) in place; this rank's slice is already in its place."""
+    def all_gather(self, full: Tensor, names: Sequence[str], purpose: Purpose, what: str = "") -> Pending:
+        """Fill ``full`` (flat, ranks · slice elements) in place; this rank's slice is already in its place.
+
+        names, what: the parameters and the bucket, for errors.
+        """
         mesh = self.mesh
         if mesh.ranks == 1:
-            return Pending((), str, None)
+            return Pending()
         sent = _sendable(full)
         slices = sent.chunk(mesh.ranks)
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
@@ -120,16 +174,17 @@ class Collectives:
             def call() -> list[dist.Work]:
                 return [_all_gather_single(sent, slices[mesh.rank], group=mesh.gather, async_op=True)]
 
-        return self._issue("all-gather", call, full.nbytes * (mesh.ranks - 1) // mesh.ranks, names, purpose)
+        size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
+        return self._issue(self._record("gather", "all-gather", what, names, size, purpose), call)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, names: Sequence[str]) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, names: Sequence[str], what: str = "") -> Pending:
         """``out`` (a slice, fp32; may be this rank's slice of ``full``) = the sum over ranks of its slice of ``full``.
 
-        ``full`` may be overwritten only after ``wait``.
+        ``full`` may be overwritten only after ``wait``. names, what: as in ``all_gather``.
         """
         mesh = self.mesh
         if mesh.ranks == 1:
-            return Pending((), str, lambda: tree_sum([full], out))
+            return Pending(finish=lambda: tree_sum([full], out))
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         received = self._pool.take(full.numel() if self._direct else out.numel(), full.dtype, full.device)
 
@@ -142,10 +197,11 @@ class Collectives:
             tree_sum(received.split(out.numel()), out)
             self._pool.give(received)
 
-        return self._issue("reduce-scatter", call, sent, names, Purpose.GRADIENTS, finish)
+        record = self._record("reduce", "reduce-scatter", what, names, sent, Purpose.GRADIENTS)
+        return self._issue(record, call, finish)
 
-    def broadcast(self, tensor: Tensor, names: Sequence[str], purpose: Purpose) -> None:
-        """Rank 0's ``tensor`` (contiguous) to all; blocks."""
+    def broadcast(self, tensor: Tensor, names: Sequence[str], purpose: Purpose, what: str = "") -> None:
+        """Rank 0's ``tensor`` (contiguous) to all; blocks. names, what: as in ``all_gather``."""
         if self.mesh.ranks == 1:
             return
         flat = _sendable(tensor.detach().view(-1))
@@ -154,7 +210,7 @@ class Collectives:
             return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
-        self._issue("broadcast", call, sent, names, purpose).wait()
+        self._issue(self._record("gather", "broadcast", what, names, sent, purpose), call).wait()
 
     def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
@@ -163,14 +219,13 @@ class Collectives:
         """
         if self.mesh.ranks == 1:
             return payload.unsqueeze(0)
-        self.sent[Purpose.CONTROL] += payload.numel() * (self.mesh.ranks - 1)
         gathered = payload.new_empty(self.mesh.ranks * payload.numel())
-        try:
-            _all_gather_single(gathered, payload, group=self.mesh.control)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"the exchange of {what} on rank {self.mesh.rank} failed: {error}. Did every rank make the same call?"
-            ) from error
+
+        def call() -> list[dist.Work]:
+            return [_all_gather_single(gathered, payload, group=self.mesh.control, async_op=True)]
+
+        sent = payload.numel() * (self.mesh.ranks - 1)
+        self._issue(self._record("control", "exchange", what, (), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -188,37 +243,39 @@ class Collectives:
         """Wait until every rank is here."""
         self.exchange(torch.zeros(1, dtype=torch.uint8))
 
+    def _record(
+        self, group: str, operation: str, what: str, names: Sequence[str], sent: int, purpose: Purpose
+    ) -> Record:
+        places = self._places
+        if purpose is not Purpose.CONTROL:
+            places["all"] += 1
+        places[group] += 1
+        return Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
+
     def _issue(
-        self,
-        operation: str,
-        call: Callable[[], list[dist.Work]],
-        sent: int,
-        names: Sequence[str],
-        purpose: Purpose,
-        finish: Callable[[], None] | None = None,
+        self, record: Record, call: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
     ) -> Pending:
         """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
-        self._sequence += 1
-        number = self._sequence
-
-        def describe() -> str:
-            return f"{operation} number {number} on rank {self.mesh.rank} for {_shorten(names)}"
-
-        if self._debug:
-            self._compare(f"{number} {operation} {sent} bytes {_shorten(names)}")
-        self.sent[purpose] += sent
+        is_data = record.purpose is not Purpose.CONTROL
+        if self._debug and is_data:
+            self._compare(record.announcement)
+        self.sent[record.purpose] += record.sent
         try:
-            pending = Pending(call(), describe, finish)
-            if not self._overlap:
-                for work in pending._works:
-                    work.wait()
+            works = call()
         except RuntimeError as error:
-            raise CommunicationError(f"{describe()} failed: {error}") from error
+            raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
+        mesh, faults = self.mesh, self.faults
+        if mesh.backend != "nccl" or not is_data:
+            pending = Pending(works, lambda work: _settle(work, record, faults), finish)
+        else:
+            pending = Pending(works, lambda work: _order(work, record, mesh.rank), finish)
+        if not self._overlap and is_data:
+            pending.arrive()
         return pending
 
     def _compare(self, announcement: str) -> None:
         raw = announcement.encode()[:_ANNOUNCEMENT_BYTES].ljust(_ANNOUNCEMENT_BYTES)
-        rows = self.exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        rows = self.exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "what is issued next (debug)")
         texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
         for rank, text in enumerate(texts):
             if text != texts[0]:
@@ -226,6 +283,44 @@ class Collectives:
                     f"collectives differ between ranks: rank 0 issues [{texts[0]}], rank {rank} issues [{text}]; "
                     "expected the same order everywhere. Do the ranks take different branches of the model?"
                 )
+
+
+def _settle(work: dist.Work, record: Record, faults: Faults) -> None:
+    """Wait for ``work`` ([Note: Waiting in slices])."""
+    try:
+        work.wait(_SLICE)
+        return
+    except RuntimeError:
+        pass  # the slice is over, or the work has failed: then it is completed
+    rank = faults.mesh.rank
+    watch = faults.watch(record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
+    try:
+        while not work.is_completed():
+            watch.look()
+            if watch.overdue:
+                raise CommunicationError(
+                    f"{record.describe(rank)} did not end within {faults.mesh.timeout_s:g} s. {watch.verdict()}"
+                )
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                continue
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
+    except CommunicationError as error:
+        faults.tell(Notice(str(error), gave_up=True))
+        raise
+    watch.end()
+
+
+def _order(work: dist.Work, record: Record, rank: int) -> None:
+    """Make the stream wait for ``work``; the host goes on."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(f"{record.describe(rank)} failed: {error}") from error
 
 
 _KNOWN_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)

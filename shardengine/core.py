@@ -53,7 +53,6 @@ class Core:
     """Everything below the engine's surface, wired."""
 
     stage: stages.Stage
-    mesh: Mesh
     collectives: Collectives
     pool: BufferPool
     partition: Partition
@@ -66,6 +65,11 @@ class Core:
     arrivals: Arrivals | None
     guard: Guard
     handles: list[RemovableHandle] = field(default_factory=list)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks and today's groups; ``reset()`` replaces them."""
+        return self.collectives.mesh
 
     def verify_parameters(self) -> None:
         """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
@@ -183,7 +187,7 @@ class Core:
             if not self.stage.publishes_after_step:
                 continue
             names = self.layout.names_in(bucket.layout)
-            pending.append(self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS))
+            pending.append(self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS, bucket.layout.label))
             if self.arrivals is not None:
                 self.arrivals.depart(bucket, pending.pop())
         for each in pending:
@@ -307,9 +311,7 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
         members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
         arrivals = Arrivals(units[0].members, members_of)
-    core = Core(
-        stage, mesh, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard()
-    )
+    core = Core(stage, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard())
     _attach(core, model, blocks or found.units)
     core.guard.versions[:] = [parameter._version for parameter in found.inside]
     return core

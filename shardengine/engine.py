@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import checkpoint, gathered, lr_schedules
+from shardengine import checkpoint, gathered, lr_schedules, recovery
 from shardengine import core as core_module
 from shardengine import mesh as mesh_module
 from shardengine.agreement import together
@@ -27,6 +27,7 @@ from shardengine.errors import UsageError
 from shardengine.inspection import Inspection, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer, groups_for
+from shardengine.recovery import announced
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -115,6 +116,7 @@ class Engine(Inspection):
 
     # Forward and backward
 
+    @announced("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
         core = self._need_core()
@@ -132,6 +134,7 @@ class Engine(Inspection):
             self._buffers_sent = False
             raise
 
+    @announced("backward")
     def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
         """Backward of ``loss`` divided by the accumulation steps; returns that scaled loss.
 
@@ -173,6 +176,7 @@ class Engine(Inspection):
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
         self._window.set_boundary(bool(is_boundary))
 
+    @announced("step")
     def step(self, *, flush: bool = False) -> None:
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
 
@@ -197,8 +201,13 @@ class Engine(Inspection):
         core.await_weights()
         with torch.no_grad():
             core.publish(optimizer.step_buckets())
+        self._end_step()
+
+    def _end_step(self) -> None:
+        core, optimizer, window = self._core, self._need_optimizer("step()"), self._window
         core.note_stepped()
         core.reducer.release()
+        optimizer.end_window()
         self._applied = True
         self._buffers_sent = False
         micro_batches = window.close()
@@ -217,15 +226,32 @@ class Engine(Inspection):
         """Forget the gradients of the window; it starts anew.
 
         Also the way on after a forward or backward that raised *on every rank, at the same place*; after a failure of
-        one rank alone the others are waiting for it, and the ranks must be started again.
+        one rank alone, call ``reset()`` on every rank instead.
         """
+        if self.optimizer is not None:
+            self.optimizer.require_whole()
         self._need_core().schedule.settle()
         self._core.schedule.rest()
         self._core.reducer.release()
         self._buffers_sent = False
         if self.optimizer is not None:
-            self.optimizer.forget_clipping()
+            self.optimizer.end_window()
         self._window.restart()
+
+    def reset(self) -> None:
+        """After a fault: every rank returns to the last completed step, over new process groups; collective.
+
+        The window is dropped, unless some rank had begun to update weights: then all ranks finish that step (see
+        ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint. CommunicationError
+        names the ranks that do not call it within ``timeout_s``. A Mesh of the caller's is no longer used afterwards.
+        """
+        core, optimizer = self._need_core(), self.optimizer
+        found = recovery.reset(core, optimizer, self.global_steps, owned=self._owns_mesh)
+        self._owns_mesh = True
+        if found.finished:
+            self._end_step()
+        self.zero_grad()
+        found.check(core, optimizer)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first."""

@@ -49,7 +49,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
                 unit.unpin(core.collectives, writable=writable)
             for unit in units if writable and not core.stage.moves_weights else ():
                 for bucket, names_in in unit.buckets():
-                    core.collectives.broadcast(bucket.full, names_in, Purpose.WHOLE_WEIGHTS)
+                    core.collectives.broadcast(bucket.full, names_in, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
                     bucket.adopt_weights()
 
 
@@ -155,7 +155,7 @@ def _stream(core: Core, unit: Unit) -> dict[int, Tensor]:
         if core.stage.moves_weights:
             full = core.pool.take(bucket.layout.length, full.dtype, full.device)
             bucket.own_slice(full).copy_(bucket.shard)
-            core.collectives.all_gather(full, names, Purpose.WHOLE_WEIGHTS).wait()
+            core.collectives.all_gather(full, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label).wait()
         for piece in core.layout.pieces(bucket.layout) if keep else ():
             numel = core.layout.parameters[piece.parameter].numel
             flat = whole.setdefault(piece.parameter, torch.empty(numel, dtype=full.dtype))

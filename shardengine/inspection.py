@@ -25,10 +25,10 @@ class Inspection:
     """The reading half of the engine's surface."""
 
     module: nn.Module
+    global_steps: int
     config: Config
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
-    global_steps: int
     global_samples: int
     _core: Core
     _window: Window

@@ -101,6 +101,11 @@ class BucketLayout:
     ranks: int
 
     @property
+    def label(self) -> str:
+        """For errors."""
+        return f"bucket {self.index}" if self.index >= 0 else f"frozen bucket {self.start} of arena {self.arena}"
+
+    @property
     def length(self) -> int:
         """Elements, padding included."""
         return self.end - self.start

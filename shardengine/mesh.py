@@ -10,8 +10,9 @@ handshakes) use a third group on CPU.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,22 @@ from shardengine import rendezvous
 from shardengine.errors import UsageError
 
 Group = dist.ProcessGroup | None
+
+
+class Store(Protocol):
+    """What is used of torch's store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Put a text."""
+
+    def get(self, key: str) -> bytes:
+        """The text of a key; waits for one that is not there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of ``keys`` are there."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that begins at 0; the new one."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,7 @@ class Mesh:
     control: Group = None
     backend: str = "none"
     owns_default_group: bool = False
+    timeout_s: float = 600.0
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Give the groups back, and the default process group if ``build`` made it; the caller's own stays.
@@ -47,6 +65,34 @@ class Mesh:
                 dist.barrier()
             dist.destroy_process_group()
             return
+        self._drop_groups()
+
+    def renew(self, *, owned: bool) -> Mesh:
+        """The same ranks over new groups of the same default process group; collective.
+
+        owned: the old groups are nobody else's, so they end, which breaks off what is in flight on them. Otherwise
+        they are left alone, and the default process group stays the caller's.
+        """
+        if self.ranks == 1:
+            return self
+        if owned:
+            self._drop_groups()
+        gather, reduce, control = _new_groups(self.backend, self.timeout_s)
+        owns = self.owns_default_group and owned
+        return replace(self, gather=gather, reduce=reduce, control=control, owns_default_group=owns)
+
+    def store(self) -> Store | None:
+        """A connection of its own to the process group's store, under a name that belongs to these groups alone.
+
+        None where nothing is sent. Connecting blocks while the process that hosts the store does not answer.
+        """
+        if self.control is None or not dist.is_initialized():
+            return None
+        shared = dist.distributed_c10d._get_default_store()
+        store: Store = dist.PrefixStore(f"shardengine/{self.control.group_name}", shared.clone())  # type: ignore[attr-defined]
+        return store
+
+    def _drop_groups(self) -> None:
         for group in (self.gather, self.reduce, self.control):
             if group is not None:
                 dist.destroy_process_group(group)
@@ -76,11 +122,16 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(0, 1, device, owns_default_group=owns)
+    gather, reduce, control = _new_groups(backend, timeout_s)
+    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, owns, timeout_s)
+
+
+def _new_groups(backend: str, timeout_s: float) -> tuple[Group, Group, Group]:
+    """Gather, reduce and control; collective."""
     timeout = timedelta(seconds=timeout_s)
     gather = dist.new_group(backend=backend, timeout=timeout)
     reduce = dist.new_group(backend=backend, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, owns)
+    return gather, reduce, dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _use(device: torch.device) -> torch.device:

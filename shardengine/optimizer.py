@@ -11,8 +11,10 @@ The three phases of a step, repeated as comments below:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,6 +65,19 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return kind
 
 
+@dataclass
+class Update:
+    """How far the update of the window's step is on this rank, so that ``engine.reset()`` can finish it.
+
+    begun: step counts have advanced · stepped: whole buckets that are done · torn: inside of a bucket's kernels
+    """
+
+    divisor: Tensor | None = None
+    begun: bool = False
+    stepped: int = 0
+    torn: bool = False
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps this rank's shards.
 
@@ -89,6 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.norm: Tensor | None = None
         self.max_norm = 0.0
         self._next_max_norm: float | None = None
+        self.update: Update | None = None
         self._layout = layout
         self._reducer = reducer
         self._pool = pool
@@ -110,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
         rows = self._reducer.agree(self._squares)
         self.norm = norm_from_squares(rows.flatten().clone().view(torch.float64))
+        self.update = Update()
 
     def _squares(self) -> Tensor:
         """This rank's part of the squared norm, as 8 bytes."""
@@ -123,19 +140,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return squares.cpu().view(1).view(torch.uint8)
 
     def step_buckets(self) -> Iterator[Bucket]:
-        """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped."""
+        """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
+
+        Goes on where an update that was interrupted between two buckets stopped.
+        """
         # 2. update
-        divisor, self._next_max_norm = self._divisor(), None
+        update = self.update = self.update or Update()
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
-        for parameter in self._reducer.touched:
-            self.steps[parameter] += 1
-        for state, segments in zip(self._reducer.buckets, self._current_segments(), strict=True):
+        if not update.begun:
+            update.begun, update.divisor, self._next_max_norm = True, self._divisor(), None
+            for parameter in self._reducer.touched:
+                self.steps[parameter] += 1
+        work = zip(self._reducer.buckets, self._current_segments(), strict=True)
+        for state, segments in itertools.islice(work, update.stepped, None):
             gradient = self._gradient(state)
             for (group, step), tensors in self._by_label(state, gradient, segments):
-                _KERNELS[self.kind](tensors, self.param_groups[group], step, divisor)
+                update.torn = True
+                _KERNELS[self.kind](tensors, self.param_groups[group], step, update.divisor)
             if gradient is not state.gradient:
                 self._pool.give(gradient)
             state.bucket.adopt_master()
+            update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
 
@@ -184,9 +209,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
         self._next_max_norm = max_norm
 
-    def forget_clipping(self) -> None:
-        """The window was dropped, and what ``clip_next_step`` said with it."""
-        self._next_max_norm = None
+    def require_whole(self) -> None:
+        """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
+        if self.update is not None and self.update.begun:
+            raise UsageError(
+                "the last step() was interrupted in the middle of its update, so its window cannot be forgotten: call "
+                "engine.reset() on every rank, which finishes it"
+            )
+
+    def end_window(self) -> None:
+        """The window was stepped or dropped, and what ``clip_next_step`` said with it."""
+        self._next_max_norm = self.update = None
 
     def mark_stepped(self, scheduler: Any) -> None:
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""

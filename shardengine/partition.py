@@ -254,7 +254,7 @@ def _fill(
         view.copy_(member.parameter)
     for bucket in arena.buckets:
         part = source[bucket.layout.start : bucket.layout.end]
-        collectives.broadcast(part, layout.names_in(bucket.layout), Purpose.START)
+        collectives.broadcast(part, layout.names_in(bucket.layout), Purpose.START, bucket.layout.label)
         if wide is not None:
             bucket.full.copy_(part)
             bucket.master = (part if whole_masters else bucket.own_slice(part)).clone()

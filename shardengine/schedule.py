@@ -49,6 +49,7 @@ from shardengine.accumulation import Window
 from shardengine.collectives import Collectives, Purpose
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
+from shardengine.prediction import Traces
 from shardengine.stages import Stage
 from shardengine.unit import Unit, Weights
 
@@ -59,32 +60,6 @@ class Backward(enum.Enum):
     NONE = "none"
     ANNOUNCED = "engine.backward"
     UNANNOUNCED = "loss.backward"
-
-
-class Trace:
-    """The order of gathers in a pass, recorded, and replayed as a prediction."""
-
-    def __init__(self) -> None:
-        self._plan: list[int] = []
-        self._recorded: list[int] = []
-        self._on_track = True
-
-    def demand(self, unit: int) -> None:
-        """``unit`` is needed now."""
-        position = len(self._recorded)
-        self._recorded.append(unit)
-        if position >= len(self._plan) or self._plan[position] != unit:
-            self._on_track = False
-
-    def ahead(self) -> Sequence[int]:
-        """The units predicted to be needed next; empty where the prediction failed."""
-        return self._plan[len(self._recorded) :] if self._on_track else ()
-
-    def end(self) -> None:
-        """The pass is over: what was recorded (if anything ran) is the next prediction."""
-        if self._recorded:
-            self._plan = self._recorded
-        self._recorded, self._on_track = [], True
 
 
 class Hold:
@@ -133,13 +108,18 @@ class Schedule:
         self._prefetch_elements = prefetch
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
-        self._traces = {True: Trace(), False: Trace()}
+        self._traces = Traces()
         self._grad_pass = True
         self._outermost: object | None = None
         self._backward_expected = False
         self._backward = Backward.NONE
         self._window = window
         self.on_complete: Callable[[], object] = lambda: None
+
+    @property
+    def demanded(self) -> Unit:
+        """The unit that was needed last."""
+        return self.units[self._traces.last]
 
     @property
     def in_backward(self) -> bool:
@@ -298,6 +278,13 @@ class Schedule:
         self._backward = Backward.NONE
         self._rest(spare_kept=False)
 
+    def recover(self) -> None:
+        """After a fault: nothing is in flight or predicted (ranks may have recorded other orders); then ``rest``."""
+        self._backward = Backward.NONE
+        for unit in self.units:
+            unit.recover()
+        self._traces = Traces()
+
     def restart(self) -> None:
         """The next forward is an outermost one: the engine is called, or the last forward raised."""
         self._outermost = None
@@ -313,7 +300,7 @@ class Schedule:
         self._end_pass(lambda unit, hold: spare_kept and hold.kept)
 
     def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
-        self._traces[self._grad_pass].end()
+        self._traces.of[self._grad_pass].end()
         if not self._stage.moves_weights:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
@@ -327,7 +314,7 @@ class Schedule:
 
     def _demand(self, index: int) -> None:
         unit = self.units[index]
-        self._traces[self._grad_pass].demand(index)
+        self._traces.demand(self._grad_pass, index)
         if unit.state is Weights.SHARDED:
             self._gather(unit)
         self._prefetch()
@@ -364,7 +351,7 @@ class Schedule:
         """
         budget = self._prefetch_elements
         seen: set[int] = set()
-        for index in self._traces[self._grad_pass].ahead():
+        for index in self._traces.of[self._grad_pass].ahead():
             unit = self.units[index]
             if budget <= 0 or unit.state is Weights.FULL or index in seen:
                 return

@@ -3,6 +3,7 @@
 Must not know: hooks, the optimizer, the order in which units run.
 
     SHARDED ──gather()──▶ GATHERING ──await_full()──▶ FULL ──reshard()──▶ SHARDED
+       ▲──────recover()───────┘
 
 A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
 (bucket.poison): right shape, NaN. While it is pinned (``full_params``) they are views of a storage of its own that only
@@ -106,7 +107,7 @@ class Unit:
             arena.allocate()
         for bucket, names in self.buckets():
             bucket.load_shard()
-            self._pending.append(collectives.all_gather(bucket.full, names, purpose))
+            self._pending.append(collectives.all_gather(bucket.full, names, purpose, bucket.layout.label))
 
     def await_full(self) -> None:
         """GATHERING → FULL: wait, and show the weights to the user's parameters."""
@@ -127,6 +128,28 @@ class Unit:
         for arena in self.arenas:
             arena.release(abandon=abandon)
 
+    def recover(self) -> None:
+        """After a fault: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
+        self._pins = None
+        if self.state is Weights.GATHERING:
+            self._pending.clear()
+            self.state = Weights.SHARDED  # the only way back from GATHERING
+            for arena in self.arenas:
+                arena.release(abandon=True)
+        self.show()
+
+    def relocate(self) -> None:
+        """From FULL: the same weights in other memory, because something in flight may write into the old one."""
+        for arena in self.arenas:
+            arena.relocate()
+        self.show()
+
+    def show(self) -> None:
+        """Show the user's parameters what they are without a pin: weights or poison."""
+        for member in self.members:
+            full = self.state is Weights.FULL
+            member.show(member.view if full else member.arena.poisons[member.slot])
+
     def pin(self, collectives: Collectives) -> None:
         """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the arenas."""
         pins = []
@@ -135,7 +158,7 @@ class Unit:
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
-                collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS).wait()
+                collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label).wait()
             pins.append(fresh)
         self._pins = pins
         views = {arena: arena.views_of(fresh) for arena, fresh in zip(self.arenas, pins, strict=True)}
@@ -148,7 +171,7 @@ class Unit:
         for arena, fresh in zip(self.arenas, pins, strict=True) if writable else ():
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
-                collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS)
+                collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
                 bucket.shard.copy_(bucket.own_slice(part))
                 if self.state is Weights.FULL:
                     bucket.full.copy_(part)

@@ -66,6 +66,23 @@ def test_after_abandon_views_and_buckets_are_those_of_the_new_storage() -> None:
     assert torch.equal(arena.buckets[1].full, torch.arange(32.0, 64.0))
 
 
+def test_a_relocated_arena_has_its_contents_in_other_memory() -> None:
+    arena = one_arena(rank=1)
+    arena.flat.copy_(torch.arange(64))
+    old, views = arena.flat, [view.clone() for view in arena.views]
+    arena.relocate()
+    old.fill_(-1)  # as something in flight may do
+    assert all(torch.equal(view, before) for view, before in zip(arena.views, views, strict=True))
+    for bucket in arena.buckets:
+        bucket.shard.fill_(7)
+        assert (bucket.own_slice(arena.flat[bucket.layout.start : bucket.layout.end]) == 7).all()
+    detached = one_arena(rank=1)
+    detached.buckets[0].detach_shard()
+    shard = detached.buckets[0].shard
+    detached.relocate()
+    assert detached.buckets[0].shard is shard
+
+
 def test_a_storage_that_numpy_has_seen_is_released_all_the_same() -> None:
     arena = one_arena()
     arena.flat.fill_(2)
@@ -167,6 +184,15 @@ def test_a_pool_never_hands_out_another_length_or_dtype() -> None:
     assert pool.take(32, torch.float32, CPU).shape == (32,)
     assert pool.take(16, torch.float64, CPU).dtype is torch.float64
     assert pool.allocated_bytes == 64 + 128 + 128
+
+
+def test_a_pool_that_forgets_counts_from_nothing() -> None:
+    pool = BufferPool()
+    first, _ = pool.take(4, torch.float32, CPU), pool.take(8, torch.float32, CPU)
+    pool.give(first)
+    pool.forget()
+    assert pool.allocated_bytes == 0
+    assert pool.take(4, torch.float32, CPU) is not first and pool.allocated_bytes == 16
 
 
 def test_clearing_a_pool_forgets_only_what_nobody_has_taken() -> None:

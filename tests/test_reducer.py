@@ -38,9 +38,9 @@ class Bench:
         self.launched: list[tuple[str, ...]] = []
         reduce_scatter = self.link.reduce_scatter
 
-        def noted(full: Tensor, out: Tensor, names: tuple[str, ...]) -> Any:
+        def noted(full: Tensor, out: Tensor, names: tuple[str, ...], what: str = "") -> Any:
             self.launched.append(names)
-            return reduce_scatter(full, out, names)
+            return reduce_scatter(full, out, names, what)
 
         self.link.reduce_scatter = noted  # type: ignore[method-assign, assignment]
         self.reducer = Reducer(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.schedule import Schedule, Trace
+from shardengine.prediction import Trace
+from shardengine.schedule import Schedule
 from shardengine.unit import Unit, Weights
 from tests.cases import Mlp, config_of, make_engine, make_mlp
 

@@ -76,6 +76,28 @@ def test_an_abandoning_reshard_leaves_views_outside_alone() -> None:
     assert shows_contents(parameters) and parameters[1].data_ptr() != outside.data_ptr()
 
 
+def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
+    unit, parameters = sharded_unit()
+    unit.pin(collectives())
+    unit.gather(collectives())
+    written = unit.arenas[0].flat
+    unit.recover()
+    assert unit.state is Weights.SHARDED and not unit.pinned and parameters[0].isnan().all()
+    assert written.untyped_storage().nbytes() and unit.arenas[0].storage_bytes == 0
+    unit.gather(collectives())
+    written.fill_(-1)
+    unit.await_full()
+    assert shows_contents(parameters)
+
+
+def test_relocating_shows_the_same_weights_in_other_memory() -> None:
+    unit, parameters = make_unit(SPECS)
+    places = [parameter.data_ptr() for parameter in parameters]
+    unit.relocate()
+    assert shows_contents(parameters) and unit.state is Weights.FULL
+    assert not {parameter.data_ptr() for parameter in parameters} & set(places)
+
+
 @pytest.mark.parametrize(
     ("state", "move"),
     [

@@ -125,6 +125,11 @@ class Reducer:
         """Whether the window's gradients are complete and wait for the step."""
         return bool(self.buckets) and all(state.complete is not None for state in self.buckets)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether no backward is open and nothing is in flight."""
+        return not self._mode.armed and not self._in_flight
+
     def arm(self, *, synchronise: bool, final: bool) -> None:
         """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it.
 
@@ -190,6 +195,12 @@ class Reducer:
         self.touched = frozenset()
         self._unsent = False
 
+    def drop(self) -> None:
+        """After a fault: forget the window, what is in flight and the order of launches. The pool must forget, too."""
+        self._in_flight.clear()
+        self._order = _Order(len(self.buckets))
+        self.release()
+
     def gradient_bytes(self) -> int:
         """Bytes that hold gradients at this moment, transient buffers of the pool not included."""
         return sum(state.bytes() for state in self.buckets)
@@ -229,7 +240,7 @@ class Reducer:
             local = state.late.with_zeros(torch.float32)
             sent = self._to_wire(state, local)
             summed = state.take_slice(torch.float32)
-            self._collectives.reduce_scatter(sent, summed, state.names).wait()
+            self._collectives.reduce_scatter(sent, summed, state.names, state.bucket.layout.label).wait()
             divide(summed, self.rules.divisor)
             round_to(summed, state.wire)
             state.add(parameters, summed)
@@ -240,7 +251,7 @@ class Reducer:
         if state.earlier is not None:
             state.restore_earlier(self.touched, used)
         if state.whole is not None:
-            self._fly(self._collectives.all_gather(state.whole, state.names, Purpose.WHOLE_GRADIENTS))
+            self._fly(self._gather(state, state.whole))
 
     def _launch_ready(self) -> None:
         for index in self._order.left():
@@ -261,7 +272,7 @@ class Reducer:
             out = state.total = state.take_slice(torch.float32)
         else:
             out = state.take_slice(torch.float32)
-        pending = self._collectives.reduce_scatter(sent, out, state.names)
+        pending = self._collectives.reduce_scatter(sent, out, state.names, state.bucket.layout.label)
         self._in_flight.append(_Flight(pending, lambda: self._land(state, sent, out, final)))
 
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
@@ -290,7 +301,10 @@ class Reducer:
         state.keep_complete(summed)
         if not self.rules.gathers:
             return None
-        return self._collectives.all_gather(state.make_whole(), state.names, Purpose.WHOLE_GRADIENTS)
+        return self._gather(state, state.make_whole())
+
+    def _gather(self, state: GradientBucket, whole: Tensor) -> Pending:
+        return self._collectives.all_gather(whole, state.names, Purpose.WHOLE_GRADIENTS, state.bucket.layout.label)
 
     def _fly(self, pending: Pending | None) -> None:
         if pending is not None:

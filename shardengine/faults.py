@@ -1,0 +1,323 @@
+"""What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
+
+Owns: notices (a rank raised, a rank waits), the sentences that a waiting rank makes of them, the meeting before new
+process groups are built. Must not know: which collectives there are, buckets, the engine.
+
+[Note: Notices] A rank that raises in forward, backward or step leaves the others waiting in a collective that it will
+never issue. So it tells them: it writes what happened under its number. A rank whose wait lasts longer than
+``POST_AFTER_S`` writes what it waits for, and looks at the others' notices between slices of its wait. One that has
+stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said. Shorter-lived
+ones do not count: an exception that happens on every rank may be caught on every rank, and the next call of the engine
+takes the notice back. Nor does a notice count from a place where this rank raised, too.
+
+When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
+for the same collective. Nothing of this is touched while all goes well.
+
+[Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. Every
+operation therefore runs in a thread, over a connection of its own, and is waited for ``_OPERATION_S`` at most.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from shardengine.errors import CommunicationError, MismatchError
+from shardengine.mesh import Mesh, Store
+
+POST_AFTER_S = 1.0
+STANDS_S = 1.0
+_GRACE_S = 2.0
+_OPERATION_S = 1.0
+_TEXT_LIMIT = 2000
+
+_T = TypeVar("_T")
+
+
+class _Unreachable(Exception):
+    """The store did not answer."""
+
+
+class _Board:
+    """Texts by (kind, rank) in the store ([Note: The store may be gone])."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._jobs: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unanswered: Future[Any] | None = None
+
+    def write(self, kind: str, text: str) -> None:
+        """Put this rank's text; an empty one takes it back."""
+
+        def job(store: Store) -> None:
+            store.set(f"{kind}/{self._mesh.rank}", text)
+            store.add("news", 1)
+
+        self._ask(job)
+
+    def read(self, kind: str) -> dict[int, str]:
+        """The other ranks' texts."""
+
+        def job(store: Store) -> dict[int, str]:
+            keys = {rank: f"{kind}/{rank}" for rank in range(self._mesh.ranks) if rank != self._mesh.rank}
+            found = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+            return {rank: text for rank, text in found.items() if text}
+
+        return self._ask(job)
+
+    def news(self) -> int:
+        """A number that changes with every text."""
+        return self._ask(lambda store: store.add("news", 0))
+
+    def _ask(self, job: Callable[[Store], _T]) -> _T:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shardengine-notices", daemon=True)
+            self._thread.start()
+        reason = f"no answer within {_OPERATION_S:g} s"
+        if self._unanswered is None or self._unanswered.done():
+            answer: Future[_T] = Future()
+            self._jobs.put((job, answer))
+            try:
+                return answer.result(_OPERATION_S)
+            except TimeoutError:
+                self._unanswered = answer
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+        raise _Unreachable(
+            "the process group's store, through which ranks tell each other what happened, cannot be reached "
+            f"({reason}); the process that hosts it (often rank 0) may be gone or stopped"
+        )
+
+    def _serve(self) -> None:
+        store: Store | None = None
+        while True:
+            job, answer = self._jobs.get()
+            try:
+                store = store or self._mesh.store()
+                if store is None:
+                    raise RuntimeError("there is no process group")
+                answer.set_result(job(store))
+            except Exception as error:
+                answer.set_exception(error)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank said. where: the call that raised · gave_up: only because of another rank · over: it went on since"""
+
+    text: str
+    where: str = ""
+    gave_up: bool = False
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank waits for. key: equal on the ranks that wait for the same collective."""
+
+    text: str
+    key: str
+
+
+class Faults:
+    """This rank's side of [Note: Notices] over one mesh. At one rank nothing is told."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._board = _Board(mesh)
+        self._told: Notice | None = None
+        self._places: set[str] = set()
+
+    @contextmanager
+    def announced(self, where: str, unit: Callable[[], str]) -> Iterator[None]:
+        """Tell the others when the call inside raises by itself. unit: the unit that was needed last."""
+        self.withdraw()
+        try:
+            yield
+        except (CommunicationError, MismatchError):
+            raise  # the consequence of another rank's fault, or raised on every rank
+        except BaseException as error:
+            self._places.add(where)
+            self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, unit {unit()!r})", where))
+            raise
+
+    def tell(self, notice: Notice) -> None:
+        """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
+        if self._mesh.ranks == 1:
+            return
+        self._told = Notice(notice.text[:_TEXT_LIMIT], notice.where, notice.gave_up, notice.over)
+        self._write("fault", json.dumps(asdict(self._told)))
+
+    def withdraw(self) -> None:
+        """This rank goes on: what it told stands no longer."""
+        if self._told is not None:
+            self.tell(Notice(self._told.text, self._told.where, self._told.gave_up, over=True))
+            self._told = None
+
+    def watch(self, waiting: Waiting, lasted: float = 0.0) -> Watch:
+        """A wait that turned out to be a long one. lasted: seconds so far."""
+        return Watch(self, waiting, lasted)
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``."""
+        if self._mesh.ranks == 1:
+            return
+        deadline = time.monotonic() + self._mesh.timeout_s
+        pause, problem = 0.02, "not asked yet"
+        told = self._told or Notice(f"it waits in {what}", gave_up=True)
+        self.tell(Notice(told.text, gave_up=told.gave_up))  # counts wherever it was: those who wait must come here, too
+        others = set(range(self._mesh.ranks)) - {self._mesh.rank}
+        came: set[int] = set()
+        while True:
+            try:
+                if problem:
+                    self._board.write("here", what)
+                here, problem = set(self._board.read("here")), ""
+            except _Unreachable as error:
+                here, problem = set(), str(error)
+            if here == others:
+                return
+            came |= here
+            if time.monotonic() > deadline:
+                self.part()
+                raise CommunicationError(
+                    f"{what} on rank {self._mesh.rank}: expected every rank to call it within {self._mesh.timeout_s:g} "
+                    f"s. {problem or self.describe(others - came or others - here)}. Start the ranks again"
+                )
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+
+    def part(self) -> None:
+        """After ``meet``: this rank is not there any more."""
+        if self._mesh.ranks > 1:
+            self._write("here", "")
+
+    def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
+        """Who is missing, and what each of them said last."""
+        try:
+            waits, told = (self.waits() if waits is None else waits), self.notices()
+        except _Unreachable as error:
+            waits, told = waits or {}, {}
+            problem = f"; {error}"
+        else:
+            problem = ""
+        said = []
+        for rank in sorted(missing):
+            parts = []
+            if rank in told and not (told[rank].gave_up and rank in waits):
+                verb = "gave up" if told[rank].gave_up else "raised"
+                parts.append(f"{verb}: {told[rank].text}" + (" (and went on)" if told[rank].over else ""))
+            if rank in waits:
+                parts.append(f"waits for {waits[rank].text}")
+            said.append(f"rank {rank} " + (", ".join(parts) or "says nothing (busy elsewhere, hung or gone)"))
+        return "Missing: " + "; ".join(said) + problem
+
+    def waits(self) -> dict[int, Waiting]:
+        """What the other ranks say that they wait for."""
+        return {rank: Waiting(**json.loads(text)) for rank, text in self._board.read("waits").items()}
+
+    def notices(self) -> dict[int, Notice]:
+        """What the other ranks told."""
+        return {rank: Notice(**json.loads(text)) for rank, text in self._board.read("fault").items()}
+
+    def standing(self) -> dict[int, Notice]:
+        """Those of them that count ([Note: Notices]), whatever their age."""
+        told = self.notices().items()
+        return {rank: notice for rank, notice in told if not notice.over and notice.where not in self._places}
+
+    def news(self) -> int:
+        """A number that changes when some rank says something."""
+        return self._board.news()
+
+    def post(self, waiting: Waiting | None) -> None:
+        """Say what this rank waits for (None: for nothing)."""
+        self._write("waits", "" if waiting is None else json.dumps(asdict(waiting)))
+
+    @property
+    def mesh(self) -> Mesh:
+        """Whose ranks speak here."""
+        return self._mesh
+
+    def _write(self, kind: str, text: str) -> None:
+        with suppress(_Unreachable):  # those who read say so
+            self._board.write(kind, text)
+
+
+class Watch:
+    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say."""
+
+    def __init__(self, faults: Faults, waiting: Waiting, lasted: float) -> None:
+        self._faults = faults
+        self._waiting = waiting
+        self._started = time.monotonic() - lasted
+        self._posted: float | None = None
+        self._news = -1
+        self._seen: dict[tuple[int, Notice], float] = {}
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the wait has lasted for ``timeout_s``."""
+        return time.monotonic() - self._started > self._faults.mesh.timeout_s
+
+    def look(self) -> None:
+        """Between two slices: ``CommunicationError`` where another rank's notice says that the wait is in vain."""
+        now = time.monotonic()
+        if now - self._started > POST_AFTER_S:
+            self._post()
+        try:
+            news = self._faults.news()
+            if news == self._news and not self._seen:
+                return
+            standing = self._faults.standing()
+        except _Unreachable:
+            return  # said when the wait has failed
+        self._news = news
+        self._seen = {item: self._seen.get(item, now) for item in standing.items()}
+        ripe = [item for item, since in self._seen.items() if now - since >= STANDS_S]
+        if ripe:
+            rank, notice = min(ripe, key=lambda item: (item[1].gave_up, item[0]))
+            verb = "gave up" if notice.gave_up else "raised"
+            raise CommunicationError(
+                f"rank {rank} {verb}: {notice.text}. Meanwhile {self._waiting.text} cannot end. Handle the cause, then "
+                "call engine.reset() on every rank, or start the ranks again"
+            )
+
+    def verdict(self) -> str:
+        """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
+        faults = self._faults
+        deadline = self._post() + _GRACE_S
+        missing = set(range(faults.mesh.ranks)) - {faults.mesh.rank}
+        waits: dict[int, Waiting] = {}
+        while missing:
+            try:
+                waits = faults.waits()
+                silent = missing - set(waits) - set(faults.notices())
+            except _Unreachable as error:
+                return str(error)
+            missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
+            if not silent or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if not missing:
+            return "every rank waits for it: the connection between them is broken"
+        return faults.describe(missing, waits)
+
+    def end(self) -> None:
+        """It was only slow."""
+        if self._posted is not None:
+            self._faults.post(None)
+
+    def _post(self) -> float:
+        """Say, once, what this rank waits for. When it did."""
+        if self._posted is None:
+            self._posted = time.monotonic()
+            self._faults.post(self._waiting)
+        return self._posted

@@ -1,0 +1,136 @@
+"""After a fault: telling the other ranks, and the way back to one completed step on all of them (``engine.reset()``).
+
+Must not know: how ranks tell each other (faults), which collectives were under way.
+
+[Note: Back to one step] A fault finds the ranks at different places, but never further apart than one update, because
+the norm's exchange lies between two updates. So there are two ways back:
+
+- no rank has begun the update of a step that another rank has not completed: the window is dropped everywhere
+- otherwise some weights have taken the step already. The ranks that have not completed it hold complete gradients and
+  know the norm; they finish the update with the bucket at which they stopped. Then all ranks publish all buckets
+
+A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then every
+rank is told to load a checkpoint. What is in flight on the old groups is abandoned together with the memory that it
+writes into; the schedule's predictions and the order of launches are forgotten, since they may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from shardengine.agreement import compare, describe
+from shardengine.core import Core
+from shardengine.errors import CommunicationError, UsageError
+from shardengine.inspection import Inspection
+from shardengine.optimizer import ShardedOptimizer
+
+_E = TypeVar("_E", bound=Inspection)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def announced(
+    call: str,
+) -> Callable[[Callable[Concatenate[_E, _P], _T]], Callable[Concatenate[_E, _P], _T]]:
+    """A method of the engine that tells the other ranks when it raises on this one."""
+
+    def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
+        @functools.wraps(method)
+        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            core = engine._core
+            where = f"{call} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
+            with core.collectives.faults.announced(where, lambda: core.schedule.demanded.name):
+                return method(engine, *args, **kwargs)
+
+        return told
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Return:
+    """What ``reset`` found. finished: this rank has now finished an update that it had not · problem: why it cannot."""
+
+    finished: bool
+    problem: str = ""
+
+    def check(self, core: Core, optimizer: ShardedOptimizer | None) -> None:
+        """``UsageError`` where training cannot go on from here; ``MismatchError`` where optimizer options differ."""
+        if self.problem:
+            raise UsageError(self.problem)
+        groups = [] if optimizer is None else optimizer.param_groups
+        options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
+        compare(core.collectives, {"list of optimizer options after reset()": options})
+
+
+def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: bool) -> Return:
+    """New groups; then all ranks are at the same step ([Note: Back to one step]); collective.
+
+    steps: completed on this rank · owned: the old groups are the engine's own.
+    """
+    _renew_groups(core, owned=owned)
+    places = core.collectives.exchange_objects(_place(core, optimizer, steps))
+    newest = max(place["steps"] for place in places)
+    begun = any(place["begun"] for place in places)
+    target = newest if len({place["steps"] for place in places}) > 1 else newest + begun
+    behind = [rank for rank, place in enumerate(places) if place["steps"] < target]
+    stuck = [rank for rank in behind if not places[rank]["ready"] or places[rank]["steps"] < target - 1]
+    rolls = begun or target > min(place["steps"] for place in places)
+    problem = ""
+    if stuck:
+        problem = (
+            f"reset() cannot bring all ranks to one step: some weights have taken step {target}, but ranks {stuck} "
+            "cannot finish it (stopped inside of an update, or before they knew the norm). Load a checkpoint on every "
+            "rank"
+        )
+    finished = rolls and not stuck and core.mesh.rank in behind
+    core.schedule.recover()
+    publishes = not stuck and core.stage.publishes_after_step and (rolls or core.arrivals is not None)
+    if core.arrivals is not None:
+        core.arrivals.drop()
+    if publishes:
+        for unit in core.units:
+            unit.relocate()
+    if finished and optimizer is not None:
+        with torch.no_grad():
+            for _ in optimizer.step_buckets():
+                pass
+    elif optimizer is not None:
+        optimizer.end_window()
+    core.reducer.drop()
+    core.pool.forget()
+    if publishes:
+        core.publish(state.bucket for state in core.reducer.buckets)
+        core.await_weights()
+    return Return(finished, problem)
+
+
+def _renew_groups(core: Core, *, owned: bool) -> None:
+    collectives = core.collectives
+    collectives.faults.meet("engine.reset()")
+    before = collectives.faults
+    try:
+        collectives.use(collectives.mesh.renew(owned=owned))
+        collectives.barrier()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"engine.reset() on rank {collectives.mesh.rank}: new process groups could not be built: {error}. Start "
+            "the ranks again"
+        ) from error
+    finally:
+        before.part()
+
+
+def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:
+    update = None if optimizer is None else optimizer.update
+    complete = core.reducer.window_complete and core.reducer.at_rest
+    return {
+        "steps": steps,
+        "begun": update is not None and update.begun,
+        "ready": update is not None and complete and not update.torn,
+    }

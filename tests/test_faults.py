@@ -1,0 +1,155 @@
+"""faults.py: what ranks tell each other, what counts, and a store that does not answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from shardengine import faults
+from shardengine.errors import CommunicationError, MismatchError
+from shardengine.faults import Faults, Notice, Waiting
+from shardengine.mesh import Mesh
+
+
+class Boom(ArithmeticError):
+    """The exception that is raised on purpose."""
+
+
+class FakeStore:
+    """A store of one process; ``stuck``: operations never return."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.numbers: dict[str, int] = {}
+        self.stuck = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self._answer()
+        self.texts[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.texts[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return all(key in self.texts for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._answer()
+        self.numbers[key] = self.numbers.get(key, 0) + amount
+        return self.numbers[key]
+
+    def _answer(self) -> None:
+        if self.stuck.is_set():
+            time.sleep(1000)
+
+
+def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5) -> tuple[list[Faults], FakeStore]:
+    """One ``Faults`` per rank over one store."""
+    store = FakeStore()
+    monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
+    monkeypatch.setattr(faults, "STANDS_S", 0.1)
+    monkeypatch.setattr(faults, "_OPERATION_S", 0.2)
+    monkeypatch.setattr(faults, "_GRACE_S", 0.2)
+    meshes = [Mesh(rank, ranks, torch.device("cpu"), backend="gloo", timeout_s=timeout_s) for rank in range(ranks)]
+    return [Faults(mesh) for mesh in meshes], store
+
+
+def raises_in(voice: Faults, where: str) -> None:
+    with pytest.raises(Boom), voice.announced(where, lambda: "block"):
+        raise Boom("loud")
+
+
+def look_twice(voice: Faults) -> None:
+    watch = voice.watch(Waiting("a gather", "gather 1"))
+    watch.look()
+    time.sleep(0.15)
+    watch.look()
+
+
+def test_a_notice_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(two, "step 1")
+    with pytest.raises(CommunicationError, match=r"rank 1 raised: Boom: loud \(in step 1, unit 'block'\).*a gather"):
+        look_twice(one)
+
+
+def test_a_notice_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(two, "step 1")
+    one.watch(Waiting("a gather", "gather 1")).look()
+    with two.announced("step 2", lambda: "block"):
+        look_twice(one)
+    assert one.notices()[1].over
+
+
+def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(one, "step 1")
+    raises_in(two, "step 1")
+    look_twice(one)
+    raises_in(two, "step 2")
+    with pytest.raises(CommunicationError, match="in step 2"):
+        look_twice(one)
+
+
+def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = voices(monkeypatch)
+    for error in (CommunicationError("x"), MismatchError("y")):
+        with pytest.raises(type(error)), two.announced("step 1", lambda: "block"):
+            raise error
+    look_twice(one)
+    assert not store.texts
+
+
+def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two, three), _ = voices(monkeypatch, 3)
+    two.tell(Notice("because of rank 2", gave_up=True))
+    with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
+        look_twice(one)
+    raises_in(three, "step 1")
+    with pytest.raises(CommunicationError, match="rank 2 raised: Boom"):
+        look_twice(one)
+
+
+def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two, three, four), _ = voices(monkeypatch, 4)
+    two.post(Waiting("the same gather", "gather 1"))
+    three.post(Waiting("another gather", "gather 2"))
+    verdict = one.watch(Waiting("a gather", "gather 1")).verdict()
+    assert verdict.startswith("Missing: rank 2 waits for another gather; rank 3 says nothing")
+    three.post(Waiting("the same gather", "gather 1"))
+    four.post(Waiting("the same gather", "gather 1"))
+    assert "every rank waits for it" in one.watch(Waiting("a gather", "gather 1")).verdict()
+    assert "Missing" in two.watch(Waiting("a scatter", "reduce 1")).verdict()
+
+
+def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = voices(monkeypatch)
+    store.stuck.set()
+    started = time.monotonic()
+    raises_in(two, "step 1")
+    look_twice(one)
+    assert "cannot be reached (no answer within 0.2 s)" in one.watch(Waiting("a gather", "gather 1")).verdict()
+    with pytest.raises(CommunicationError, match="cannot be reached"):
+        one.meet("engine.reset()")
+    assert time.monotonic() - started < 5
+
+
+def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 0: .*within 0\.5 s.*rank 1 says nothing"):
+        one.meet("engine.reset()")
+    other = threading.Thread(target=two.meet, args=("engine.reset()",))
+    other.start()
+    one.meet("engine.reset()")
+    other.join(5)
+    assert not other.is_alive()
+    one.part()
+    with pytest.raises(CommunicationError):
+        two.meet("engine.reset()")
+    with pytest.raises(CommunicationError, match="rank 1 gave up: it waits in engine"):
+        look_twice(one)
