@@ -35,6 +35,7 @@ from shardengine.errors import CommunicationError, MismatchError
 from shardengine.faults import Faults, Notice, Waiting
 from shardengine.kernels import tree_sum
 from shardengine.mesh import Mesh
+from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
 _ANNOUNCEMENT_BYTES = 256
@@ -83,6 +84,11 @@ class Record(NamedTuple):
         return f"{self.what} ({names})" if self.what and names else self.what or names
 
     @property
+    def title(self) -> str:
+        """In a trace."""
+        return f"{self.operation} {self.what}" if self.what else self.operation
+
+    @property
     def announcement(self) -> str:
         """What debug mode compares."""
         return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
@@ -104,8 +110,10 @@ class Pending:
         works: Sequence[dist.Work] = (),
         settle: Callable[[dist.Work], Any] = dist.Work.wait,
         finish: Callable[[], None] | None = None,
+        waited: Callable[[int], None] = lambda start: None,
     ) -> None:
         self._works = works
+        self._waited = waited
         self._settle = settle
         self._finish = finish
 
@@ -115,9 +123,13 @@ class Pending:
 
     def arrive(self) -> None:
         """Wait until the data is there; the local part is still to be done."""
+        if not self._works:
+            return
+        start = now()
         for work in self._works:
             self._settle(work)
         self._works = ()
+        self._waited(start)
 
     def wait(self) -> None:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
@@ -134,6 +146,7 @@ class Collectives:
         self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False
     ) -> None:
         self.sent: Counter[Purpose] = Counter()
+        self.trace = Trace()
         self._pool = pool
         self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
         self._direct = direct
@@ -260,18 +273,34 @@ class Collectives:
         if self._debug and is_data:
             self._compare(record.announcement)
         self.sent[record.purpose] += record.sent
+        start = now()
         try:
             works = call()
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
+        if self.trace.recording:
+            self._trace_arrival(works, record, start)
         mesh, faults = self.mesh, self.faults
-        if mesh.backend != "nccl" or not is_data:
-            pending = Pending(works, lambda work: _settle(work, record, faults), finish)
-        else:
-            pending = Pending(works, lambda work: _order(work, record, mesh.rank), finish)
+
+        def settle(work: dist.Work) -> None:
+            if mesh.backend != "nccl" or not is_data:
+                _settle(work, record, faults)
+            else:
+                _order(work, record, mesh.rank)
+
+        pending = Pending(works, settle, finish, lambda begun: self.trace.waited(record.title, begun))
         if not self._overlap and is_data:
             pending.arrive()
         return pending
+
+    def _trace_arrival(self, works: Sequence[dist.Work], record: Record, start: int) -> None:
+        """Write down when the last of ``works`` is done, from the thread that finds it done."""
+        details = {"purpose": record.purpose.value, "bytes sent": record.sent, "what": record.subject}
+
+        def arrived(_: Any) -> None:
+            self.trace.add(COMMUNICATION, record.title, start, now(), details)
+
+        works[-1].get_future().add_done_callback(arrived)
 
     def _compare(self, announcement: str) -> None:
         raw = announcement.encode()[:_ANNOUNCEMENT_BYTES].ljust(_ANNOUNCEMENT_BYTES)

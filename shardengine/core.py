@@ -241,14 +241,17 @@ class Report:
         self.model_state_bytes = 0
         self.micro_batches = 0
         self.last_step: Counter[Purpose] = Counter()
+        self.waited_s = 0.0
         self._before: Counter[Purpose] = Counter()
+        self._waited_before = 0
 
     def observe(self, live_bytes: int) -> None:
         """Model state at rest, with complete gradients."""
         self.model_state_bytes = live_bytes
 
-    def close_step(self, sent: Counter[Purpose], micro_batches: int) -> None:
-        """A step ended; ``sent``: all bytes so far, by purpose."""
+    def close_step(self, sent: Counter[Purpose], waited_ns: int, micro_batches: int) -> None:
+        """A step ended; sent: all bytes so far, by purpose; waited_ns: all waiting for collectives so far."""
+        self.waited_s, self._waited_before = (waited_ns - self._waited_before) / 1e9, waited_ns
         self.last_step = sent - self._before
         self._before, self.micro_batches = sent, micro_batches
 

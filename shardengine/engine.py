@@ -213,7 +213,7 @@ class Engine(Inspection):
         micro_batches = window.close()
         self.global_steps += 1
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
-        self._report.close_step(core.sent(), micro_batches)
+        self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
         if self.lr_scheduler is not None:
             optimizer.mark_stepped(self.lr_scheduler)
             self.lr_scheduler.step()
@@ -307,6 +307,15 @@ class Engine(Inspection):
         Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed.
         """
         return checkpoint.load(self, directory, tag)
+
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
+
+        Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
+        """
+        with gathered.traced(self._need_core(), path):
+            yield
 
     # Mode, end
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardengine import trace
 from shardengine.agreement import compare, together
 from shardengine.bucket import shaped
 from shardengine.collectives import Purpose
@@ -51,6 +52,23 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
                 for bucket, names_in in unit.buckets():
                     core.collectives.broadcast(bucket.full, names_in, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
                     bucket.adopt_weights()
+
+
+@contextmanager
+def traced(core: Core, path: str | Path) -> Iterator[None]:
+    """Write down what happens inside the ``with`` on all ranks, as one file; collective. See ``Engine.trace``."""
+    compare(core.collectives, {"call": ["trace"]})
+    core.collectives.trace.begin()
+    try:
+        yield
+    finally:
+        mine = core.collectives.trace.end()
+    ranks = core.collectives.exchange_objects(mine)
+
+    def write() -> None:
+        trace.write(Path(path), ranks)
+
+    together(core.collectives, f"writing {path}", write if core.mesh.rank == 0 else lambda: None)
 
 
 def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:

@@ -91,11 +91,16 @@ class Inspection:
         }
 
     def traffic(self) -> dict[str, Any]:
-        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose."""
+        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
+
+        ``exposed_s_*``: seconds that this rank stood still, waiting for collectives.
+        """
         return {
             "formula_bytes_per_step": self._core.predicted_traffic(self._report.micro_batches or self._window.size),
             "measured_bytes_last_step": self._report.data_bytes(),
             "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
+            "exposed_s_last_step": self._report.waited_s,
+            "exposed_s_total": self._core.collectives.trace.waited_ns / 1e9,
             "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Trace:
+class Prediction:
     """The order of gathers in a pass, recorded, and replayed as a prediction."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Trace:
         self._recorded, self._on_track = [], True
 
 
-class Traces:
-    """The traces of passes with grad and without. ``last``: the unit that was needed last, by number."""
+class Predictions:
+    """The predictions for passes with grad and without. ``last``: the unit that was needed last, by number."""
 
     def __init__(self) -> None:
-        self.of = {True: Trace(), False: Trace()}
+        self.of = {True: Prediction(), False: Prediction()}
         self.last = 0
 
     def demand(self, grad: bool, unit: int) -> None:

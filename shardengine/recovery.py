@@ -45,7 +45,10 @@ def announced(
             core = engine._core
             where = f"{call} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
             with core.collectives.faults.announced(where, lambda: core.schedule.demanded.name):
-                return method(engine, *args, **kwargs)
+                if not core.collectives.trace.recording:
+                    return method(engine, *args, **kwargs)
+                with core.collectives.trace.span(call, step=engine.global_steps + 1):
+                    return method(engine, *args, **kwargs)
 
         return told
 

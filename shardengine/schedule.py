@@ -49,8 +49,9 @@ from shardengine.accumulation import Window
 from shardengine.collectives import Collectives, Purpose
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
-from shardengine.prediction import Traces
+from shardengine.prediction import Predictions
 from shardengine.stages import Stage
+from shardengine.trace import COMPUTE, now
 from shardengine.unit import Unit, Weights
 
 
@@ -73,6 +74,7 @@ class Hold:
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
+        self.since = 0
 
     def finish(self, calls: set[int]) -> None:
         """The backwards of ``calls`` are over; a late announcement of one of them means nothing."""
@@ -108,7 +110,7 @@ class Schedule:
         self._prefetch_elements = prefetch
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
-        self._traces = Traces()
+        self._predictions = Predictions()
         self._grad_pass = True
         self._outermost: object | None = None
         self._backward_expected = False
@@ -119,7 +121,7 @@ class Schedule:
     @property
     def demanded(self) -> Unit:
         """The unit that was needed last."""
-        return self.units[self._traces.last]
+        return self.units[self._predictions.last]
 
     @property
     def in_backward(self) -> bool:
@@ -181,11 +183,13 @@ class Schedule:
         hold.depth += 1
         if not self.units[index].pinned:
             self._demand(index)
+        hold.since = now()
         return hold.depth
 
     def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
         """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
         hold = self._holds[index]
+        self._trace("forward", index, hold)
         hold.depth = max(0, hold.depth - 1)
         hold.kept |= keep
         self._lend(index, views)
@@ -225,11 +229,13 @@ class Schedule:
             hold.fired.clear()
         hold.calls.add(call)
         self._demand(index)
+        hold.since = now()
 
     def backward_over(self, index: int, call: int) -> None:
         """A gradient of an input of call ``call`` is known: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
+            self._trace("backward", index, hold)
             hold.finish({call})
             self._let_go(index)
 
@@ -283,7 +289,7 @@ class Schedule:
         self._backward = Backward.NONE
         for unit in self.units:
             unit.recover()
-        self._traces = Traces()
+        self._predictions = Predictions()
 
     def restart(self) -> None:
         """The next forward is an outermost one: the engine is called, or the last forward raised."""
@@ -300,7 +306,7 @@ class Schedule:
         self._end_pass(lambda unit, hold: spare_kept and hold.kept)
 
     def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
-        self._traces.of[self._grad_pass].end()
+        self._predictions.of[self._grad_pass].end()
         if not self._stage.moves_weights:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
@@ -314,7 +320,7 @@ class Schedule:
 
     def _demand(self, index: int) -> None:
         unit = self.units[index]
-        self._traces.demand(self._grad_pass, index)
+        self._predictions.demand(self._grad_pass, index)
         if unit.state is Weights.SHARDED:
             self._gather(unit)
         self._prefetch()
@@ -337,6 +343,11 @@ class Schedule:
         unit.reshard()
         self._prefetch()
 
+    def _trace(self, what: str, index: int, hold: Hold) -> None:
+        trace = self._collectives.trace
+        if trace.recording:
+            trace.add(COMPUTE, f"{what} {self.units[index].name}", hold.since, now())
+
     def _lend(self, index: int, views: Sequence[Tensor]) -> None:
         keys = {view.untyped_storage()._cdata for view in views if view.layout is torch.strided}
         for number in {0, index}:
@@ -351,7 +362,7 @@ class Schedule:
         """
         budget = self._prefetch_elements
         seen: set[int] = set()
-        for index in self._traces.of[self._grad_pass].ahead():
+        for index in self._predictions.of[self._grad_pass].ahead():
             unit = self.units[index]
             if budget <= 0 or unit.state is Weights.FULL or index in seen:
                 return

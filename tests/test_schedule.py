@@ -11,49 +11,49 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.prediction import Trace
+from shardengine.prediction import Prediction
 from shardengine.schedule import Schedule
 from shardengine.unit import Unit, Weights
 from tests.cases import Mlp, config_of, make_engine, make_mlp
 
 
-def recorded(order: list[int]) -> Trace:
-    trace = Trace()
+def recorded(order: list[int]) -> Prediction:
+    prediction = Prediction()
     for unit in order:
-        trace.demand(unit)
-    trace.end()
-    return trace
+        prediction.demand(unit)
+    prediction.end()
+    return prediction
 
 
-def test_a_trace_predicts_nothing_in_its_first_pass() -> None:
-    trace = Trace()
-    trace.demand(1)
-    assert list(trace.ahead()) == []
+def test_a_prediction_predicts_nothing_in_its_first_pass() -> None:
+    prediction = Prediction()
+    prediction.demand(1)
+    assert list(prediction.ahead()) == []
 
 
-def test_a_trace_predicts_the_rest_of_the_last_pass() -> None:
-    trace = recorded([1, 2, 3])
-    assert list(trace.ahead()) == [1, 2, 3]
-    trace.demand(1)
-    assert list(trace.ahead()) == [2, 3]
+def test_a_prediction_predicts_the_rest_of_the_last_pass() -> None:
+    prediction = recorded([1, 2, 3])
+    assert list(prediction.ahead()) == [1, 2, 3]
+    prediction.demand(1)
+    assert list(prediction.ahead()) == [2, 3]
 
 
 def test_a_wrong_prediction_ends_predicting_for_the_pass_and_is_learnt() -> None:
-    trace = recorded([1, 2, 3])
+    prediction = recorded([1, 2, 3])
     for unit in (1, 3, 2):
-        trace.demand(unit)
-        assert unit == 1 or list(trace.ahead()) == []
-    trace.end()
-    assert list(trace.ahead()) == [1, 3, 2]
+        prediction.demand(unit)
+        assert unit == 1 or list(prediction.ahead()) == []
+    prediction.end()
+    assert list(prediction.ahead()) == [1, 3, 2]
 
 
 def test_a_pass_longer_than_predicted_goes_on_without_prediction() -> None:
-    trace = recorded([1])
-    trace.demand(1)
-    trace.demand(2)
-    assert list(trace.ahead()) == []
-    trace.end()
-    assert list(trace.ahead()) == [1, 2]
+    prediction = recorded([1])
+    prediction.demand(1)
+    prediction.demand(2)
+    assert list(prediction.ahead()) == []
+    prediction.end()
+    assert list(prediction.ahead()) == [1, 2]
 
 
 def parts(engine: shardengine.Engine) -> tuple[Schedule, list[Unit]]:
