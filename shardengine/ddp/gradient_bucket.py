@@ -70,6 +70,12 @@ class LocalSum:
                 tensor[piece.start - start : piece.end - start].zero_()
         return tensor
 
+    def hand_over(self) -> Tensor:
+        """The sum, which is the caller's from now on."""
+        tensor, self.tensor = self._open(torch.float32), None
+        self.filled.clear()
+        return tensor
+
     def drop(self) -> None:
         """Forget it."""
         if self.tensor is not None:

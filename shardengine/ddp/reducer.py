@@ -269,7 +269,8 @@ class Reducer:
         if not self.rules.sharded and partial.dtype is torch.float32:
             out = state.bucket.own_slice(partial)
         elif self.rules.sharded and state.total is None and (state.wire is torch.float32 or not final):
-            out = state.total = state.take_slice(torch.float32)
+            whole = partial.numel() == state.bucket.layout.slice_length and partial.dtype is torch.float32
+            out = state.total = state.partial.hand_over() if whole else state.take_slice(torch.float32)
         else:
             out = state.take_slice(torch.float32)
         pending = self._collectives.reduce_scatter(sent, out, state.names, state.bucket.layout.label)
@@ -285,7 +286,7 @@ class Reducer:
 
     def _land(self, state: GradientBucket, sent: Tensor, out: Tensor, final: bool) -> Pending | None:
         """``out`` holds the sum over ranks of this micro-batch (or, unsharded, of the window)."""
-        if sent is not state.partial.tensor:
+        if sent is not state.partial.tensor and sent is not out:
             self._pool.give(sent)
         if self.rules.sharded:
             state.partial.drop()
