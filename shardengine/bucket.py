@@ -174,6 +174,14 @@ class Arena:
             if not bucket.separate:
                 bucket.shard = bucket.own_slice(bucket.full)
 
+    def forsake(self) -> None:
+        """Another arena has taken over: let go of all memory. Who still holds a view of it keeps it."""
+        self.flat = self.flat.new_empty(0)
+        self.views = []
+        for bucket in self.buckets:
+            bucket.full = bucket.shard = self.flat
+            bucket.master = None
+
     def clear_gaps(self, tensor: Tensor, start: int, end: int) -> None:
         """Zero the padding in ``tensor``, which holds elements [start, end) of this arena's coordinates."""
         for first, last in self.layout.gaps:

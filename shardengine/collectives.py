@@ -55,6 +55,7 @@ class Purpose(enum.Enum):
     EVALUATION = "weights without grad: all-gather"
     WHOLE_WEIGHTS = "full_params and state_dict"
     BUFFERS = "buffers"
+    RELAYOUT = "new layout"
     START = "start"
     CONTROL = "control"
 

@@ -217,6 +217,14 @@ def load_config(source: Mapping[str, Any] | str | Path | Config) -> Config:
     raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, came {describe(source)}")
 
 
+def timeout_of(config: Any) -> float:
+    """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
+    try:
+        return load_config(config).timeout_s
+    except ConfigError:
+        return Config().timeout_s
+
+
 def _build(tree: dict[str, Any], source: str) -> Config:
     reader = Reader()
     reader.read(tree)

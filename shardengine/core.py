@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from shardengine.accumulation import Window
 from shardengine.agreement import compare, describe, together
 from shardengine.arrivals import Arrivals
 from shardengine.bucket import Bucket, BufferPool, restore_poison
-from shardengine.collectives import STEP, Collectives, Pending, Purpose
-from shardengine.config import Config, load_config
+from shardengine.collectives import Collectives, Pending, Purpose
+from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import UsageError
 from shardengine.layout import ArenaLayout, Layout
 from shardengine.mesh import Mesh
 from shardengine.partition import Partition
@@ -39,11 +39,13 @@ class Guard:
     """What the engine changes on the module while it is attached.
 
     open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
+    shown: how many ``full_params`` are open.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
     versions: of the parameters, as the engine left them: torch counts every in-place write.
     """
 
     open: bool = False
+    shown: int = 0
     marked: Any = None
     versions: list[int] = field(default_factory=list)
 
@@ -93,22 +95,10 @@ class Core:
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
         self.adopt_written_weights()
-        for parameter in self.partition.outside:
-            if parameter.requires_grad and parameter.numel():
-                raise UsageError(
-                    f"a frozen parameter of shape {tuple(parameter.shape)} was unfrozen after initialize (rank "
-                    f"{self.mesh.rank}): not available yet; set requires_grad before initialize"
-                )
         for unit in self.units:
             if unit.pinned:
                 continue
             for member in unit.members:
-                if member.parameter.requires_grad and not self.layout.parameters[member.index].trainable:
-                    raise UsageError(
-                        f"parameter {self.layout.parameters[member.index].name!r} was frozen at initialize and is not "
-                        f"now (rank {self.mesh.rank}): not available yet; initialize with requires_grad=True and freeze"
-                        " it then, which may change at any time"
-                    )
                 hidden = self.arrivals is not None and self.arrivals.is_hidden(member.index)
                 if not member.is_shown(Weights.SHARDED if hidden else unit.state):
                     raise UsageError(
@@ -116,6 +106,14 @@ class Core:
                         f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
                         "memory that the engine does not own; call .to(), .half() and the like before initialize"
                     )
+
+    def unfrozen(self) -> dict[str, nn.Parameter]:
+        """The parameters that were frozen when the layout was made and are not now, by name."""
+        pairs = zip(self.partition.specs, self.partition.inside, strict=True)
+        found = {spec.name: p for spec, p in pairs if p.requires_grad and not spec.trainable}
+        if any(p.requires_grad and p.numel() for p in self.partition.outside):
+            found |= {name: p for name, p in self.partition.named_outside() if p.requires_grad and p.numel()}
+        return found
 
     def note_stepped(self) -> None:
         """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
@@ -234,32 +232,6 @@ class Core:
             self.guard.marked._is_fsdp_managed_module = False
 
 
-class Report:
-    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
-
-    def __init__(self) -> None:
-        self.model_state_bytes = 0
-        self.micro_batches = 0
-        self.last_step: Counter[Purpose] = Counter()
-        self.waited_s = 0.0
-        self._before: Counter[Purpose] = Counter()
-        self._waited_before = 0
-
-    def observe(self, live_bytes: int) -> None:
-        """Model state at rest, with complete gradients."""
-        self.model_state_bytes = live_bytes
-
-    def close_step(self, sent: Counter[Purpose], waited_ns: int, micro_batches: int) -> None:
-        """A step ended; sent: all bytes so far, by purpose; waited_ns: all waiting for collectives so far."""
-        self.waited_s, self._waited_before = (waited_ns - self._waited_before) / 1e9, waited_ns
-        self.last_step = sent - self._before
-        self._before, self.micro_batches = sent, micro_batches
-
-    def data_bytes(self) -> int:
-        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
-        return sum(self.last_step[purpose] for purpose in STEP)
-
-
 def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]]) -> Core:
     """Partition ``model`` as ``config`` says and attach to it. ``groups``: the optimizer's, over its parameters."""
     zero = config.zero_optimization
@@ -294,33 +266,73 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(mesh.device).contiguous()
     buffers.broadcast(persistent_only=False)
-    wire = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
-    divisor = mesh.ranks if config.gradient_allreduce_op == "mean" else 1
-    rules = Rules(stage.reduces_every_micro_batch, stage.gathers_gradients, divisor, wire)
-    by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
-    reducer = Reducer(
-        plan,
-        [by_index[index] for index in range(len(plan.buckets))],
-        collectives,
-        pool,
-        rules,
-    )
     window = Window(config.gradient_accumulation_steps or 1)
-    schedule = Schedule(units, stage, collectives, reducer, window, zero.stage3_prefetch_bucket_size)
-    schedule.on_complete = lambda: reducer.agree(lambda: torch.zeros(0, dtype=torch.uint8))
-    arrivals, blocks = None, list[tuple[str, nn.Module]]()
-    if config.overlap_param_gather and stage.publishes_after_step and mesh.ranks > 1:
-        blocks, block_of = partition.find_blocks(model, zero.units)
-        numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
-        members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
-        arrivals = Arrivals(units[0].members, members_of)
+    reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
+    arrivals, blocks = _expect(config, stage, collectives, model, found, units)
     core = Core(stage, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard())
-    _attach(core, model, blocks or found.units)
-    core.guard.versions[:] = [parameter._version for parameter in found.inside]
+    _attach(core, model, blocks)
     return core
 
 
+def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
+    """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
+    reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.window)
+    arrivals, blocks = _expect(config, core.stage, core.collectives, model, found, units)
+    new = replace(
+        core,
+        partition=found,
+        layout=plan,
+        units=units,
+        reducer=reducer,
+        schedule=schedule,
+        arrivals=arrivals,
+        handles=[],
+    )
+    _attach(new, model, blocks)
+    return new
+
+
+def _drive(
+    config: Config,
+    stage: stages.Stage,
+    collectives: Collectives,
+    pool: BufferPool,
+    plan: Layout,
+    units: list[Unit],
+    window: Window,
+) -> tuple[Reducer, Schedule]:
+    """What moves the gradients and the weights of ``units``."""
+    wire = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
+    divisor = collectives.mesh.ranks if config.gradient_allreduce_op == "mean" else 1
+    rules = Rules(stage.reduces_every_micro_batch, stage.gathers_gradients, divisor, wire)
+    by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
+    buckets = [by_index[index] for index in range(len(plan.buckets))]
+    reducer = Reducer(plan, buckets, collectives, pool, rules)
+    prefetch = config.zero_optimization.stage3_prefetch_bucket_size
+    schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
+    schedule.on_complete = lambda: reducer.agree(lambda: torch.zeros(0, dtype=torch.uint8))
+    return reducer, schedule
+
+
+def _expect(
+    config: Config,
+    stage: stages.Stage,
+    collectives: Collectives,
+    model: nn.Module,
+    found: Partition,
+    units: list[Unit],
+) -> tuple[Arrivals | None, list[tuple[str, nn.Module]]]:
+    """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
+    if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
+        return None, found.units
+    blocks, block_of = partition.find_blocks(model, config.zero_optimization.units)
+    numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
+    members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
+    return Arrivals(units[0].members, members_of), blocks
+
+
 def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    core.guard.versions[:] = [parameter._version for parameter in core.partition.inside]
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.handles.extend(hooks.attach_gradients(core.schedule, trainable))
@@ -353,15 +365,15 @@ def _facts(model: nn.Module, found: Partition, config: Config, groups: list[dict
         for name, p in found.names.items()
     ]
     buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
-    options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
-    plan = [f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs]
+    name_of = {id(p): name for name, p in reversed(found.names.items())}
+    members = [f"group {number}: {name_of[id(p)]}" for number, group in enumerate(groups) for p in group["params"]]
     settings = [f"{key} = {describe(value)}" for key, value in sorted(config.to_dict().items())]
     return {
         "config": settings,
         "model (parameters)": parameters,
         "model (buffers)": buffers,
-        "optimizer": options,
-        "model (units and optimizer groups)": plan,
+        **plan_facts(found, groups),
+        "parameters in optimizer groups": members,
         "version of torch": [str(torch.__version__)],
     }
 
@@ -373,9 +385,11 @@ def autocast(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
     return torch.autocast(mesh.device.type, getattr(torch, config.torch_autocast.dtype))
 
 
-def timeout_of(config: Any) -> float:
-    """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
-    try:
-        return load_config(config).timeout_s
-    except ConfigError:
-        return Config().timeout_s
+def plan_facts(found: Partition, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """What ranks must agree on before ``found`` is laid out, for ``compare``."""
+    return {
+        "optimizer": [describe({key: value for key, value in group.items() if key != "params"}) for group in groups],
+        "model (units and optimizer groups)": [
+            f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs
+        ],
+    }

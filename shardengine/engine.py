@@ -15,16 +15,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import checkpoint, gathered, lr_schedules, recovery
+from shardengine import checkpoint, gathered, lr_schedules, recovery, relayout
 from shardengine import core as core_module
 from shardengine import mesh as mesh_module
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
 from shardengine.collectives import Collectives
-from shardengine.config import Config, load_config
-from shardengine.core import Report
+from shardengine.config import Config, load_config, timeout_of
 from shardengine.errors import UsageError
-from shardengine.inspection import Inspection, attached
+from shardengine.inspection import Inspection, Report, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer, groups_for
 from shardengine.recovery import announced
@@ -72,7 +71,7 @@ class Engine(Inspection):
         """As ``initialize``."""
         self.module = model
         self._owns_mesh = mesh is None
-        mesh = mesh or mesh_module.build(timeout_s=core_module.timeout_of(config))
+        mesh = mesh or mesh_module.build(timeout_s=timeout_of(config))
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler)
         except BaseException:
@@ -107,6 +106,7 @@ class Engine(Inspection):
             self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
             self.optimizer.max_norm = self.config.gradient_clipping
             self.optimizer.forget = self.zero_grad
+            self.optimizer.extend = self._add_param_group
             core.schedule.on_complete = self.optimizer.finish_gradients
         try:
             self.lr_scheduler = together(start, "making the scheduler", lambda: self._make_scheduler(lr_scheduler))
@@ -119,8 +119,8 @@ class Engine(Inspection):
     @announced("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
-        core = self._need_core()
-        core.verify_parameters()
+        self._need_core().verify_parameters()
+        core = self._core = relayout.follow(self._core, self.module, self.config, self.optimizer)
         core.schedule.restart()
         training = self.module.training and torch.is_grad_enabled() and self._window.is_first
         if self.config.broadcast_buffers and training and not self._buffers_sent:
@@ -351,6 +351,11 @@ class Engine(Inspection):
         )
 
     half = float = double = bfloat16 = cuda = cpu = to
+
+    def _add_param_group(self, group: dict[str, Any]) -> None:
+        optimizer = self._need_optimizer("add_param_group()")
+        relayout.add_group(self._need_core(), self.module, optimizer, group, self.lr_scheduler)
+        self._core = relayout.rebuild(self._core, self.module, self.config, optimizer)
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

@@ -40,9 +40,11 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     pinned = [unit for unit in units if core.stage.moves_weights and not unit.pinned]
     for unit in pinned:
         unit.pin(core.collectives)
+    core.guard.shown += 1
     try:
         yield
     finally:
+        core.guard.shown -= 1
         with torch.no_grad():
             if writable:
                 _broadcast_outside(core, chosen)

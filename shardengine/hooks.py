@@ -77,7 +77,13 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
 
         return ready
 
-    return [parameter.register_post_accumulate_grad_hook(hook_for(index)) for index, parameter in parameters]
+    handles = []
+    for index, parameter in parameters:
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # one that is frozen for now takes no hook
+        handles.append(parameter.register_post_accumulate_grad_hook(hook_for(index)))
+        parameter.requires_grad_(trainable)
+    return handles
 
 
 class _Listener:

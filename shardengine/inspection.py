@@ -6,19 +6,47 @@ Must not know: forward, backward, the step. Every call here is local; none is co
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardengine.accumulation import Window
+from shardengine.collectives import STEP, Purpose
 from shardengine.config import Config
-from shardengine.core import Core, Report
+from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optimizer import ShardedOptimizer
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
+
+
+class Report:
+    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
+
+    def __init__(self) -> None:
+        self.model_state_bytes = 0
+        self.micro_batches = 0
+        self.last_step: Counter[Purpose] = Counter()
+        self.waited_s = 0.0
+        self._before: Counter[Purpose] = Counter()
+        self._waited_before = 0
+
+    def observe(self, live_bytes: int) -> None:
+        """Model state at rest, with complete gradients."""
+        self.model_state_bytes = live_bytes
+
+    def close_step(self, sent: Counter[Purpose], waited_ns: int, micro_batches: int) -> None:
+        """A step ended; sent: all bytes so far, by purpose; waited_ns: all waiting for collectives so far."""
+        self.waited_s, self._waited_before = (waited_ns - self._waited_before) / 1e9, waited_ns
+        self.last_step = sent - self._before
+        self._before, self.micro_batches = sent, micro_batches
+
+    def data_bytes(self) -> int:
+        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
+        return sum(self.last_step[purpose] for purpose in STEP)
 
 
 class Inspection:

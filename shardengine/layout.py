@@ -120,6 +120,10 @@ class BucketLayout:
         first = self.start + rank * self.slice_length
         return first, first + self.slice_length
 
+    def held_interval(self, elements: int, rank: int) -> tuple[int, int]:
+        """Arena coordinates of a tensor of ``rank`` with so many elements: all of the bucket, or the rank's slice."""
+        return (self.start, self.end) if elements == self.length else self.slice_interval(rank)
+
 
 @dataclass(frozen=True)
 class ArenaLayout:
@@ -179,6 +183,13 @@ class Layout:
             start, end = max(slot.start, bucket.start), min(slot.end, bucket.end)
             if start < end:
                 yield Piece(slot.parameter, start, end, start - slot.start)
+
+    def pieces_within(self, bucket: BucketLayout, interval: tuple[int, int]) -> Iterator[Piece]:
+        """The parts of ``pieces`` that lie in ``interval`` (arena coordinates)."""
+        for piece in self.pieces(bucket):
+            start, end = max(piece.start, interval[0]), min(piece.end, interval[1])
+            if start < end:
+                yield Piece(piece.parameter, start, end, piece.offset + start - piece.start)
 
     def segments(
         self, bucket: BucketLayout, interval: tuple[int, int], label: Callable[[int], Hashable | None]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,6 +100,25 @@ def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
             "lr_scheduler: it was made for another optimizer; expected one over the optimizer given to initialize, "
             "or a function from the engine's optimizer to a scheduler"
         )
+
+
+def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """``UsageError`` unless ``scheduler`` (None: there is none) has a rate for every group, also a new last one."""
+    for part in () if scheduler is None else getattr(scheduler, "_schedulers", (scheduler,)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that get_last_lr is meant for users
+                rates = len(part.get_lr())
+            problem = f"it has rates for {rates} groups" if rates != len(optimizer.param_groups) else ""
+        except (KeyError, ValueError, IndexError) as error:
+            problem = f"it says {type(error).__name__}: {error}"
+        if problem:
+            raise UsageError(
+                f"add_param_group: the scheduler {type(part).__name__} cannot schedule the new group ({problem}, "
+                f"expected {len(optimizer.param_groups)}). Give it the group first (for LambdaLR append to its "
+                "lr_lambdas and base_lrs; for OneCycleLR put initial_lr, max_lr and min_lr into the group), or use one "
+                "that works with any groups, such as CosineAnnealingLR"
+            )
 
 
 def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

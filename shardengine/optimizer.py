@@ -55,11 +55,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
             "pass it to shardengine.initialize before its first step"
         )
     for index, group in enumerate(optimizer.param_groups):
-        for option in _REFUSED_OPTIONS:
-            if group.get(option):
-                raise UsageError(
-                    f"optimizer {name}: option {option}=True in group {index} is not available; set it to False"
-                )
+        check_options(group, f"optimizer {name}", index)
         if kind == "Adam" and group.get("decoupled_weight_decay"):
             kind = "AdamW"
     return kind
@@ -67,15 +63,24 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 @dataclass
 class Update:
-    """How far the update of the window's step is on this rank, so that ``engine.reset()`` can finish it.
+    """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
 
-    begun: step counts have advanced · stepped: whole buckets that are done · torn: inside of a bucket's kernels
+    max_norm: to clip this one to, None for the configured value · begun: step counts have advanced · stepped: whole
+    buckets that are done · torn: inside of a bucket's kernels
     """
 
+    max_norm: float | None = None
     divisor: Tensor | None = None
     begun: bool = False
     stepped: int = 0
     torn: bool = False
+
+
+def check_options(group: dict[str, Any], optimizer: str, index: int) -> None:
+    """``UsageError`` for an option of ``group`` (number ``index``) that our arithmetic does not have."""
+    for option in _REFUSED_OPTIONS:
+        if group.get(option):
+            raise UsageError(f"{optimizer}: option {option}=True in group {index} is not available; set it to False")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -87,6 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Where the reducer gathers gradients (state replicated) every rank steps whole buckets instead of its slices.
     """
 
+    extend: Callable[[dict[str, Any]], None] | None = None
+
     def __init__(
         self,
         kind: str,
@@ -96,27 +103,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: Reducer,
         pool: BufferPool,
     ) -> None:
-        self._built = False
         super().__init__(groups, defaults)
-        self._built = True
+        self.param_groups = groups  # the given list itself, so that both optimizers' see a group that is added
+        self.extend = _no_engine
         self.forget: Callable[[], None] = reducer.release
         self.kind = kind
         self.norm: Tensor | None = None
         self.max_norm = 0.0
-        self._next_max_norm: float | None = None
         self.update: Update | None = None
+        self._pool = pool
+        states = [self.new_state(state.bucket, whole=reducer.rules.gathers) for state in reducer.buckets]
+        self.lay_out(layout, reducer, [0] * len(layout.parameters), states)
+
+    def lay_out(
+        self, layout: Layout, reducer: Reducer, steps: list[int], bucket_states: list[dict[str, Tensor]]
+    ) -> None:
+        """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
         self._layout = layout
         self._reducer = reducer
-        self._pool = pool
-        self.steps = [0] * len(layout.parameters)
-        self.bucket_states = [self._new_state(bucket) for bucket in reducer.buckets]
+        self.steps = steps
+        self.bucket_states = bucket_states
         self._segments: tuple[Any, list[list[tuple[Any, int, int]]]] = (None, [])
 
-    def _new_state(self, state: GradientBucket) -> dict[str, Tensor]:
+    def new_state(self, bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
+        """Optimizer state of ``bucket`` before its first step. whole: of all of it, not of this rank's slice."""
         names = STATE_NAMES[self.kind]
         if self.kind == "SGD" and not any(group["momentum"] for group in self.param_groups):
             names = ()
-        weight = self._weight(state.bucket)
+        weight = bucket.stepped(whole=whole)
         return {name: torch.zeros_like(weight) for name in names}
 
     def _weight(self, bucket: Bucket) -> Tensor:
@@ -126,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
         rows = self._reducer.agree(self._squares)
         self.norm = norm_from_squares(rows.flatten().clone().view(torch.float64))
-        self.update = Update()
+        self.update = Update(None if self.update is None else self.update.max_norm)
 
     def _squares(self) -> Tensor:
         """This rank's part of the squared norm, as 8 bytes."""
@@ -148,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         update = self.update = self.update or Update()
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         if not update.begun:
-            update.begun, update.divisor, self._next_max_norm = True, self._divisor(), None
+            update.begun, update.divisor = True, self._divisor(update)
             for parameter in self._reducer.touched:
                 self.steps[parameter] += 1
         work = zip(self._reducer.buckets, self._current_segments(), strict=True)
@@ -175,10 +189,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not available yet after the start: shards and their states are laid out once."""
-        if self._built:
-            raise UsageError("engine.optimizer.add_param_group() is not available yet: give all groups to initialize")
-        super().add_param_group(param_group)
+        """Step the parameters of ``param_group`` as well, from the next step on; collective, between two steps.
+
+        They are the model's, and in no group yet: unfrozen before this call, or trainable all along. Frozen ones join
+        when they are unfrozen. The group is a dict with "params" and options, as in torch; weights and states move to a
+        new layout and keep their bits. After an error everything is as before.
+        """
+        if self.extend is None:
+            super().add_param_group(param_group)
+        else:
+            self.extend(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
@@ -207,7 +227,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
         if not 0 < max_norm < math.inf:
             raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
-        self._next_max_norm = max_norm
+        self.update = self.update or Update()
+        self.update.max_norm = max_norm
 
     def require_whole(self) -> None:
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
@@ -219,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def end_window(self) -> None:
         """The window was stepped or dropped, and what ``clip_next_step`` said with it."""
-        self._next_max_norm = self.update = None
+        self.update = None
 
     def mark_stepped(self, scheduler: Any) -> None:
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
@@ -231,17 +252,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             layout = state.bucket.layout
             whole = (layout.start, layout.end)
             first, last = whole if self._reducer.rules.gathers else layout.slice_interval(state.bucket.rank)
-            for piece in self._layout.pieces(layout):
-                start, end = max(piece.start, first), min(piece.end, last)
-                for name, flat in {"weight": self._weight(state.bucket), **tensors}.items() if start < end else ():
-                    yield piece.parameter, name, piece.offset + start - piece.start, flat[start - first : end - first]
+            for piece in self._layout.pieces_within(layout, (first, last)):
+                for name, flat in {"weight": self._weight(state.bucket), **tensors}.items():
+                    yield piece.parameter, name, piece.offset, flat[piece.start - first : piece.end - first]
 
     def _counted(self, parameter: int) -> int | None:
         """Label for the norm: parameters that some optimizer group steps."""
         return 0 if self._layout.parameters[parameter].group >= 0 else None
 
-    def _divisor(self) -> Tensor | None:
-        max_norm = self.max_norm if self._next_max_norm is None else self._next_max_norm
+    def _divisor(self, update: Update) -> Tensor | None:
+        max_norm = self.max_norm if update.max_norm is None else update.max_norm
         if not max_norm or self.norm is None:
             return None
         return clip_divisor(self.norm, max_norm).to(self._reducer.buckets[0].bucket.full.device)
@@ -295,6 +315,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield label, tensors
 
 
+def _no_engine(_group: dict[str, Any]) -> None:
+    raise UsageError("add_param_group: expected the optimizer of an open engine, came one without an engine")
+
+
 def groups_for(
     model: nn.Module, config: OptimizerConfig | None, given: Any, model_parameters: Iterable[Any] | None
 ) -> tuple[str | None, list[dict[str, Any]], dict[str, Any]]:
@@ -321,7 +345,7 @@ def groups_for(
         optimizer = _FROM_CONFIG[config.type](chosen, **config.params)
     else:
         return None, [], {}
-    _check_owned(model, optimizer.param_groups)
+    check_owned(model, optimizer.param_groups)
     if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
     return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
@@ -341,7 +365,8 @@ _KERNELS: dict[str, Callable[..., None]] = {
 }
 
 
-def _check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+def check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """``UsageError`` for a parameter of ``groups`` that is not one of ``model``'s."""
     owned = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):

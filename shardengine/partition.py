@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from shardengine.bucket import Arena
 from shardengine.collectives import Collectives, Purpose
 from shardengine.config_kinds import nearest
 from shardengine.errors import UsageError
-from shardengine.layout import Layout, ParameterSpec
+from shardengine.layout import ArenaLayout, Layout, ParameterSpec
+from shardengine.mesh import Mesh
 from shardengine.unit import Member, Unit
 
 
@@ -75,19 +76,7 @@ def analyse(
     _check_sparse(model)
     units, unit_of = find_blocks(model, setting) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
-    specs = [
-        ParameterSpec(
-            names=tuple(all_names[id(p)]),
-            shape=tuple(p.shape),
-            dtype=str(dtypes[id(p)]).removeprefix("torch."),
-            itemsize=dtypes[id(p)].itemsize,
-            trainable=p.requires_grad,
-            group=group_of.get(id(p), -1) if p.requires_grad else -1,
-            unit=unit_of.get(id(p), 0),
-            order=memory_order(p),
-        )
-        for p in inside
-    ]
+    specs = [_assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0)), p, group_of) for p in inside]
     chosen = {id(p) for p in inside}
     places = [
         (f"{prefix}.{key}" if prefix else key, holder, key, value)
@@ -97,6 +86,48 @@ def analyse(
     ]
     outside = [p for p in parameters if id(p) not in chosen]
     return Partition(names, inside, specs, outside, units, list(model.modules()), places)
+
+
+def renew(model: nn.Module, old: Partition, group_of: dict[int, int]) -> Partition:
+    """``old`` with the parameters that were unfrozen since, and the optimizer groups as they are now.
+
+    What was trainable stays so when it is frozen (it is unused then). Units stay as they are.
+    """
+    known = {id(p): spec for p, spec in zip(old.inside, old.specs, strict=True)}
+    names: dict[int, list[str]] = {}
+    for name, parameter in old.names.items():
+        names.setdefault(id(parameter), []).append(name)
+    inside, specs = [], []
+    for p in model.parameters():
+        spec = known.get(id(p))
+        if p.requires_grad and (spec is None or not spec.trainable):
+            _check_trainable(names[id(p)][0], p.dtype)
+        if spec is None and p.requires_grad and p.numel():
+            spec = _spec(p, names[id(p)], p.dtype, 0)  # outside: weights rest replicated, there is only the root
+        if spec is not None:
+            inside.append(p)
+            specs.append(_assigned(spec, p, group_of))
+    chosen = {id(p) for p in inside}
+    return replace(old, inside=inside, specs=specs, outside=[p for p in old.outside if id(p) not in chosen])
+
+
+def _spec(parameter: nn.Parameter, names: list[str], dtype: torch.dtype, unit: int) -> ParameterSpec:
+    return ParameterSpec(
+        names=tuple(names),
+        shape=tuple(parameter.shape),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        trainable=False,
+        group=-1,
+        unit=unit,
+        order=memory_order(parameter),
+    )
+
+
+def _assigned(spec: ParameterSpec, parameter: nn.Parameter, group_of: dict[int, int]) -> ParameterSpec:
+    """``spec`` with the optimizer group of ``parameter``, where it is (or was) trainable."""
+    trainable = spec.trainable or parameter.requires_grad
+    return replace(spec, trainable=trainable, group=group_of.get(id(parameter), -1) if trainable else -1)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -179,12 +210,17 @@ def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]], dtyp
                 f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
                 "engine? Call that engine's close() first"
             )
-        if parameter.requires_grad and dtypes[id(parameter)] not in (torch.float32, torch.bfloat16):
-            raise UsageError(
-                f"parameter {name!r} is {parameter.dtype}: expected trainable parameters in torch.float32 or "
-                "torch.bfloat16 (fp16 needs loss scaling, which is not available yet); use model.float(), "
-                'model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
-            )
+        if parameter.requires_grad:
+            _check_trainable(name, dtypes[id(parameter)])
+
+
+def _check_trainable(name: str, dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UsageError(
+            f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32 or "
+            "torch.bfloat16 (fp16 needs loss scaling, which is not available yet); use model.float(), "
+            'model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
+        )
 
 
 def _check_sparse(model: nn.Module) -> None:
@@ -224,12 +260,7 @@ def place(
         for index, (name, _) in enumerate(named):
             arenas, members = [], []
             for arena_layout in (a for a in layout.arenas if a.unit == index):
-                specs = [layout.parameters[slot.parameter] for slot in arena_layout.slots]
-                arena = Arena(arena_layout, specs, getattr(torch, arena_layout.dtype), mesh.device, mesh.rank)
-                found = [
-                    Member(slot.parameter, partition.inside[slot.parameter], arena, number)
-                    for number, slot in enumerate(arena_layout.slots)
-                ]
+                arena, found = new_arena(partition, layout, arena_layout, mesh)
                 _fill(arena, found, layout, collectives, whole_masters=whole_masters)
                 for member in found:
                     member.parameter.grad = None
@@ -241,6 +272,16 @@ def place(
                 unit.detach_shards()
             units.append(unit)
     return units
+
+
+def new_arena(partition: Partition, layout: Layout, which: ArenaLayout, mesh: Mesh) -> tuple[Arena, list[Member]]:
+    """An arena of zeros, and the members that will show it."""
+    specs = [layout.parameters[slot.parameter] for slot in which.slots]
+    arena = Arena(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank)
+    return arena, [
+        Member(slot.parameter, partition.inside[slot.parameter], arena, number)
+        for number, slot in enumerate(which.slots)
+    ]
 
 
 def _fill(

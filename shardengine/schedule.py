@@ -61,6 +61,7 @@ class Backward(enum.Enum):
     NONE = "none"
     ANNOUNCED = "engine.backward"
     UNANNOUNCED = "loss.backward"
+    RETIRED = "another schedule has taken over"
 
 
 class Hold:
@@ -215,11 +216,13 @@ class Schedule:
 
     def root_reached(self) -> None:
         """A gradient reached what the outermost module returned: the root must be full."""
+        self._refuse_retired()
         if self._stage.moves_weights:
             self._await(self.units[0])
 
     def backward_reached(self, index: int, call: int, *, announced: bool) -> None:
         """A gradient reached the outputs of call ``call`` of unit ``index``; announced: ``backward_over`` will come."""
+        self._refuse_retired()
         hold = self._holds[index]
         if call in hold.calls or call in hold.over:
             return
@@ -290,6 +293,17 @@ class Schedule:
         for unit in self.units:
             unit.recover()
         self._predictions = Predictions()
+
+    def retire(self) -> None:
+        """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
+        self._backward = Backward.RETIRED
+
+    def _refuse_retired(self) -> None:
+        if self._backward is Backward.RETIRED:
+            raise UsageError(
+                "the forward of this loss ran before parameters were unfrozen or a parameter group was added, which "
+                "moved the weights: run it again, after engine.zero_grad()"
+            )
 
     def restart(self) -> None:
         """The next forward is an outermost one: the engine is called, or the last forward raised."""

@@ -84,6 +84,7 @@ class Trace:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: PaddedOptimizer | None = None
 
 
 def pad(t: Tensor) -> Tensor:
@@ -146,18 +147,24 @@ def train(
     mean: bool = True,
     wire: torch.dtype | None = None,
     low: torch.dtype | None = None,
+    earlier: Trace | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
-    it and the given values become their master weights.
+    it and the given values become their master weights. earlier: training goes on from there up to ``steps``, with
+    ``groups`` and trainable parameters as they are now; masters of those that join are the weights.
     """
-    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    stepped = {p for group in groups for p in group["params"]}
+    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
     masters = {p: p.detach().float().clone() for p in trained if (low or p.dtype) != torch.float32}
     for parameter in model.parameters() if low else ():
         parameter.data = parameter.data.to(low)
-    trace, optimizer = Trace(), PaddedOptimizer(kind, groups, masters)
+    trace, optimizer = earlier or Trace(), PaddedOptimizer(kind, groups, masters)
+    if trace.optimizer is not None:
+        optimizer.state |= trace.optimizer.state
+    trace.optimizer = optimizer
     buffers = list(model.buffers())
     fires: dict[Tensor, Fires] = {}
 
@@ -165,9 +172,9 @@ def train(
         fires.setdefault(p, []).append(p.grad)  # type: ignore[arg-type]  # it was just accumulated
         p.grad = None
 
-    for p in trained:
-        p.register_post_accumulate_grad_hook(collect)
-    for step in range(steps):
+    model.zero_grad()
+    handles = [p.register_post_accumulate_grad_hook(collect) for p in trained]
+    for step in range(len(trace.losses), steps):
         windows: list[list[list[dict[Tensor, Fires]]]] = []  # backward of the micro-batch, rank, micro-batch
         losses = [[0.0] * micros for _ in range(ranks)]
         before = [b.clone() for b in buffers]
@@ -199,6 +206,8 @@ def train(
         trace.losses.append(losses)
         trace.norms.append(norm.item())
         optimizer.step(complete, ((norm + 1e-6) / clip).clamp(min=1.0) if clip else None)
+    for handle in handles:
+        handle.remove()
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     trace.buffers = {name: b.clone() for name, b in model.named_buffers()}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}

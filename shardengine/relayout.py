@@ -1,0 +1,295 @@
+"""A new layout between two steps: parameters were unfrozen, or joined the optimizer; every bit moves along.
+
+Owns: when that is allowed, the agreement of the ranks on it, and moving weights, master weights and optimizer states
+into the new buckets. Must not know: forward, backward, the step.
+
+[Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
+one buffer, cut into spans (elements [first, last) of one parameter), and each span is copied to where the new layout
+has the same elements on this rank. Parameters belong to the same unit before and after, so a unit's old memory is free
+before the next unit begins: beside the model state there is never more than one unit's and one bucket's.
+A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine import layout, lr_schedules, partition
+from shardengine.agreement import compare, together
+from shardengine.bucket import Bucket, in_memory_order
+from shardengine.collectives import Purpose
+from shardengine.config import Config
+from shardengine.core import Core, plan_facts, succeed
+from shardengine.errors import UsageError
+from shardengine.layout import Layout
+from shardengine.optimizer import ShardedOptimizer, check_options, check_owned
+from shardengine.partition import Partition
+from shardengine.unit import Unit
+
+_States = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements from ``first`` on of parameter ``name``, in memory order. key: "weight", "master" or a state's name."""
+
+    name: str
+    key: str
+    first: int
+    values: Tensor
+
+
+class Destination:
+    """Where elements go: spans whose ``values`` are written to."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._spans: dict[tuple[str, str], list[Span]] = {}
+        for span in spans:
+            self._spans.setdefault((span.name, span.key), []).append(span)
+
+    def receive(self, span: Span) -> None:
+        """Copy the elements of ``span`` that have a place here."""
+        for own in self._spans.get((span.name, span.key), ()):
+            start = max(own.first, span.first)
+            end = min(own.first + own.values.numel(), span.first + span.values.numel())
+            if start < end:
+                own.values[start - own.first : end - own.first].copy_(
+                    span.values[start - span.first : end - span.first]
+                )
+
+
+def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer | None) -> Core:
+    """Before a forward: ``core``, or the one of a new layout where parameters of the optimizer were unfrozen.
+
+    Collective where the window is empty, autograd records and the optimizer has parameters that are frozen.
+    """
+    if not torch.is_grad_enabled():
+        return core
+    unfrozen = core.unfrozen()
+    grouped = _group_of(optimizer)
+    if core.window.is_first and len(grouped) > sum(spec.group >= 0 for spec in core.layout.parameters):
+        compare(core.collectives, {"set of unfrozen parameters": list(unfrozen)})
+    for name, parameter in unfrozen.items():
+        if id(parameter) not in grouped:
+            raise UsageError(
+                f"parameter {name!r} was unfrozen after initialize, and no optimizer group holds it (rank "
+                f"{core.mesh.rank}): call engine.optimizer.add_param_group({{'params': [...]}}) on every rank before "
+                "the next forward, or freeze it again"
+            )
+    if not unfrozen or optimizer is None:
+        return core
+    _require_rest(core, f"unfreezing parameter {next(iter(unfrozen))!r}")
+    return rebuild(core, model, config, optimizer)
+
+
+def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any], scheduler: Any) -> None:
+    """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; the layout stays. Collective."""
+    core.schedule.settle()
+    groups = optimizer.param_groups
+    before = dict(group) if isinstance(group, dict) else {}
+    count = len(groups)
+
+    def append() -> Partition:
+        _require_rest(core, "add_param_group()")
+        core.verify_parameters()
+        _append(core, model, optimizer, group)
+        lr_schedules.check_extended(scheduler, optimizer)
+        return partition.renew(model, core.partition, _group_of(optimizer))
+
+    try:
+        found = together(core.collectives, "add_param_group()", append)
+        names = {id(parameter): name for name, parameter in reversed(core.partition.names.items())}
+        new = [names[id(parameter)] for parameter in group["params"]]
+        compare(core.collectives, {"parameters of the new optimizer group": new, **plan_facts(found, groups)})
+    except BaseException:
+        if len(groups) > count:
+            groups.pop()
+        if isinstance(group, dict):
+            group.clear()
+            group.update(before)
+        raise
+
+
+def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
+    if not isinstance(group, dict) or "params" not in group:
+        came = f"a dict with {sorted(group)}" if isinstance(group, dict) else type(group).__name__
+        raise UsageError(f'add_param_group: expected a dict with "params" and options, came {came}')
+    groups = optimizer.param_groups
+    if not isinstance(group["params"], (Tensor, set)):
+        group["params"] = list(group["params"])
+        if not group["params"]:
+            raise UsageError("add_param_group: expected at least one parameter in the group, came none")
+        _refuse_known(core, groups, group["params"])
+    elif isinstance(group["params"], Tensor):
+        _refuse_known(core, groups, [group["params"]])
+    torch.optim.Optimizer.add_param_group(optimizer, group)
+    check_owned(model, groups)
+    index = len(groups) - 1
+    check_options(group, "add_param_group", index)
+    key = "decoupled_weight_decay"
+    if group.get(key) != groups[0].get(key):
+        raise UsageError(
+            f"add_param_group: {key}={group.get(key)} in group {index}, expected {groups[0].get(key)} as in group 0: "
+            "one engine runs one kind of optimizer"
+        )
+
+
+def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:
+    """``UsageError`` for a parameter that is given twice, or is in a group already."""
+    number_of = {id(parameter): number for number, old in enumerate(groups) for parameter in old["params"]}
+    names = {id(parameter): name for name, parameter in reversed(core.partition.names.items())}
+    tensors = [item[1] if isinstance(item, tuple) else item for item in given]
+    for parameter in tensors:
+        if id(parameter) in number_of:
+            raise UsageError(
+                f"add_param_group: parameter {names.get(id(parameter))!r} is in optimizer group "
+                f"{number_of[id(parameter)]} already (rank {core.mesh.rank}): expected parameters that are in no group"
+            )
+        number_of[id(parameter)] = len(groups)
+
+
+def _group_of(optimizer: ShardedOptimizer | None) -> dict[int, int]:
+    """id(parameter) → optimizer group, of the parameters that have elements."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.numel()}
+
+
+def _require_rest(core: Core, what: str) -> None:
+    """``UsageError`` unless the window is empty and nothing is open."""
+    place = (
+        "inside a window of micro-batches (call engine.step(), or engine.zero_grad(), first)"
+        if not core.window.is_first
+        else "inside no_sync()"
+        if not core.window.synchronises
+        else "inside full_params()"
+        if core.guard.shown
+        else ""
+    )
+    if place:
+        raise UsageError(f"{what} {place}: expected it between two steps (rank {core.mesh.rank})")
+
+
+def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:
+    """The same model in a new layout, for the parameters that are trainable now; ``core`` is spent. Collective.
+
+    What fails on one rank alone, or differs between ranks, leaves ``core`` as it is.
+    """
+    found = together(
+        core.collectives,
+        "making a new layout",
+        lambda: partition.renew(model, core.partition, _group_of(optimizer)),
+    )
+    compare(core.collectives, plan_facts(found, optimizer.param_groups))
+    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    core.await_weights()
+    core.schedule.rest()
+    core.schedule.retire()
+    core.reducer.release()
+    for handle in core.handles:
+        handle.remove()
+    core.handles.clear()
+    states: dict[int, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        units = [_move(core, unit, found, plan, optimizer, states) for unit in core.units]
+    counts = zip(core.layout.parameters, optimizer.steps, strict=True)
+    steps = {spec.name: count for spec, count in counts if spec.group >= 0}
+    new = succeed(core, model, config, found, plan, units)
+    optimizer.lay_out(
+        plan,
+        new.reducer,
+        [steps.get(spec.name, 0) for spec in plan.parameters],
+        [states[index] for index in range(len(plan.buckets))],
+    )
+    new.schedule.on_complete = optimizer.finish_gradients
+    new.pool.clear()
+    new.note_stepped()
+    return new
+
+
+def _move(
+    core: Core,
+    old: Unit,
+    found: Partition,
+    plan: Layout,
+    optimizer: ShardedOptimizer,
+    states: dict[int, dict[str, Tensor]],
+) -> Unit:
+    """``old`` in the new layout ([Note: Moving by intervals]); adds to ``states`` and empties ``old``."""
+    arenas, members = [], []
+    for arena_layout in (a for a in plan.arenas if a.unit == old.index):
+        arena, shown = partition.new_arena(found, plan, arena_layout, core.mesh)
+        arenas.append(arena)
+        members += shown
+    buckets = [bucket for arena in arenas for bucket in arena.buckets]
+    weights = Destination(span for b in buckets for span in _spans(plan, b, {"weight": b.full}))
+    inside = {id(parameter) for parameter in core.partition.inside}
+    for member in members:
+        if id(member.parameter) not in inside:
+            spec = plan.parameters[member.index]
+            weights.receive(Span(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
+    for bucket, _ in old.buckets():
+        _carry(core, bucket, {"weight": bucket.shard if bucket.separate else bucket.full}, weights)
+    unit = Unit(old.index, old.name, arenas, members, plan)
+    for member in members:
+        member.parameter.grad = None
+        member.show(member.view)
+    whole = core.reducer.rules.gathers
+    for arena in arenas:
+        _begin_masters(arena.buckets, stepped=any(spec.group >= 0 for spec in arena.specs), whole=whole)
+    if core.stage.moves_weights:
+        unit.detach_shards()
+    for bucket in buckets:
+        if bucket.layout.index >= 0:
+            states[bucket.layout.index] = optimizer.new_state(bucket, whole=whole)
+    kept = Destination(span for b in buckets for span in _spans(plan, b, _stepped_tensors(b, states)))
+    old_states = dict(enumerate(optimizer.bucket_states))
+    for bucket, _ in old.buckets():
+        _carry(core, bucket, _stepped_tensors(bucket, old_states), kept)
+        old_states.get(bucket.layout.index, {}).clear()
+    for arena in old.arenas:
+        arena.forsake()
+    return unit
+
+
+def _begin_masters(buckets: list[Bucket], *, stepped: bool, whole: bool) -> None:
+    """Where an optimizer steps ``buckets`` and they are not fp32: masters with the values of the weights."""
+    for bucket in buckets if stepped else ():
+        if bucket.full.dtype is not torch.float32:
+            bucket.master = (bucket.full if whole else bucket.own_slice(bucket.full)).float()
+
+
+def _stepped_tensors(bucket: Bucket, states: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Master weights and optimizer states of ``bucket``; {} where it has none."""
+    master = {} if bucket.master is None else {"master": bucket.master}
+    return {**master, **states.get(bucket.layout.index, {})}
+
+
+def _spans(plan: Layout, bucket: Bucket, tensors: dict[str, Tensor]) -> Iterator[Span]:
+    """What ``tensors`` of ``bucket`` (all of it, or this rank's slice) hold."""
+    for key, flat in tensors.items():
+        interval = bucket.layout.held_interval(flat.numel(), bucket.rank)
+        for piece in plan.pieces_within(bucket.layout, interval):
+            part = flat[piece.start - interval[0] : piece.end - interval[0]]
+            yield Span(plan.parameters[piece.parameter].name, key, piece.offset, part)
+
+
+def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Destination) -> None:
+    """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
+    stepped = {spec.name for spec in core.layout.parameters if spec.group >= 0}
+    for key, held in tensors.items():
+        full = held
+        if held.numel() < bucket.layout.length:
+            full = core.pool.take(bucket.layout.length, held.dtype, held.device)
+            bucket.own_slice(full).copy_(held)
+            names = core.layout.names_in(bucket.layout)
+            core.collectives.all_gather(full, names, Purpose.RELAYOUT).wait()
+        for span in _spans(core.layout, bucket, {key: full}):
+            if key == "weight" or span.name in stepped:
+                target.receive(span)
+        if full is not held:
+            core.pool.give(full)
