@@ -26,7 +26,7 @@ IMPORT_ORDER = (
     "unit", "partition",
     "schedule",
     "hooks", "optimizer",
-    "core", "gathered", "inspection",
+    "core", "gathered", "whole", "inspection",
     "engine", "__init__",
     "app", "cli", "__main__",
 )  # fmt: skip
