@@ -54,6 +54,7 @@ class Purpose(enum.Enum):
     WEIGHTS = "weights: all-gather"
     EVALUATION = "weights without grad: all-gather"
     WHOLE_WEIGHTS = "full_params and state_dict"
+    WHOLE_STATE = "full_grads and full_optimizer_state"
     BUFFERS = "buffers"
     RELAYOUT = "new layout"
     START = "start"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import checkpoint, gathered, lr_schedules, recovery, relayout
+from shardengine import checkpoint, gathered, lr_schedules, recovery, relayout, whole
 from shardengine import core as core_module
 from shardengine import mesh as mesh_module
 from shardengine.agreement import together
@@ -280,6 +280,30 @@ class Engine(Inspection):
         """
         with gathered.full_params(self._need_core(), names, writable=writable):
             yield
+
+    def full_grads(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[dict[str, Tensor | None]]:
+        """``with`` this: name → the whole complete gradient, before clipping, on every rank; collective.
+
+        For every name asked for (None: all); None where no rank used the parameter, or it is frozen or has no elements.
+        Tied names share a tensor. Complete: between the backward on the boundary and ``step()``. The dtype is the one
+        in which gradients are sent; they were rounded to it. writable: what rank 0 wrote is what every rank steps with,
+        and the norm is taken again. An exception inside, on any rank, then leaves all as it was and raises on all.
+        """
+        return whole.full_grads(self._need_core(), names, writable=writable)
+
+    def full_optimizer_state(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
+        """``with`` this: name → {"weight", the states, "step"} of the parameter, whole, on every rank; collective.
+
+        "weight" is the fp32 master weight, or the weight where it is fp32 itself; None for parameters that the
+        optimizer does not step. writable: as in ``full_grads``; the weights follow, and a graph from before refuses
+        backward as it does after a step.
+        """
+        optimizer = self._need_optimizer("full_optimizer_state()")
+        return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""

@@ -31,10 +31,9 @@ from shardengine.unit import Unit
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
     core.await_weights()
-    chosen = None if names is None else [names] if isinstance(names, str) else list(names)
-    facts = {"list of names given to full_params": ["every name"] if chosen is None else chosen}
-    compare(core.collectives, {**facts, "writable flag of full_params": [str(writable)]})
-    units = _units_of(core, chosen)
+    every = names is None
+    chosen = agree_on_names(core, "full_params", names, writable)
+    units = core.units if every else _units_of(core, chosen)
     if writable and any(unit.pinned for unit in units):
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     pinned = [unit for unit in units if core.stage.moves_weights and not unit.pinned]
@@ -145,23 +144,30 @@ def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
     save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt", "tied": json.dumps(tied)})
 
 
-def _units_of(core: Core, names: list[str] | None) -> list[Unit]:
-    if names is None:
-        return core.units
+def agree_on_names(
+    core: Core, call: str, names: Iterable[str] | None, writable: bool, facts: dict[str, list[str]] | None = None
+) -> list[str]:
+    """The names that ``call`` is asked for, None: all. Ranks must ask for the same and have the same ``facts``."""
+    chosen = None if names is None else [names] if isinstance(names, str) else list(names)
+    asked = {f"list of names given to {call}": ["every name"] if chosen is None else chosen}
+    compare(core.collectives, {**asked, f"writable flag of {call}": [str(writable)], **(facts or {})})
     known = core.partition.names
-    for name in names:
+    for name in chosen or ():
         if name not in known:
-            raise UsageError(
-                f"full_params: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}"
-            )
+            raise UsageError(f"{call}: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}")
+    return list(known) if chosen is None else chosen
+
+
+def _units_of(core: Core, names: list[str]) -> list[Unit]:
+    known = core.partition.names
     wanted = {id(known[name]) for name in names}
     return [unit for unit in core.units if any(id(member.parameter) in wanted for member in unit.members)]
 
 
-def _broadcast_outside(core: Core, names: list[str] | None) -> None:
-    wanted = None if names is None else {id(core.partition.names[name]) for name in names}
+def _broadcast_outside(core: Core, names: list[str]) -> None:
+    wanted = {id(core.partition.names[name]) for name in names}
     for name, parameter in core.partition.named_outside():
-        if wanted is None or id(parameter) in wanted:
+        if id(parameter) in wanted:
             core.collectives.broadcast(parameter.data, [name], Purpose.WHOLE_WEIGHTS)
 
 

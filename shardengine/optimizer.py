@@ -246,6 +246,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
         scheduler.optimizer._opt_called = True
 
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """Per bucket index what this rank steps: "weight" (the master, where there is one) and the states."""
+        return {
+            state.bucket.layout.index: {"weight": self._weight(state.bucket), **tensors}
+            for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True)
+        }
+
     def parameter_state(self) -> Iterator[tuple[int, str, int, Tensor]]:
         """What this rank holds: (parameter, "weight" or state name, first element, values) per piece."""
         for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True):

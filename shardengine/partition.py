@@ -185,10 +185,21 @@ def _repeated_children(model: nn.Module) -> set[int]:
 def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
     """Units that own parameters, and id(parameter) → 1-based unit for those used in exactly one unit."""
     owners: dict[int, set[int]] = {}
-    covered = {id(child): number for number, (_, unit) in enumerate(units) for child in unit.modules()}
-    for module in model.modules():
+    numbers = {id(unit): number for number, (_, unit) in enumerate(units)}
+    visited: set[tuple[int, int]] = set()
+
+    def visit(module: nn.Module, unit: int) -> None:
+        """By every way that leads to ``module``: several units may share it."""
+        unit = numbers.get(id(module), -1) if unit == -1 else unit
+        if (id(module), unit) in visited:
+            return
+        visited.add((id(module), unit))
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(covered.get(id(module), -1))
+            owners.setdefault(id(parameter), set()).add(unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, -1)
     single = {key: next(iter(where)) for key, where in owners.items() if len(where) == 1 and -1 not in where}
     kept = sorted(set(single.values()))
     renumber = {old: new for new, old in enumerate(kept, start=1)}

@@ -85,6 +85,7 @@ class Trace:
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: PaddedOptimizer | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 def pad(t: Tensor) -> Tensor:
@@ -211,6 +212,7 @@ def train(
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     trace.buffers = {name: b.clone() for name, b in model.named_buffers()}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    trace.gradients = {names[p]: g for p, g in complete.items()} if steps else {}
     for p, state in optimizer.state.items():
         flat = {
             key: torch.empty_like(p, dtype=t.dtype).copy_(t[: p.numel()].view_as(p))

@@ -26,7 +26,7 @@ IMPORT_ORDER = (
     "unit", "arrivals", "partition",
     "prediction", "schedule",
     "hooks", "optimizer",
-    "core", "gathered", "relayout", "inspection", "recovery",
+    "core", "gathered", "whole", "relayout", "inspection", "recovery",
     "checkpoint",
     "engine", "__init__",
     "app", "cli", "__main__",

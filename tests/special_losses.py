@@ -175,6 +175,13 @@ def unused() -> nn.Module:
     return model
 
 
+def sharing(rare: Callable[[At], bool]) -> nn.Module:
+    """Blocks that share a sub-module of three layers; the third one is never used."""
+    torch.manual_seed(21)
+    shared = nn.ModuleDict({name: nn.Linear(models.WIDTH, models.WIDTH) for name in ("used", "rare", "never")})
+    return Net([models.SharingBlock(shared) for _ in range(3)], models.branching(rare))
+
+
 def gpt2(checkpointing: bool = False) -> nn.Module:
     model: Any = cases.make_gpt2()
     if checkpointing:
@@ -228,6 +235,10 @@ CASES: dict[str, Case] = {
         lambda: net(route=models.skipping(lambda number, at: number == 1 and at.micro == 1)), micros=2
     ),
     "unused: a block in some steps": Case(lambda: net(route=models.skipping(lambda number, at: number == at.step % 2))),
+    "unused: in a sub-module that blocks share": Case(lambda: sharing(lambda at: False), ranks=(2, 3)),
+    "unused: in a sub-module that blocks share, on one rank in some steps": Case(
+        lambda: sharing(lambda at: at.rank == 1 and at.step % 2 == 0), micros=2
+    ),
     "called twice": Case(lambda: net(route=models.repeated), micros=2),
     "output: dict": Case(lambda: net(models.DictBlock, models.in_dicts)),
     "output: tuple": Case(lambda: net(models.TupleBlock, models.in_tuples)),

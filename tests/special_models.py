@@ -98,6 +98,18 @@ class BranchBlock(Block):
         return torch.tanh(self.other(x)) if choice else super().forward(x)
 
 
+class SharingBlock(Block):
+    """Uses one layer of ``shared``, which all blocks have; the other one only where ``choice`` says so."""
+
+    def __init__(self, shared: nn.ModuleDict) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        x = super().forward(torch.tanh(self.shared["used"](x)))
+        return self.shared["rare"](x) if choice else x
+
+
 class BatchNormBlock(Block):
     """The buffers reach the loss: without the broadcast ranks would differ from the oracle."""
 

@@ -26,8 +26,7 @@ from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 
-FLOAT = 4
-ALIGN = 16
+ALIGN_BYTES = 64
 BLOCK = re.compile(r"(?:transformer\.h|blocks)\.\d+(?=\.)")
 DEVICES = Path("/proc/net/dev")
 WIDE, DEEP = 320, 6
@@ -59,10 +58,30 @@ def make_model(name: str) -> nn.Module:
         for parameter in (*model.get_submodule("blocks.0").parameters(), model.get_parameter("inp.weight")):
             parameter.requires_grad_(False)
         return model
+    if name == "mixed":
+        return make_mixed()
     if name in ("wide", "recomputing"):
         torch.manual_seed(14)
         return Wide() if name == "wide" else Wide(13, 3, recompute=True)
     return cases.MODELS[name]()
+
+
+class Wider(nn.Sequential):
+    """Computes in its own dtype, whatever comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(next(self.parameters()).dtype)).float()
+
+
+def make_mixed() -> nn.Module:
+    """An MLP in fp32 with blocks in bf16 (one of them frozen), in fp32, and in both: adapters over a frozen matrix."""
+    model: Any = cases.make_mlp()
+    model.blocks = nn.ModuleList(Wider(nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 13)) for _ in range(3))
+    model.blocks.append(Wider(nn.Linear(13, 13), nn.Linear(13, 13).bfloat16().requires_grad_(False)))
+    model.blocks[3].forward = lambda x: model.blocks[3][1](torch.tanh(model.blocks[3][0](x)).bfloat16()).float()
+    model.blocks[0].bfloat16()
+    model.blocks[1].bfloat16().requires_grad_(False)
+    return model
 
 
 def loss_of(model: Any, name: str, step: int, micro: int) -> Tensor:
@@ -74,45 +93,53 @@ def loss_of(model: Any, name: str, step: int, micro: int) -> Tensor:
 # The formulas
 
 
-def padded(counts: list[int], ranks: int) -> int:
-    """Elements of one flat storage: every parameter starts at a multiple of 16, the end is one of 16 · ranks."""
-    filled = sum(-(-count // ALIGN) * ALIGN for count in counts)
-    return -(-filled // (ALIGN * ranks)) * ALIGN * ranks
+def padded(counts: list[int], ranks: int, itemsize: int) -> int:
+    """Elements of one flat storage: every parameter starts at a multiple of 64 bytes, the end is one of 64 · ranks."""
+    align = ALIGN_BYTES // itemsize
+    filled = sum(-(-count // align) * align for count in counts)
+    return -(-filled // (align * ranks)) * align * ranks
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements with padding. Where weights are sharded a block has a storage of its own, frozen ones too."""
+    """Bytes with padding. Where weights are sharded a block has a storage of its own, frozen ones too.
 
+    sent: of all gradients, in the dtype of the wire; trained: of the weights that have one.
+    """
+
+    sent: int
     trained: int
     blocks: int
     root: int
 
     @staticmethod
-    def of(model: nn.Module, ranks: int, *, sharded_weights: bool) -> Sizes:
-        found: dict[tuple[str, bool], list[int]] = {}
+    def of(model: nn.Module, ranks: int, case: Case) -> Sizes:
+        found: dict[tuple[str, bool, int], list[int]] = {}
         for name, parameter in model.named_parameters():
-            block = BLOCK.match(name) if sharded_weights else None
-            found.setdefault((block.group() if block else "", parameter.requires_grad), []).append(parameter.numel())
-        lengths = {key: padded(counts, ranks) for key, counts in found.items()}
+            block = BLOCK.match(name) if case.stage.startswith("3") else None
+            itemsize = 2 if case.low else parameter.itemsize
+            key = (block.group() if block else "", parameter.requires_grad, itemsize)
+            found.setdefault(key, []).append(parameter.numel())
+        lengths = {key: padded(counts, ranks, key[2]) for key, counts in found.items()}
+        wire = {None: 0, "fp32": 4, "bf16": 2}[case.wire]
         return Sizes(
-            trained=sum(length for (_, trainable), length in lengths.items() if trainable),
-            blocks=sum(length for (block, _), length in lengths.items() if block),
-            root=sum(length for (block, _), length in lengths.items() if not block),
+            sent=sum(length * (wire or size) for (_, trainable, size), length in lengths.items() if trainable),
+            trained=sum(length * size for (_, trainable, size), length in lengths.items() if trainable),
+            blocks=sum(length * size for (block, _, size), length in lengths.items() if block),
+            root=sum(length * size for (block, _, size), length in lengths.items() if not block),
         )
 
 
 def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions: int) -> int:
     """LIMITS.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients."""
-    gradients = FLOAT * sizes.trained * reductions
     weights = {
-        "0": FLOAT * sizes.trained,  # here it is the complete gradient that is gathered
-        "1": FLOAT * sizes.trained,
-        "2": FLOAT * sizes.trained,
-        "3k": FLOAT * micros * (sizes.blocks + sizes.root),
-        "3": FLOAT * micros * (2 * sizes.blocks + sizes.root),
+        "0": sizes.sent,  # here it is the complete gradient that is gathered
+        "1": sizes.trained,
+        "2": sizes.trained,
+        "3k": micros * (sizes.blocks + sizes.root),
+        "3": micros * (2 * sizes.blocks + sizes.root),
     }[stage]
-    total = (ranks - 1) * (gradients + weights)
+    total = (ranks - 1) * (sizes.sent * reductions + weights)
     assert total % ranks == 0
     return total // ranks
 
@@ -154,8 +181,8 @@ def _all_reduce(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
 
 
 def _broadcast(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
-    if a["src"] == dist.get_rank():
-        counter.add(a["tensor"], a["tensor"].nbytes * (ranks - 1))
+    if a["src"] == dist.get_rank():  # bf16 travels as bytes, so uint8 is no sign of control data here
+        counter.data += a["tensor"].nbytes * (ranks - 1)
 
 
 RULES: dict[str, Callable[[Counter, Mapping[str, Any], int], None]] = {
@@ -208,7 +235,10 @@ def counted() -> Iterator[Counter]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run of three steps. letter: gradient_accumulation; quiet: all but the last micro-batch inside no_sync."""
+    """A run of three steps. letter: gradient_accumulation; quiet: all but the last micro-batch inside no_sync.
+
+    low: the config's bf16; wire: its communication_data_type.
+    """
 
     stage: str
     micros: int
@@ -216,6 +246,8 @@ class Case:
     model: str = "mlp"
     quiet: bool = False
     bucket: int = 600
+    low: bool = False
+    wire: str | None = None
 
     @property
     def reductions(self) -> int:
@@ -224,11 +256,13 @@ class Case:
 
     def config(self) -> dict[str, Any]:
         zero = {"reduce_bucket_size": self.bucket}
-        override = {} if self.letter is None else {"gradient_accumulation": self.letter}
+        override: dict[str, Any] = {} if self.letter is None else {"gradient_accumulation": self.letter}
+        override |= {"bf16": {"enabled": True}} if self.low else {}
+        override |= {"communication_data_type": self.wire} if self.wire else {}
         return cases.config_of(self.stage, self.micros, zero=zero, **override)
 
     def expected(self, ranks: int) -> int:
-        sizes = Sizes.of(make_model(self.model), ranks, sharded_weights=self.stage.startswith("3"))
+        sizes = Sizes.of(make_model(self.model), ranks, self)
         return bytes_per_step(self.stage, sizes, ranks, self.micros, self.reductions)
 
 
@@ -286,6 +320,24 @@ def test_bytes_per_step_are_the_formula(pools: Pools, letter: str | None, ranks:
 def test_tied_frozen_and_recomputed(pools: Pools, model: str, ranks: int) -> None:
     """Tied weights travel once, frozen ones only where they are sharded, and a recomputation gathers nothing."""
     assert_counts(pools, ranks, [Case(stage, 2, None, model) for stage in cases.STAGES])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("model", "low", "wire"),
+    [
+        ("mlp", False, "bf16"),
+        ("mlp", True, None),
+        ("mlp", True, "fp32"),
+        ("mixed", False, None),
+        ("mixed", False, "bf16"),
+        ("mixed", False, "fp32"),
+    ],
+)
+def test_every_dtype(pools: Pools, model: str, low: bool, wire: str | None, ranks: int) -> None:
+    """bf16 halves everything, models of several dtypes are counted storage by storage, the wire's dtype gradients."""
+    chosen = [Case(stage, micros, None, model, low=low, wire=wire) for stage in cases.STAGES for micros in (1, 3)]
+    assert_counts(pools, ranks, chosen)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,0 +1,91 @@
+"""Delays change no bit: ranks that sleep at random before gathers, reductions and steps and after forwards.
+
+Each rank draws its own delays, so that collectives find the others early, late, and in the middle of something else.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardengine
+from shardengine import collectives
+from tests import cases
+from tests.parity.test_parity import assert_equal_to_truth
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+STEPS = 3
+LONGEST_S = 0.02
+
+
+@contextmanager
+def delayed(seed: int) -> Iterator[dict[str, int]]:
+    """One call in six, by chance, sleeps for 1 to 20 ms; how often per function."""
+    dice, slept = random.Random(seed), dict[str, int]()
+
+    def doze(name: str) -> None:
+        if dice.random() < 1 / 6:
+            slept[name] = slept.get(name, 0) + 1
+            time.sleep(dice.uniform(0.001, LONGEST_S))
+
+    def before(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            doze(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    def after(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            doze(name)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", before("gather", dist.broadcast))
+        patch.setattr(dist, "all_to_all_single", before("reduce", dist.all_to_all_single))
+        patch.setattr(collectives, "_all_gather_single", before("exchange", collectives._all_gather_single))
+        patch.setattr(shardengine.Engine, "step", before("step", shardengine.Engine.step))
+        patch.setattr(torch.nn.Linear, "forward", after("forward", torch.nn.Linear.forward))
+        yield slept
+
+
+def train_delayed(chosen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """Per (model, seed, config): what ``cases.train_engine`` gives, and where this rank slept."""
+    found = []
+    for model, seed, config in chosen:
+        with delayed(1000 * seed + dist.get_rank()) as slept:
+            found.append((cases.train_engine(model, "AdamW", config, STEPS), slept))
+    return found
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(("micros", "options"), [(1, {}), (3, {}), (3, BF16)], ids=["1", "3", "3, bf16"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_delays_change_no_bit(pools: Pools, ranks: int, micros: int, options: dict[str, Any]) -> None:
+    low = torch.bfloat16 if options else None
+    zero = {"reduce_bucket_size": 1000}
+    chosen = [
+        ("mlp", seed, cases.config_of(stage, micros, zero=zero, overlap_comm=True, **options))
+        for seed, stage in enumerate(cases.STAGES)
+    ]
+    by_rank = pools(ranks).run(train_delayed, chosen)
+    for number, stage in enumerate(cases.STAGES):
+        order = cases.LETTER[stage] if micros > 1 else "full"
+        truth = cases.truth("mlp", "AdamW", ranks, micros, order, STEPS, low=low)
+        assert_equal_to_truth([found[number][0] for found in by_rank], truth)
+    for found in by_rank:
+        slept = {name for _, names in found for name in names}
+        assert slept == {"gather", "reduce", "exchange", "step", "forward"}

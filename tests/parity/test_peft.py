@@ -1,0 +1,88 @@
+"""LoRA as peft builds it, over GPT-2 in fp32 and in bf16, at every stage: equal to the oracle bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import cases, oracle
+from tests.parity.test_special_cases import assert_equal
+from tests.ranks import RankPool
+
+peft = pytest.importorskip("peft")
+
+Pools = Callable[[int], RankPool]
+STEPS = 4
+BASES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_lora(base: str) -> Any:
+    """fp32 adapters on every attention over a frozen base."""
+    model = cases.make_gpt2().to(BASES[base])
+    torch.manual_seed(25)
+    chosen = peft.LoraConfig(
+        r=3, lora_alpha=6, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(model, chosen).train()
+    trained = {p.dtype for p in adapted.parameters() if p.requires_grad}
+    assert trained == {torch.float32} and any(p.dtype is BASES[base] for p in adapted.parameters())
+    return adapted
+
+
+def train(base: str, kind: str, stage: str, micros: int, directory: str | None) -> dict[str, Any]:
+    config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600})
+    engine = cases.make_engine(make_lora(base), config, kind)
+    losses, norms = [], []
+    for step in range(STEPS):
+        row = []
+        for micro in range(micros):
+            loss = cases.loss_of(engine, step, engine.rank, micro)
+            engine.backward(loss)
+            row.append(loss.item())
+            engine.step()
+        losses.append(row)
+        norms.append(engine.get_global_grad_norm())
+    if directory is not None:
+        engine.save_pretrained(directory)
+    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
+    state = cases.local_state(engine)
+    engine.close()
+    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+
+
+@functools.lru_cache(maxsize=100)
+def truth(base: str, kind: str, ranks: int, micros: int, order: str) -> oracle.Trace:
+    model = make_lora(base)
+    return oracle.train(
+        model, cases.loss_of, ranks=ranks, micros=micros, steps=STEPS, kind=kind,
+        groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "micros", "ranks"), [("AdamW", 1, 2), ("SGD", 2, 3)])
+@pytest.mark.parametrize("base", list(BASES))
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_lora_equals_oracle(pools: Pools, stage: str, base: str, kind: str, micros: int, ranks: int) -> None:
+    results = pools(ranks).run(train, base, kind, stage, micros, None)
+    order = cases.LETTER[stage] if micros > 1 else "full"
+    assert_equal(results, truth(base, kind, ranks, micros, order))
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_adapters_are_saved_and_load_again(pools: Pools, stage: str, tmp_path: Path) -> None:
+    """peft's own directory: the adapters alone, which peft puts on a fresh base."""
+    pools(2).run(train, "bf16", "AdamW", stage, 1, str(tmp_path / "adapters"))
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    fresh = cases.make_gpt2().bfloat16()
+    loaded = dict(peft.PeftModel.from_pretrained(fresh, tmp_path / "adapters").named_parameters())
+    expected = truth("bf16", "AdamW", 2, 1, "full")
+    for name in expected.states:
+        assert torch.equal(loaded[name].detach(), expected.parameters[name]), name
