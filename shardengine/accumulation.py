@@ -20,6 +20,7 @@ class Window:
         self.total = 0
         self.done = 0
         self._open = False
+        self._ends = False
         self._override: bool | None = None
         self._no_sync = 0
 
@@ -52,9 +53,9 @@ class Window:
 
         In the window's last micro-batch it is another backward of the same micro-batch.
         """
-        if self._open and not self.is_boundary:
+        if self._open and not self._ends:
             self.count()
-        self._open = True
+        self._open, self._ends = True, self.is_boundary and self.synchronises
 
     def backward_failed(self) -> None:
         """The backward that was begun raised; its micro-batch does not count."""

@@ -11,7 +11,8 @@ host never blocks there; it learns of a fault in the next exchange, which is alw
 
 [Note: Direct reduce-scatter] All-to-all of slices, then a local sum in tree order (kernels: [Note: One arithmetic]).
 It sends (N-1)/N of the bucket like a ring, has one order of summation at any bucket size, and sums in fp32 whatever the
-wire dtype. ``direct=False`` uses the backend's reduce-scatter (faster on NCCL, its order of summation is its own).
+wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32 (faster on NCCL, its order of summation is its
+own); it would sum other dtypes in themselves, so those always go the direct way.
 
 [Note: Gather by broadcasts] On gloo N broadcasts, each rank its own slice in place, are up to three times as fast as
 its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks the latency of N operations wins.
@@ -20,8 +21,10 @@ its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks th
 from __future__ import annotations
 
 import enum
+import itertools
 import json
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -39,6 +42,7 @@ from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
 _ANNOUNCEMENT_BYTES = 256
+_HISTORY = 2000
 _SLICE = timedelta(seconds=0.5)
 
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
@@ -160,6 +164,8 @@ class Collectives:
         self.mesh = mesh
         self.faults = Faults(mesh)
         self._places: Counter[str] = Counter()
+        self._history = {group: deque[str](maxlen=_HISTORY) for group in ("gather", "reduce")}
+        self._digests = dict.fromkeys(self._history, 0)
 
     @property
     def may_poll(self) -> bool:
@@ -201,10 +207,11 @@ class Collectives:
         if mesh.ranks == 1:
             return Pending(finish=lambda: tree_sum([full], out))
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        received = self._pool.take(full.numel() if self._direct else out.numel(), full.dtype, full.device)
+        direct = self._direct or full.dtype is not torch.float32
+        received = self._pool.take(full.numel() if direct else out.numel(), full.dtype, full.device)
 
         def call() -> list[dist.Work]:
-            if self._direct:
+            if direct:
                 return [dist.all_to_all_single(received, full, group=mesh.reduce, async_op=True)]
             return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
 
@@ -252,7 +259,34 @@ class Collectives:
         padded = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else padded[:0]
         rows = self.exchange(padded)
-        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes.view(-1), strict=True)]
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes.view(-1), strict=True)]
+
+    def digest(self) -> Tensor:
+        """8 bytes that say which data collectives this rank has issued, in their order within each group."""
+        return torch.tensor([*self._digests.values()], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
+
+    def require_same(self, digests: Tensor) -> None:
+        """``MismatchError`` on every rank, with the first difference, unless all ranks' ``digest`` are equal.
+
+        Ranks that gather different blocks of one size at the same time would otherwise train on each other's weights.
+        """
+        if bool((digests == digests[0]).all()):
+            return
+        everyone = self.exchange_objects({group: list(texts) for group, texts in self._history.items()})
+        for texts in self._history.values():
+            texts.clear()
+        self._digests = dict.fromkeys(self._history, 0)
+        for group, rank in itertools.product(self._history, range(1, self.mesh.ranks)):  # the first difference
+            for ours, theirs in itertools.zip_longest(everyone[0][group], everyone[rank][group], fillvalue="nothing"):
+                if ours != theirs:
+                    raise MismatchError(
+                        f"ranks took part in different collectives: rank 0 issued [{ours}] where rank {rank} issued "
+                        f"[{theirs}], so the gradients of this window are wrong. Expected the same blocks in the same "
+                        "order on every rank (a branch inside of a block may differ); then engine.reset() on every rank"
+                    )
+        raise MismatchError(
+            f"ranks took part in different collectives, more than {_HISTORY} of them ago: expected the same order"
+        )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -265,7 +299,12 @@ class Collectives:
         if purpose is not Purpose.CONTROL:
             places["all"] += 1
         places[group] += 1
-        return Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
+        record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
+        if group in self._history:
+            text = f"number {record.place}: {operation} of {record.subject}, {sent} bytes"
+            self._history[group].append(text)
+            self._digests[group] = zlib.crc32(text.encode(), self._digests[group])
+        return record
 
     def _issue(
         self, record: Record, call: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None

@@ -87,11 +87,12 @@ class Core:
                 f"a parameter or module was added or removed after initialize (rank {self.mesh.rank}): expected the "
                 "ones that initialize saw; change the model first, then call initialize"
             )
-        dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if self.stage.moves_weights else ()
+        hides = self.stage.moves_weights or self.arrivals is not None
+        dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if hides else ()
         for dtype in dtypes:
             if restore_poison(dtype, self.mesh.device):
                 raise UsageError(
-                    f"a parameter was written while its weights were sharded (rank {self.mesh.rank}); the write is "
+                    f"a parameter was written while its weights were elsewhere (rank {self.mesh.rank}); the write is "
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
         self.adopt_written_weights()
@@ -205,6 +206,7 @@ class Core:
                 state.bucket.adopt_master()
             self.publish(state.bucket for state in self.reducer.buckets)
         self.await_weights()
+        self.note_stepped()
 
     @property
     def pinned(self) -> bool:

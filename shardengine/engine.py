@@ -151,6 +151,8 @@ class Engine(Inspection):
             )
         schedule = self._need_core().schedule
         schedule.settle()
+        if self.optimizer is not None:
+            self.optimizer.require_whole()
         scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
         schedule.begin_backward()
         try:
@@ -199,6 +201,7 @@ class Engine(Inspection):
         self._report.observe(self._live_bytes())
         core.schedule.rest()
         core.await_weights()
+        core.adopt_written_weights()
         with torch.no_grad():
             core.publish(optimizer.step_buckets())
         self._end_step()
@@ -250,8 +253,8 @@ class Engine(Inspection):
         self._owns_mesh = True
         if found.finished:
             self._end_step()
-        self.zero_grad()
         found.check(core, optimizer)
+        self.zero_grad()
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first."""

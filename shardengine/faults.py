@@ -33,7 +33,7 @@ from shardengine.errors import CommunicationError, MismatchError
 from shardengine.mesh import Mesh, Store
 
 POST_AFTER_S = 1.0
-STANDS_S = 1.0
+STANDS_S = 3.0
 _GRACE_S = 2.0
 _OPERATION_S = 1.0
 _TEXT_LIMIT = 2000

@@ -128,6 +128,7 @@ def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Modu
             handles.append(module.register_forward_pre_hook(wait(blocks.get(module, 0)), prepend=True))
         read = _Listener(lambda _module, _prefix, _keep: arrivals.await_all())
         handles.append(module.register_state_dict_pre_hook(read))
+        handles.append(module.register_load_state_dict_pre_hook(_Listener(lambda *_: arrivals.await_all())))
     return handles
 
 
@@ -149,7 +150,7 @@ def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module
             handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(_Hook(announce.after)))
         handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
-        handles.append(module.register_forward_hook(_leave(schedule)))
+        handles.append(module.register_forward_hook(_leave(schedule), always_call=True))  # also where it raises
     return handles
 
 

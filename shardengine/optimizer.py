@@ -138,6 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_gradients(self) -> None:
         """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
+        self.require_whole()
         rows = self._reducer.agree(self._squares)
         self.norm = norm_from_squares(rows.flatten().clone().view(torch.float64))
         self.update = Update(None if self.update is None else self.update.max_norm)
@@ -160,6 +161,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         # 2. update
         update = self.update = self.update or Update()
+        if update.torn:
+            raise UsageError(
+                "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
+                "load a checkpoint"
+            )
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         if not update.begun:
             update.begun, update.divisor = True, self._divisor(update)
@@ -234,8 +240,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
         if self.update is not None and self.update.begun:
             raise UsageError(
-                "the last step() was interrupted in the middle of its update, so its window cannot be forgotten: call "
-                "engine.reset() on every rank, which finishes it"
+                "the last step() was interrupted in the middle of its update, so its window can neither be forgotten "
+                "nor gone on with: call engine.reset() on every rank, which finishes it"
             )
 
     def end_window(self) -> None:

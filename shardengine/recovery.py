@@ -103,7 +103,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
         with torch.no_grad():
             for _ in optimizer.step_buckets():
                 pass
-    elif optimizer is not None:
+    elif optimizer is not None and not (stuck and optimizer.update is not None and optimizer.update.torn):
         optimizer.end_window()
     core.reducer.drop()
     core.pool.forget()

@@ -11,7 +11,8 @@ forward may have no backward. So nothing is counted down that must reach zero:
   parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
 - kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
-  Kept units stay until the window ends: another backward may need them
+  Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
+  backward itself was recorded (create_graph)
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
@@ -71,15 +72,15 @@ class Hold:
         self.depth = 0
         self.calls: set[int] = set()
         self.silent: set[int] = set()
-        self.over: set[int] = set()
+        self.over: set[tuple[int, int]] = set()
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
         self.since = 0
 
     def finish(self, calls: set[int]) -> None:
-        """The backwards of ``calls`` are over; a late announcement of one of them means nothing."""
-        self.over |= calls
+        """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
+        self.over |= {(call, torch._C._current_graph_task_id()) for call in calls}
         self.calls -= calls
 
     def clear(self) -> None:
@@ -114,6 +115,7 @@ class Schedule:
         self._predictions = Predictions()
         self._grad_pass = True
         self._outermost: object | None = None
+        self._nested = 0
         self._backward_expected = False
         self._backward = Backward.NONE
         self._window = window
@@ -140,11 +142,11 @@ class Schedule:
     # Events of forward. ``grad``: whether autograd records.
 
     def enter(self, module: object, grad: bool) -> None:
-        """``module`` begins its forward; the outermost one opens a pass and holds the root.
-
-        Where the outermost one begins again, its last forward raised.
-        """
-        if self.in_backward or self._outermost not in (None, module):
+        """``module`` begins its forward; the outermost one opens a pass and holds the root."""
+        if self.in_backward:
+            return
+        self._nested += self._outermost is module  # it calls itself
+        if self._outermost is not None:
             return
         if grad:
             self.settle()
@@ -165,7 +167,10 @@ class Schedule:
 
         Returns whether it was the outermost one.
         """
-        if module is not self._outermost:
+        if module is not self._outermost or self.in_backward:
+            return False
+        if self._nested:
+            self._nested -= 1
             return False
         self._outermost = None
         self._lend(0, views)
@@ -224,8 +229,9 @@ class Schedule:
         """A gradient reached the outputs of call ``call`` of unit ``index``; announced: ``backward_over`` will come."""
         self._refuse_retired()
         hold = self._holds[index]
-        if call in hold.calls or call in hold.over:
+        if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over:
             return
+        hold.kept |= torch.is_grad_enabled()  # create_graph: backward through this backward announces nothing
         if not announced:
             hold.silent.add(call)
         if not hold.calls:
@@ -308,6 +314,7 @@ class Schedule:
     def restart(self) -> None:
         """The next forward is an outermost one: the engine is called, or the last forward raised."""
         self._outermost = None
+        self._nested = 0
         self._grad_pass = True
 
     def _rest(self, *, spare_kept: bool) -> None:

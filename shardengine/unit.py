@@ -84,6 +84,11 @@ class Unit:
         return len(self.trainable) < len(self.members)
 
     @property
+    def pins(self) -> list[Tensor]:
+        """What ``full_params`` holds of this unit."""
+        return self._pins or []
+
+    @property
     def pinned(self) -> bool:
         """Whether ``full_params`` holds this unit."""
         return self._pins is not None
@@ -194,4 +199,5 @@ def weight_bytes(units: Sequence[Unit]) -> int:
     """Bytes that hold weights at this moment: arenas, separate shards and pins."""
     arenas = [arena for unit in units for arena in unit.arenas]
     shards = sum(bucket.shard.nbytes for arena in arenas for bucket in arena.buckets if bucket.separate)
-    return shards + sum(arena.storage_bytes for arena in arenas)
+    pins = sum(pin.nbytes for unit in units for pin in unit.pins)
+    return shards + pins + sum(arena.storage_bytes for arena in arenas)

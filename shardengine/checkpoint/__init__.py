@@ -49,6 +49,7 @@ def save(engine: Inspection, directory: str | Path, tag: str | None, client_stat
         return name, {**index.describe(engine), "client_state": client}
 
     name, facts = together(collectives, "preparing a checkpoint", prepare)
+    core.adopt_written_weights()
     compare(collectives, {"place given to save_checkpoint": [str(folder), name]})
     work = folder / f".tmp-{name}"
 
@@ -99,6 +100,7 @@ def load(engine: Inspection, directory: str | Path, tag: str | None) -> Checkpoi
         return saved
 
     saved = together(collectives, f"verifying checkpoint {place}", verify)
+    core.await_weights()
     core.schedule.rest()
     core.reducer.release()
     together(

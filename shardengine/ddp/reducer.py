@@ -229,9 +229,12 @@ class Reducer:
         """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
         flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
         flags[list(numbers)] = True
-        rows = self._collectives.exchange(torch.cat([payload, _pack(flags)]), "the gradient norm and used parameters")
-        union = torch.stack([_unpack(row[payload.numel() :], len(flags)) for row in rows]).any(dim=0)
-        return rows[:, : payload.numel()], frozenset(union.nonzero().view(-1).tolist())
+        sent = torch.cat([self._collectives.digest(), payload, _pack(flags)])
+        rows = self._collectives.exchange(sent, "the gradient norm and used parameters")
+        digests, payloads, packed = rows.split([8, payload.numel(), sent.numel() - 8 - payload.numel()], dim=1)
+        self._collectives.require_same(digests)
+        union = torch.stack([_unpack(row, len(flags)) for row in packed]).any(dim=0)
+        return payloads, frozenset(union.nonzero().view(-1).tolist())
 
     def _join(self, state: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""

@@ -220,10 +220,13 @@ def backward(engine: Any, case: Case, losses: list[Tensor]) -> None:
             engine.backward(loss, retain_graph=case.retained and number == 0)
 
 
+ALL_RUNS = {**RUNS, "SGD, bf16 on the wire": ("SGD", 2, 600, {"communication_data_type": "bf16"})}
+
+
 def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     """One rank's training: losses, norms, whole weights, this rank's optimizer state, strides."""
     case = CASES[name]
-    kind, steps, elements, options = RUNS[run]
+    kind, steps, elements, options = ALL_RUNS[run]
     zero = {"reduce_bucket_size": elements, **options.get("zero", {})}
     model = case.make()
     engine = cases.make_engine(model, cases.config_of(stage, case.micros, **{**options, "zero": zero}), kind)
@@ -247,16 +250,16 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
 
 
 def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:
-    return {run: train_case(name, stage, run) for run in RUNS}
+    return {run: train_case(name, stage, run) for run in ALL_RUNS}
 
 
 @functools.lru_cache(maxsize=1000)
-def truth(name: str, kind: str, ranks: int, order: str, steps: int) -> oracle.Trace:
+def truth(name: str, kind: str, ranks: int, order: str, steps: int, low_wire: bool) -> oracle.Trace:
     case = CASES[name]
     model = case.make()
     return oracle.train(
         model, case.loss, ranks=ranks, micros=case.micros, steps=steps, kind=kind,
-        groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP,
+        groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP, wire=torch.bfloat16 if low_wire else None,
     )  # fmt: skip
 
 
@@ -265,7 +268,10 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int) -> oracle.Tr
 def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, stage: str) -> None:
     results = pools(ranks).run(train_all, name, stage, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
-    for run, (kind, steps, _, _) in RUNS.items():
-        assert_equal([result[run] for result in results], truth(name, kind, ranks, order, steps))
+    for run, (kind, steps, _, options) in ALL_RUNS.items():
+        assert_equal(
+            [result[run] for result in results],
+            truth(name, kind, ranks, order, steps, "communication_data_type" in options),
+        )
     made = {key: parameter.stride() for key, parameter in CASES[name].make().named_parameters()}
     assert results[0][next(iter(RUNS))]["strides"] == made
