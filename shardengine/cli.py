@@ -70,6 +70,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardengine {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
+    _add_train(commands)
+    commands.add_parser("env", help="print what a bug report needs")
+
+    config = commands.add_parser("config", help="check a config file and show what it means")
+    config.add_argument("file", nargs="?", metavar="FILE", help="JSON config")
+    what = config.add_mutually_exclusive_group()
+    what.add_argument("--resolved", action="store_true", help="every value with its source (default)")
+    what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
+    config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     train = commands.add_parser(
         "train",
         help="train a Hugging Face causal LM",
@@ -122,16 +135,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
     )
-
-    commands.add_parser("env", help="print what a bug report needs")
-
-    config = commands.add_parser("config", help="check a config file and show what it means")
-    config.add_argument("file", nargs="?", metavar="FILE", help="JSON config")
-    what = config.add_mutually_exclusive_group()
-    what.add_argument("--resolved", action="store_true", help="every value with its source (default)")
-    what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
-    config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
-    return parser
 
 
 def _positive(text: str, least: int = 1) -> int:
