@@ -228,7 +228,7 @@ def test_other_data_and_an_edited_config_are_refused(pools: Pools, tiny: Path, e
 
 def test_two_runs_do_not_write_into_one_directory(pools: Pools, earlier: Path):
     with (earlier / "checkpoints" / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH)  # even a shared lock is in the way of a run's own
         assert "another run is writing into it" in refused(pools(1), "--resume", earlier)
     run(pools(1), "--resume", earlier)
 
