@@ -70,42 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardengine {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    train = commands.add_parser(
-        "train",
-        help="train a Hugging Face causal LM",
-        description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun, accelerate launch "
-        "or srun it uses those. "
-        "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved.",
-    )
-    train.add_argument("--config", required=True, metavar="FILE", help="JSON config, for example configs/zero2.json")
-    train.add_argument(
-        "--model", metavar="DIR_OR_ID", help="Hugging Face directory or name (default: a small GPT-2, random weights)"
-    )
-    train.add_argument(
-        "--data",
-        metavar="FILE",
-        default="builtin:pydoc",
-        help='UTF-8 text; or .jsonl, lines of {"text": …}, or of {"prompt": …, "completion": …} where only completions '
-        "are learnt; or builtin:pydoc, CPython's docs (default)",
-    )
-    train.add_argument(
-        "--length",
-        metavar="TOKENS",
-        type=_at_least_two,
-        default=128,
-        help="tokens per row, at most the model's own limit (default: 128)",
-    )
-    train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
-    train.add_argument("--steps", metavar="N", type=_positive, default=200, help="optimizer steps (default: 200)")
-    train.add_argument(
-        "--output",
-        metavar="DIR",
-        help="new or empty directory (default: the next free one of runs/NAME, runs/NAME-2, …)",
-    )
-    train.add_argument(
-        "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
-    )
-
+    _add_train(commands)
     commands.add_parser("env", help="print what a bug report needs")
 
     config = commands.add_parser("config", help="check a config file and show what it means")
@@ -115,6 +80,61 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
     config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
     return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a Hugging Face causal LM",
+        description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun, accelerate launch "
+        "or srun it uses those. "
+        "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved.",
+    )
+    train.add_argument(
+        "--config", metavar="FILE", help="JSON config, for example configs/zero2.json (needed unless --resume is given)"
+    )
+    train.add_argument(
+        "--model", metavar="DIR_OR_ID", help="Hugging Face directory or name (default: a small GPT-2, random weights)"
+    )
+    train.add_argument(
+        "--data",
+        metavar="FILE",
+        help='UTF-8 text; or .jsonl, lines of {"text": …}, or of {"prompt": …, "completion": …} where only completions '
+        "are learnt; or builtin:pydoc, CPython's docs (default)",
+    )
+    train.add_argument(
+        "--length",
+        metavar="TOKENS",
+        type=_at_least_two,
+        help="tokens per row, at most the model's own limit (default: 128)",
+    )
+    train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
+    train.add_argument("--steps", metavar="N", type=_positive, help="optimizer steps (default: 200)")
+    train.add_argument(
+        "--save-every",
+        metavar="N",
+        type=_positive,
+        help="checkpoint after every N optimizer steps, at the end and when stopped, to OUTPUT/checkpoints; the last "
+        "two are kept (default: no checkpoints)",
+    )
+    place = train.add_mutually_exclusive_group()
+    place.add_argument(
+        "--output",
+        metavar="DIR",
+        help="new or empty directory (default: the next free one of runs/NAME, runs/NAME-2, …)",
+    )
+    place.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on in the output directory of an earlier run with --save-every, from its last checkpoint (or from "
+        "DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything is "
+        "taken from that run. --steps and --save-every may be changed (the built-in learning-rate schedule keeps its "
+        "first length), --data may lie elsewhere if its content is the same; any other option is refused unless it "
+        "says what the run was started with",
+    )
+    train.add_argument(
+        "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
+    )
 
 
 def _positive(text: str, least: int = 1) -> int:

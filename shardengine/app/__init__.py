@@ -7,6 +7,7 @@ jsonl        files of JSON lines, with errors that name the line
 data         text and examples to rows of tokens, and which rank reads which row when
 global_mean  what each micro-batch's loss weighs, so that every valid token counts the same
 report       what rank 0 prints and writes
+resume       checkpoints: what --resume takes from an earlier run, when one is saved, which are kept
 stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
 environment  what a bug report needs
 """

@@ -10,6 +10,7 @@ Exit codes: 0 done, or stopped as asked · 1 a rank failed · 2 wrong usage, con
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import shutil
@@ -23,11 +24,22 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardengine import lr_schedules, mesh, rendezvous
-from shardengine.app import corpus, stopping
-from shardengine.app.settings import Settings, check_data, check_model, default_model_cache, require, reserve_output
+from shardengine import mesh, rendezvous
+from shardengine.app import corpus, resume, stopping
+from shardengine.app.settings import (
+    BUILTIN,
+    DEFAULT_LENGTH,
+    DEFAULT_STEPS,
+    Settings,
+    check_data,
+    check_model,
+    default_model_cache,
+    read_config,
+    require,
+    reserve_output,
+)
 from shardengine.app.together import Together
-from shardengine.config import Config, load_config
+from shardengine.config import Config
 from shardengine.errors import UsageError
 from shardengine.launcher import default_ranks, describe_exit, rank_environment
 
@@ -41,31 +53,20 @@ def run(options: argparse.Namespace) -> int:
     """
     require("transformers", "tokenizers", extra="hf")
     inside = dist.is_initialized() or rendezvous.join()
-    ranks = _ranks(options.ranks, inside)
-    config = load_config(options.config).resolve_batch(ranks)
-    if config.scheduler is not None:
-        lr_schedules.check(config.scheduler)
+    earlier = resume.read(options.resume) if options.resume else None
+    ranks = _ranks(options.ranks, inside, earlier.ranks if earlier else None)
+    settings = earlier.settings(options, ranks) if earlier else _settings(options)
+    config = read_config(settings.config, ranks)
     started_by_us = stopping.CONTROL in os.environ
     if not started_by_us:
-        check_data(options.data)
-        check_model(options.model)
+        check_data(settings.data)
+        check_model(settings.model)
     owns_group = not dist.is_initialized()
     together = Together(mesh.build(timeout_s=config.timeout_s)) if inside else None
-    if started_by_us:
-        output = Path(options.output)
-    elif together is None or together.rank == 0:
-        output = reserve_output(options.output, Path(options.config))
-    else:
-        output = Path()
-    settings = Settings(
-        config=Path(options.config),
-        model=options.model,
-        data=options.data,
-        steps=options.steps,
-        output=output if together is None else Path(together.from_first(str(output))),
-        model_cache=Path(options.model_cache) if options.model_cache else default_model_cache(),
-        length=options.length,
-    )
+    if not started_by_us and earlier is None and (together is None or together.rank == 0):
+        settings = dataclasses.replace(settings, output=reserve_output(options.output, settings.config))
+    if together is not None:
+        settings = dataclasses.replace(settings, output=Path(together.from_first(str(settings.output))))
     if together is None:
         return _run_parent(settings, ranks)
     _run_rank(settings, config, together)
@@ -77,12 +78,30 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ranks(wanted: int | None, inside: bool) -> int:
-    """How many ranks there are, or will be."""
+def _settings(options: argparse.Namespace) -> Settings:
+    """What a new run is asked to do. ``output`` is only the wish: it is not made yet."""
+    if options.config is None:
+        raise UsageError("expected --config FILE (for example configs/zero2.json), or --resume DIR")
+    steps = options.steps or DEFAULT_STEPS
+    return Settings(
+        config=Path(options.config),
+        model=options.model,
+        data=options.data or BUILTIN,
+        steps=steps,
+        output=Path(options.output or ""),
+        model_cache=Path(options.model_cache) if options.model_cache else default_model_cache(),
+        length=options.length or DEFAULT_LENGTH,
+        save_every=options.save_every or 0,
+        planned_steps=steps,
+    )
+
+
+def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
+    """How many ranks there are, or will be. before: what a resumed run had."""
     if not inside:
         if wanted is not None and wanted > MAX_RANKS:
             raise UsageError(f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine")
-        return wanted or default_ranks()
+        return wanted or before or default_ranks()
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if wanted is not None and wanted != there:
         raise UsageError(f"--ranks {wanted}: the launcher has started {there}; leave --ranks out under a launcher")
@@ -137,18 +156,19 @@ def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would print every failure again
-    command = ["--config", settings.config, "--data", settings.data, "--steps", settings.steps]
-    command += ["--output", settings.output, "--model-cache", settings.model_cache, "--length", settings.length]
-    if settings.model is not None:
-        command += ["--model", settings.model]
+    launched = ["train", "--data", settings.data, "--steps", settings.steps, "--length", settings.length]
+    launched += ["--model-cache", settings.model_cache]
+    launched += ["--model", settings.model] if settings.model is not None else []
+    launched += ["--save-every", settings.save_every] if settings.save_every else []
+    launched += resume.arguments(settings)
     launcher = ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
-    launcher += ["--signals-to-handle", "SIGHUP", "-m", "shardengine", "train"]
+    launcher += ["--signals-to-handle", "SIGHUP", "-m", "shardengine"]
     try:
-        torchrun.main([*launcher, *map(str, command)])
+        torchrun.main([*launcher, *map(str, launched)])
     except ChildFailedError as error:
         return _explain(control, {rank: failure.exitcode for rank, failure in error.failures.items()}, settings)
     except KeyboardInterrupt:
-        print("ended at once, nothing was saved", file=sys.stderr)
+        print(f"ended at once, the model was not saved{resume.hint(settings.output)}", file=sys.stderr)
         return 1
     return 0
 
@@ -164,7 +184,7 @@ def _explain(control: Path, codes: dict[int, int], settings: Settings) -> int:
         print(f"rank {rank} {describe_exit(code)}", file=sys.stderr)
     else:
         print(f"rank {failure.rank} failed:\n{failure.text}", file=sys.stderr, end="")
-    print(f"what was written so far is in {settings.output}", file=sys.stderr)
+    print(f"what was written so far is in {settings.output}{resume.hint(settings.output)}", file=sys.stderr)
     return 1
 
 

@@ -1,12 +1,11 @@
 """One rank of `shardengine train`: a training loop, to be read as an example of the library.
 
-Owns: the order of things (load, initialize, step, validate, save, sample). Must not know: how ranks were started, how a
-stage works. Every call that is marked collective happens on every rank, in the same order.
+Owns: the order of things (load, initialize, resume, step, validate, save, sample). Must not know: how ranks were
+started, how a stage works. Every call that is marked collective happens on every rank, in the same order.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,15 +18,15 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardengine
 from shardengine.app import corpus, data, global_mean
 from shardengine.app.report import Progress, Report
+from shardengine.app.resume import Checkpoints
 from shardengine.app.settings import Settings
 from shardengine.app.stopping import StopRequest
 from shardengine.app.together import Together
-from shardengine.config import Config, OptimizerConfig
+from shardengine.config import Config
 from shardengine.errors import UsageError
 
 SAMPLE_TOKENS = 48
 _VALIDATIONS = 10
-_DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 
 
 def train(settings: Settings, config: Config, together: Together) -> None:
@@ -43,41 +42,51 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     length = min(settings.length, int(getattr(model.config, "max_position_embeddings", settings.length)))
     blocks = data.load_blocks(settings.data, encode, length, tokenizer.eos_token_id, begin_tokens(tokenizer))
 
-    config = dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
     engine = shardengine.initialize(
         model,
         config,
         model_parameters=decay_groups(model),
-        lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.steps),
+        lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.planned_steps),
         mesh=together.mesh,
     )
     torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; the weights came from a file
 
+    checkpoints = Checkpoints(engine, settings, blocks, together)
+    checkpoints.begin()  # a resumed run: weights, optimizer, schedule, counters and random states are as they were
+
     out.header(engine, blocks)
-    out.validation(0, validate(engine, blocks.validation, together))
+    if settings.resume is None:
+        out.validation(0, validate(engine, blocks.validation, together))
     batches = data.training_batches(
-        blocks.training, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size, config.seed
+        blocks.training,
+        engine.train_micro_batch_size_per_gpu(),
+        engine.rank,
+        engine.world_size,
+        config.seed,
+        start=engine.micro_steps,
     )
     interval = max(1, settings.steps // _VALIDATIONS)
-    progress = Progress()
+    progress = Progress(engine.global_steps)
     for progress in steps(engine, batches, settings.steps, together, stop):
         out.step(engine, progress)
         if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
             out.validation(progress.step, validate(engine, blocks.validation, together))
+        checkpoints.after(progress)
 
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
     out.saved(tokenizer)
     out.summary(engine, progress)
     prompt = blocks.validation.prompt(len(blocks.validation) // 2)
     out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
+    checkpoints.close()
     engine.close()
 
 
 def steps(
     engine: shardengine.Engine, batches: Iterator[data.Batch], count: int, together: Together, stop: StopRequest
 ) -> Iterable[Progress]:
-    """Run optimizer steps and yield after each one; ends after ``count``, or when a rank was asked to stop."""
-    for number in range(1, count + 1):
+    """Run optimizer steps up to number ``count`` and yield after each; ends early when a rank was asked to stop."""
+    for number in range(engine.global_steps + 1, count + 1):
         engine.train()
         rate = engine.get_lr()[0]
         started = time.perf_counter()

@@ -43,17 +43,21 @@ class Report:
         self._settings, self._steps, self._every, self._enabled = settings, steps, every, enabled
         self._losses: list[tuple[int, float]] = []
         self._validations: list[tuple[int, float]] = []
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._seconds, self._first = 0, 0.0, 0
         self._started = time.monotonic()
         self._bar: Any = None
 
     def header(self, engine: Engine, blocks: Blocks) -> None:
-        """Say what is going to happen, and write the resolved config."""
+        """Say what is going to happen; write the resolved config, or take up a resumed run's metrics."""
         if not self._enabled:
             return
         config, settings = engine.config, self._settings
-        path = settings.output / "shardengine.json"
-        path.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        self._first = engine.global_steps
+        if settings.resume is None:
+            path = settings.output / "shardengine.json"
+            path.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        else:
+            self._continue(self._first)
         unique = list(engine.module.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
         groups = ", ".join(
@@ -69,10 +73,15 @@ class Report:
             "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
             f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",
+            "dtypes": _dtypes(engine),
             "optimizer": f"{config.optimizer.type if config.optimizer else ''} ({groups})",
             "model state": f"{size(engine.memory()['predicted_model_state_bytes'])} per rank, predicted",
             "output": str(settings.output),
         }
+        if settings.save_every:
+            rows["checkpoints"] = f"every {settings.save_every} step(s), the last two are kept"
+        if settings.resume is not None:
+            rows["resumed"] = f"from step {self._first}"
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
         for notice in config.notices:
@@ -87,7 +96,9 @@ class Report:
         if sys.stdout.isatty() and find_spec("tqdm"):
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._steps, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False)
+            self._bar = tqdm(
+                total=self._steps, initial=self._first, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False
+            )
 
     def step(self, engine: Engine, progress: Progress) -> None:
         """One optimizer step."""
@@ -116,8 +127,9 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
-        elif progress.step % self._every == 0 or progress.step in (1, self._steps):
-            left = duration((self._steps - progress.step) * (time.monotonic() - self._started) / progress.step)
+        elif (self._every and progress.step % self._every == 0) or progress.step in (self._first + 1, self._steps):
+            made = progress.step - self._first
+            left = duration((self._steps - progress.step) * (time.monotonic() - self._started) / made)
             text = "  ".join(f"{name} {value}" for name, value in words.items())
             print(f"step {progress.step:>5}/{self._steps}  {text}  eta {left}", flush=True)
 
@@ -146,10 +158,11 @@ class Report:
             self._bar = None
         memory, traffic = engine.memory(), engine.traffic()
         how = "stopped at" if progress.stopped else "finished at"
+        losses = [loss for _, loss in self._validations]
         output = self._settings.output
         rows = {
             how: f"step {progress.step} of {self._steps}, after {duration(time.monotonic() - self._started)}",
-            "validation": f"loss {self._validations[0][1]:.3f} → {self._validations[-1][1]:.3f}",
+            "validation": f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "none in metrics.jsonl",
             "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks"
             if self._seconds
             else "no step was made",
@@ -161,6 +174,8 @@ class Report:
             "model": f"{output / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
         }
+        if self._settings.save_every:
+            rows["checkpoints"] = f"{output / 'checkpoints'} (go on with --resume {output} --steps N)"
         print()
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
@@ -183,6 +198,26 @@ class Report:
         with (self._settings.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
+    def _continue(self, step: int) -> None:
+        """Keep the rows of metrics.jsonl up to ``step``; what came later, or was cut off by a kill, is made anew."""
+        path = self._settings.output / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if row["step"] > step or not line.endswith("\n"):
+                continue
+            kept.append(line)
+            for name, points in (("loss", self._losses), ("validation_loss", self._validations)):
+                if name in row:
+                    points.append((row["step"], row[name]))
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
+
     def _draw(self) -> None:
         from matplotlib.figure import Figure
 
@@ -193,6 +228,17 @@ class Report:
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self._settings.output / "loss.png", dpi=120)
+
+
+def _dtypes(engine: Engine) -> str:
+    """``weights bf16, fp32 master, gradients sent as bf16``."""
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    names = sorted({short.get(parameter.dtype, str(parameter.dtype)) for parameter in trained})
+    master = ", fp32 master" if "bf16" in names else ""
+    return f"weights {' and '.join(names)}{master}, gradients sent as " + (
+        engine.config.communication_data_type or " and ".join(names)
+    )
 
 
 def _rows(blocks: Blocks) -> str:

@@ -1,20 +1,24 @@
 """The options of `shardengine train`, checked. Owns: defaults, paths that must exist or must not, optional packages.
 
-Must not know: torch, models, ranks. Nothing here is slow, so that a wrong path is reported at once.
+Must not know: models, what ranks do. Nothing here is slow, so that a wrong path is reported at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardengine import lr_schedules
 from shardengine.app import jsonl
+from shardengine.config import Config, OptimizerConfig, load_config
 from shardengine.errors import UsageError
 
 BUILTIN = "builtin:pydoc"
-DEFAULT_LENGTH = 128
+DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200
+_DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 _OUTPUT_ROOT = Path("runs")
 
 
@@ -22,7 +26,9 @@ _OUTPUT_ROOT = Path("runs")
 class Settings:
     """``model`` None is the small default model; ``data`` is a file or ``builtin:pydoc``; ``output`` exists.
 
-    length: tokens per row of data, at most what the model takes.
+    length: tokens per row of data, at most what the model takes · save_every: steps between checkpoints, 0 for none ·
+    planned_steps: what the built-in learning-rate schedule is made for; a resumed run keeps the earlier one's ·
+    resume: the checkpoint to go on from, "latest" or a tag; None is a new run.
     """
 
     config: Path
@@ -32,11 +38,22 @@ class Settings:
     output: Path
     model_cache: Path
     length: int = DEFAULT_LENGTH
+    save_every: int = 0
+    planned_steps: int = 0
+    resume: str | None = None
 
 
 def default_model_cache() -> Path:
     """Where the default model is kept between runs: $XDG_CACHE_HOME/shardengine, else ~/.cache/shardengine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
+
+
+def read_config(path: Path, ranks: int) -> Config:
+    """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it."""
+    config = load_config(path).resolve_batch(ranks)
+    if config.scheduler is not None:
+        lr_schedules.check(config.scheduler)
+    return dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
 
 
 def require(*packages: str, extra: str) -> None:

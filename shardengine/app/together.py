@@ -6,11 +6,12 @@ and to agree with the other ranks on when to stop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from shardengine import agreement
 from shardengine.bucket import BufferPool
 from shardengine.collectives import Collectives
 from shardengine.mesh import Mesh
@@ -31,6 +32,10 @@ class Together:
     def from_first(self, text: str) -> str:
         """Rank 0's ``text``."""
         return str(self._collectives.exchange_objects(text)[0])
+
+    def on_first(self, what: str, work: Callable[[], object]) -> None:
+        """Rank 0 does ``work``; where it fails, all ranks raise."""
+        agreement.together(self._collectives, what, lambda: work() if self.rank == 0 else None)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""
