@@ -21,10 +21,8 @@ its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks th
 from __future__ import annotations
 
 import enum
-import itertools
 import json
-import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -36,13 +34,13 @@ from torch import Tensor
 from shardengine.bucket import BufferPool
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.faults import Faults, Notice, Waiting
+from shardengine.history import History, first_difference
 from shardengine.kernels import tree_sum
 from shardengine.mesh import Mesh
 from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
 _ANNOUNCEMENT_BYTES = 256
-_HISTORY = 2000
 _SLICE = timedelta(seconds=0.5)
 
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
@@ -164,8 +162,7 @@ class Collectives:
         self.mesh = mesh
         self.faults = Faults(mesh)
         self._places: Counter[str] = Counter()
-        self._history = {group: deque[str](maxlen=_HISTORY) for group in ("gather", "reduce")}
-        self._digests = dict.fromkeys(self._history, 0)
+        self.history = History(("gather", "reduce"))
 
     @property
     def may_poll(self) -> bool:
@@ -261,31 +258,16 @@ class Collectives:
         rows = self.exchange(padded)
         return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes.view(-1), strict=True)]
 
-    def digest(self) -> Tensor:
-        """8 bytes that say which data collectives this rank has issued, in their order within each group."""
-        return torch.tensor([*self._digests.values()], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
-
     def require_same(self, digests: Tensor) -> None:
-        """``MismatchError`` on every rank, with the first difference, unless all ranks' ``digest`` are equal.
-
-        Ranks that gather different blocks of one size at the same time would otherwise train on each other's weights.
-        """
+        """``MismatchError`` on every rank unless all ranks' ``history.digest()`` are equal; names a difference."""
         if bool((digests == digests[0]).all()):
             return
-        everyone = self.exchange_objects({group: list(texts) for group, texts in self._history.items()})
-        for texts in self._history.values():
-            texts.clear()
-        self._digests = dict.fromkeys(self._history, 0)
-        for group, rank in itertools.product(self._history, range(1, self.mesh.ranks)):  # the first difference
-            for ours, theirs in itertools.zip_longest(everyone[0][group], everyone[rank][group], fillvalue="nothing"):
-                if ours != theirs:
-                    raise MismatchError(
-                        f"ranks took part in different collectives: rank 0 issued [{ours}] where rank {rank} issued "
-                        f"[{theirs}], so the gradients of this window are wrong. Expected the same blocks in the same "
-                        "order on every rank (a branch inside of a block may differ); then engine.reset() on every rank"
-                    )
+        found = first_difference(self.exchange_objects(self.history.texts()))
+        where = "" if found is None else f": rank 0 issued [{found[1]}] where rank {found[0]} issued [{found[2]}]"
         raise MismatchError(
-            f"ranks took part in different collectives, more than {_HISTORY} of them ago: expected the same order"
+            f"ranks took part in different collectives{where}, so the gradients of this window are wrong. Expected the "
+            "same blocks in the same order on every rank (a branch inside of a block may differ); then engine.reset() "
+            "on every rank"
         )
 
     def barrier(self) -> None:
@@ -300,10 +282,7 @@ class Collectives:
             places["all"] += 1
         places[group] += 1
         record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
-        if group in self._history:
-            text = f"number {record.place}: {operation} of {record.subject}, {sent} bytes"
-            self._history[group].append(text)
-            self._digests[group] = zlib.crc32(text.encode(), self._digests[group])
+        self.history.note(group, f"number {record.place}: {operation} of {record.subject}, {sent} bytes")
         return record
 
     def _issue(

@@ -114,8 +114,7 @@ class Schedule:
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
         self._predictions = Predictions()
         self._grad_pass = True
-        self._outermost: object | None = None
-        self._nested = 0
+        self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
         self._backward = Backward.NONE
         self._window = window
@@ -145,12 +144,13 @@ class Schedule:
         """``module`` begins its forward; the outermost one opens a pass and holds the root."""
         if self.in_backward:
             return
-        self._nested += self._outermost is module  # it calls itself
-        if self._outermost is not None:
+        if self._outermost:
+            if self._outermost[0] is module:
+                self._outermost.append(module)  # it calls itself
             return
         if grad:
             self.settle()
-        self._outermost = module
+        self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
         for hold in self._holds:
@@ -167,12 +167,11 @@ class Schedule:
 
         Returns whether it was the outermost one.
         """
-        if module is not self._outermost or self.in_backward:
+        if not self._outermost or module is not self._outermost[0] or self.in_backward:
             return False
-        if self._nested:
-            self._nested -= 1
+        self._outermost.pop()
+        if self._outermost:
             return False
-        self._outermost = None
         self._lend(0, views)
         if self._grad_pass:
             return True
@@ -313,15 +312,14 @@ class Schedule:
 
     def restart(self) -> None:
         """The next forward is an outermost one: the engine is called, or the last forward raised."""
-        self._outermost = None
-        self._nested = 0
+        self._outermost.clear()
         self._grad_pass = True
 
     def _rest(self, *, spare_kept: bool) -> None:
         # Autocast keeps casts of weights until its outermost region ends: one region around several steps would go on
         # with the casts of the first, whose nodes belong to a backward that is over.
         torch.clear_autocast_cache()
-        self._outermost = None
+        self._outermost.clear()
         self._backward_expected = False
         self._grad_pass = True
         self._end_pass(lambda unit, hold: spare_kept and hold.kept)

@@ -19,7 +19,7 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "version", "placement", "accumulation", "trace",
     "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
-    "rendezvous", "mesh", "faults", "lr_schedules", "launcher", "kernels", "lion",
+    "rendezvous", "mesh", "faults", "history", "lr_schedules", "launcher", "kernels", "lion",
     "bucket",
     "collectives", "agreement",
     "ddp",

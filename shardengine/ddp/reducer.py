@@ -229,7 +229,7 @@ class Reducer:
         """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
         flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
         flags[list(numbers)] = True
-        sent = torch.cat([self._collectives.digest(), payload, _pack(flags)])
+        sent = torch.cat([self._collectives.history.digest(), payload, _pack(flags)])
         rows = self._collectives.exchange(sent, "the gradient norm and used parameters")
         digests, payloads, packed = rows.split([8, payload.numel(), sent.numel() - 8 - payload.numel()], dim=1)
         self._collectives.require_same(digests)
