@@ -25,7 +25,8 @@ from shardengine.config import Config, load_config, timeout_of
 from shardengine.errors import UsageError
 from shardengine.inspection import Inspection, Report, attached
 from shardengine.mesh import Mesh
-from shardengine.optimizer import ShardedOptimizer, groups_for
+from shardengine.optimizer import ShardedOptimizer
+from shardengine.optimizer_forms import groups_for
 from shardengine.recovery import announced
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None

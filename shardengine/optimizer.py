@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool
-from shardengine.config import OptimizerConfig
 from shardengine.ddp import GradientBucket, Reducer
-from shardengine.errors import InternalError, UsageError
+from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import adam_step, clip_divisor, lion_step, norm_from_squares, sgd_step, sum_of_squares
 from shardengine.layout import Layout
-from shardengine.lion import Lion
 
 STATE_NAMES = {
     "AdamW": ("exp_avg", "exp_avg_sq"),
@@ -35,30 +34,7 @@ STATE_NAMES = {
     "SGD": ("momentum_buffer",),
     "Lion": ("exp_avg",),
 }
-_REFUSED_OPTIONS = ("amsgrad", "differentiable")
 _Label = tuple[int, int]
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none."""
-    kind = {made_by: name for name, made_by in _FROM_CONFIG.items()}.get(type(optimizer))
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if kind is None:
-        raise UsageError(
-            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, or shardengine.lion.Lion; shards of flat "
-            "buckets are stepped elementwise, and other elementwise optimizers are not available yet (optimizers that "
-            "look at whole matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
-        )
-    if optimizer.state:
-        raise UsageError(
-            f"optimizer {name} has already taken steps: expected a new one, because its state would be lost; "
-            "pass it to shardengine.initialize before its first step"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        check_options(group, f"optimizer {name}", index)
-        if kind == "Adam" and group.get("decoupled_weight_decay"):
-            kind = "AdamW"
-    return kind
 
 
 @dataclass
@@ -74,13 +50,6 @@ class Update:
     begun: bool = False
     stepped: int = 0
     torn: bool = False
-
-
-def check_options(group: dict[str, Any], optimizer: str, index: int) -> None:
-    """``UsageError`` for an option of ``group`` (number ``index``) that our arithmetic does not have."""
-    for option in _REFUSED_OPTIONS:
-        if group.get(option):
-            raise UsageError(f"{optimizer}: option {option}=True in group {index} is not available; set it to False")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -139,12 +108,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_gradients(self) -> None:
         """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
         self.require_whole()
-        rows = self._reducer.agree(self._squares)
+        rows, options = self._reducer.agree(self._payload).split([8, 4], dim=1)
+        if not bool((options == options[0]).all()):
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+            raise MismatchError(
+                "the optimizer's options (learning rates and the like) differ between ranks, so their weights would: "
+                f"expected the same on every rank, this one has {groups}; set them and call engine.zero_grad()"
+            )
         self.norm = norm_from_squares(rows.flatten().clone().view(torch.float64))
         self.update = Update(None if self.update is None else self.update.max_norm)
 
-    def _squares(self) -> Tensor:
-        """This rank's part of the squared norm, as 8 bytes."""
+    def _payload(self) -> Tensor:
+        """This rank's part of the squared norm, 8 bytes, and a digest of the optimizer's options, 4 bytes."""
         device = self._reducer.buckets[0].bucket.full.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for state in self._reducer.buckets:
@@ -152,7 +127,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 interval = state.bucket.layout.slice_interval(state.bucket.rank)
                 for _, start, end in self._layout.segments(state.bucket.layout, interval, self._counted):
                     squares += sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
-        return squares.cpu().view(1).view(torch.uint8)
+        options = repr(
+            [
+                (key, float(value) if isinstance(value, Tensor) else value)
+                for group in self.param_groups
+                for key, value in group.items()
+                if key != "params"
+            ]
+        )
+        digest = torch.tensor([zlib.crc32(options.encode())], dtype=torch.int64).to(torch.uint32)
+        return torch.cat([squares.cpu().view(1).view(torch.uint8), digest.view(torch.uint8)])
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
@@ -332,59 +316,9 @@ def _no_engine(_group: dict[str, Any]) -> None:
     raise UsageError("add_param_group: expected the optimizer of an open engine, came one without an engine")
 
 
-def groups_for(
-    model: nn.Module, config: OptimizerConfig | None, given: Any, model_parameters: Iterable[Any] | None
-) -> tuple[str | None, list[dict[str, Any]], dict[str, Any]]:
-    """(kind, groups, defaults) of the optimizer that ``initialize`` was given, in any form; (None, [], {}): none.
-
-    given: an optimizer, a function from a list of parameters to one, or None (from ``config``).
-    """
-    chosen = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
-    if isinstance(given, torch.optim.Optimizer):
-        if model_parameters is not None:
-            raise UsageError(
-                "initialize: expected optimizer= or model_parameters=, came both; the optimizer has its own groups"
-            )
-        optimizer = given
-    elif not chosen and (given is not None or config is not None):
-        raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
-    elif given is not None:
-        optimizer = given(chosen)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
-    elif config is not None:
-        optimizer = _FROM_CONFIG[config.type](chosen, **config.params)
-    else:
-        return None, [], {}
-    check_owned(model, optimizer.param_groups)
-    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
-    return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
-
-
-_FROM_CONFIG: dict[str, type[torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-    "SGD": torch.optim.SGD,
-    "Lion": Lion,
-}
 _KERNELS: dict[str, Callable[..., None]] = {
     "AdamW": partial(adam_step, decoupled=True),
     "Adam": partial(adam_step, decoupled=False),
     "SGD": sgd_step,
     "Lion": lion_step,
 }
-
-
-def check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """``UsageError`` for a parameter of ``groups`` that is not one of ``model``'s."""
-    owned = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in owned:
-                raise UsageError(
-                    f"optimizer group {number}, parameter {position} (shape {tuple(parameter.shape)}) is not one "
-                    "of the model's: expected an optimizer over model.parameters(), made after the model's last change"
-                )

@@ -27,7 +27,8 @@ from shardengine.config import Config
 from shardengine.core import Core, plan_facts, succeed
 from shardengine.errors import UsageError
 from shardengine.layout import Layout
-from shardengine.optimizer import ShardedOptimizer, check_options, check_owned
+from shardengine.optimizer import ShardedOptimizer
+from shardengine.optimizer_forms import check_options, check_owned
 from shardengine.partition import Partition
 from shardengine.unit import Unit
 

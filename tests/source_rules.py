@@ -25,7 +25,7 @@ IMPORT_ORDER = (
     "ddp",
     "unit", "arrivals", "partition",
     "prediction", "schedule",
-    "hooks", "optimizer",
+    "hooks", "optimizer_forms", "optimizer",
     "core", "gathered", "whole", "relayout", "inspection", "recovery",
     "checkpoint",
     "engine", "__init__",
