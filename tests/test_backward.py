@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 from torch import nn
 
 import shardengine
-from shardengine.errors import UsageError
+from shardengine.errors import MismatchError, UsageError
 from tests import cases
+from tests.ranks import RankPool
 
+Pools = Callable[[int], RankPool]
 STAGES = list(cases.STAGES)
 
 
-def engine_of(stage: str, model: nn.Module | None = None, micros: int = 1, **options: Any) -> shardengine.Engine:
+def engine_of(stage: str, model: nn.Module | None = None, micros: int = 1, **options: Any) -> Any:
     return cases.make_engine(model or cases.make_mlp(), cases.config_of(stage, micros, **options), "SGD")
 
 
@@ -136,3 +139,146 @@ def test_master_weights_follow_what_is_written_in_full_params(stage: str) -> Non
     after = {(name, key): values for name, key, _, values in cases.local_state(engine)}
     assert (after["inp.weight", "weight"] == 0.25).all()
     assert (after["out.weight", "weight"] == before["out.weight", "weight"]).all(), "unwritten masters keep their bits"
+
+
+class Siamese(nn.Module):
+    """Calls itself, and takes gradients of its input inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.inp = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.out = nn.Linear(13, 1)
+
+    def forward(self, x: torch.Tensor, pair: torch.Tensor | None = None) -> Any:
+        other = None if pair is None else self(pair)
+        x = self.inp(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x = self.out(x)
+        return x if other is None else (x, other)
+
+
+def penalised(engine: Any, step: int) -> torch.Tensor:
+    """A loss with a gradient penalty (create_graph) and a saliency (retain_graph), over two calls of the model."""
+    torch.manual_seed(step)
+    x = torch.randn(5, 7, requires_grad=True)
+    first, second = engine(x, torch.randn(5, 7))
+    (slope,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    (saliency,) = torch.autograd.grad(second.sum() + first.sum(), x, retain_graph=True)
+    loss: torch.Tensor = first.square().mean() + second.mean() + slope.square().sum() + saliency.detach().mean()
+    return loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_gradients_and_a_model_that_calls_itself(stage: str) -> None:
+    engine, plain = engine_of(stage, Siamese()), Siamese()
+    optimizer = cases.make_optimizer(plain, "SGD")
+    for step in range(3):
+        loss, expected = penalised(engine, step), penalised(plain, step)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # another order of rounding in the clipping
+        engine.backward(loss)
+        expected.backward()
+        engine.step()
+        nn.utils.clip_grad_norm_(plain.parameters(), cases.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            x = torch.ones(2, 7)
+            for ours, theirs in zip(engine.module(x, x), plain(x, x), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_that_was_torn_or_interrupted_is_not_gone_on_with(stage: str) -> None:
+    for message in ("load a checkpoint", r"engine\.reset\(\) on every rank"):
+        engine = engine_of(stage)
+        groups = engine.optimizer.param_groups
+        groups[0]["lr" if message == "load a checkpoint" else "momentum"] = None
+        engine.backward(cases.loss_of(engine, 0, 0, 0))
+        with pytest.raises((TypeError, UsageError)):
+            engine.step()
+        groups[0].update(lr=0.05, momentum=0.9)
+        before = digest(engine)
+        if message == "load a checkpoint":
+            with pytest.raises(UsageError, match=message):
+                engine.step()
+        with pytest.raises(UsageError, match=r"engine\.reset\(\) on every rank"):
+            engine.backward(cases.loss_of(engine, 1, 0, 0))
+        assert digest(engine) == before and engine.global_steps == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_samples_under_no_sync_are_counted(stage: str) -> None:
+    engine = engine_of(stage)
+    with engine.no_sync():
+        for micro in range(3):
+            engine.backward(cases.loss_of(engine, 0, 0, micro))
+    engine.backward(cases.loss_of(engine, 0, 0, 3))
+    engine.step()
+    assert (engine.micro_steps, engine.global_samples) == (4, 4)
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_master_weights_follow_what_is_written_between_backward_and_step(stage: str) -> None:
+    engine = engine_of(stage, bf16={"enabled": True})
+    module: Any = engine.module
+    engine.backward(cases.loss_of(engine, 0, 0, 0))
+    with torch.no_grad():
+        module.out.bias.fill_(5.0)
+    engine.step()
+    assert (module.out.bias.float() - 5.0).abs().max() < 0.5
+
+
+def train_apart(stage: str, what: str) -> str:
+    """What a rank is told whose blocks, or learning rate, differ; after ``reset`` training goes on."""
+    model: Any = nn.Module()
+    torch.manual_seed(1)
+    model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    skipped = {"number": -1}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(model.blocks):
+            x = x if number == skipped["number"] else torch.tanh(block(x))
+        return x
+
+    model.forward = forward
+    engine = engine_of(stage, model)
+    told = "nothing"
+    if what == "blocks":
+        skipped["number"] = 1 + engine.rank
+    else:
+        engine.optimizer.param_groups[0]["lr"] = 0.1 * (1 + engine.rank)
+    try:
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    except MismatchError as error:
+        told = str(error)
+    skipped["number"] = -1
+    engine.optimizer.param_groups[0]["lr"] = 0.1
+    engine.reset()
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("stage", ["0", "3k", "3"])
+def test_ranks_that_run_different_blocks_are_told_before_the_step(pools: Pools, stage: str) -> None:
+    """Where blocks are gathered: gathers of equal size would be matched with each other. Elsewhere it is allowed."""
+    pools(2).stop()  # reset() makes new groups, which the other tests' mesh does not have
+    for told in pools(2).run(train_apart, stage, "blocks"):
+        if stage == "0":
+            assert told == "nothing"
+        else:
+            assert "different collectives: rank 0 issued" in told and "blocks.2" in told
+    pools(2).stop()
+
+
+@pytest.mark.parametrize("stage", ["0", "2"])
+def test_learning_rates_that_differ_between_ranks_are_told_before_the_step(pools: Pools, stage: str) -> None:
+    pools(2).stop()
+    for told in pools(2).run(train_apart, stage, "rates"):
+        assert "options (learning rates and the like) differ between ranks" in told and "'lr': 0." in told
+    pools(2).stop()
