@@ -117,6 +117,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="checkpoint after every N optimizer steps, at the end and when stopped, to OUTPUT/checkpoints; the last "
         "two are kept (default: no checkpoints)",
     )
+    train.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write a Chrome trace of all ranks (chrome://tracing, Perfetto): compute, communication, waiting",
+    )
     place = train.add_mutually_exclusive_group()
     place.add_argument(
         "--output",

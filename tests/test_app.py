@@ -293,7 +293,10 @@ def validation_loss(directory: Path, text: Path) -> float:
 @pytest.mark.slow
 def test_train_end_to_end(tiny: Path, tmp_path: Path):
     output = tmp_path / "run"
-    process = start(tiny, "--data", tiny / "text.txt", "--ranks", 2, "--steps", 6, "--output", output)
+    traced = tmp_path / "trace.json"
+    process = start(
+        tiny, "--data", tiny / "text.txt", "--ranks", 2, "--steps", 6, "--output", output, "--trace", traced
+    )  # fmt: skip
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "Traceback" not in err
@@ -317,10 +320,16 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path):
         "per rank, predicted",
         "finished at: step 6 of 6",
         "lower bound",
+        "of a step for communication",
         "sample after",
     ):
         assert words in out
     assert "step     2/6  loss" in out
+    events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [sum(e["name"] == "step" and e["pid"] == rank for e in events) for rank in (0, 1)] == [
+        12,
+        12,
+    ]  # two micro-batches a step
 
     again = start(tiny, "--data", tiny / "text.txt", "--output", output)
     _, err = again.communicate(timeout=120)

@@ -33,6 +33,7 @@ from shardengine.app.settings import (
     Settings,
     check_data,
     check_model,
+    check_trace,
     default_model_cache,
     read_config,
     require,
@@ -56,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     earlier = resume.read(options.resume) if options.resume else None
     ranks = _ranks(options.ranks, inside, earlier.ranks if earlier else None)
     settings = earlier.settings(options, ranks) if earlier else _settings(options)
+    if options.trace is not None:
+        settings = dataclasses.replace(settings, trace=check_trace(Path(options.trace)))
     config = read_config(settings.config, ranks)
     started_by_us = stopping.CONTROL in os.environ
     if not started_by_us:
@@ -160,6 +163,7 @@ def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
     launched += ["--model-cache", settings.model_cache]
     launched += ["--model", settings.model] if settings.model is not None else []
     launched += ["--save-every", settings.save_every] if settings.save_every else []
+    launched += ["--trace", settings.trace] if settings.trace is not None else []
     launched += resume.arguments(settings)
     launcher = ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
     launcher += ["--signals-to-handle", "SIGHUP", "-m", "shardengine"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,11 +68,12 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     )
     interval = max(1, settings.steps // _VALIDATIONS)
     progress = Progress(engine.global_steps)
-    for progress in steps(engine, batches, settings.steps, together, stop):
-        out.step(engine, progress)
-        if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
-            out.validation(progress.step, validate(engine, blocks.validation, together))
-        checkpoints.after(progress)
+    with engine.trace(settings.trace) if settings.trace else nullcontext():
+        for progress in steps(engine, batches, settings.steps, together, stop):
+            out.step(engine, progress)
+            if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
+                out.validation(progress.step, validate(engine, blocks.validation, together))
+            checkpoints.after(progress)
 
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
     out.saved(tokenizer)

@@ -43,7 +43,7 @@ class Report:
         self._settings, self._steps, self._every, self._enabled = settings, steps, every, enabled
         self._losses: list[tuple[int, float]] = []
         self._validations: list[tuple[int, float]] = []
-        self._tokens, self._seconds, self._first = 0, 0.0, 0
+        self._tokens, self._seconds, self._waited, self._first = 0, 0.0, 0.0, 0
         self._started = time.monotonic()
         self._bar: Any = None
 
@@ -107,6 +107,7 @@ class Report:
         tokens = progress.tokens
         self._tokens += tokens
         self._seconds += progress.seconds
+        self._waited += engine.traffic()["exposed_s_last_step"]
         self._losses.append((progress.step, progress.loss))
         speed, norm, rate = tokens / progress.seconds, engine.get_global_grad_norm(), progress.lr
         self._record(
@@ -170,6 +171,9 @@ class Report:
             f"{size(memory['predicted_model_state_bytes'])} predicted",
             "sent": f"{size(traffic['measured_bytes_last_step'])} per rank and step, "
             f"lower bound {size(traffic['formula_bytes_per_step'])}",
+            "waiting": f"{self._waited / self._seconds:.1%} of a step for communication, on rank 0"
+            if self._seconds
+            else "-",
             "peak memory": f"{size(peak_bytes(engine))} on rank 0",
             "model": f"{output / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),

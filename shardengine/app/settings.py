@@ -28,7 +28,7 @@ class Settings:
 
     length: tokens per row of data, at most what the model takes · save_every: steps between checkpoints, 0 for none ·
     planned_steps: what the built-in learning-rate schedule is made for; a resumed run keeps the earlier one's ·
-    resume: the checkpoint to go on from, "latest" or a tag; None is a new run.
+    resume: the checkpoint to go on from, "latest" or a tag; None is a new run · trace: where the Chrome trace goes.
     """
 
     config: Path
@@ -41,6 +41,7 @@ class Settings:
     save_every: int = 0
     planned_steps: int = 0
     resume: str | None = None
+    trace: Path | None = None
 
 
 def default_model_cache() -> Path:
@@ -54,6 +55,13 @@ def read_config(path: Path, ranks: int) -> Config:
     if config.scheduler is not None:
         lr_schedules.check(config.scheduler)
     return dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
+
+
+def check_trace(path: Path) -> Path:
+    """``path`` without the working directory's help; UsageError unless a file can be written there."""
+    if path.is_dir() or not path.resolve().parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        raise UsageError(f"--trace {path}: expected the name of a file in a directory that is there and can be written")
+    return path.resolve()
 
 
 def require(*packages: str, extra: str) -> None:
