@@ -1,4 +1,4 @@
-"""Every hook registration of the library. Each hook's body is one call into the schedule.
+"""Every hook registration of the library. Each hook's body is one call into the schedule (or the arrivals).
 
 Must not know: buckets, collectives, the optimizer.
 
