@@ -7,7 +7,7 @@ Must not know: hooks, the optimizer, the order in which units run.
 
 A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
 (bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (arrivals). While it is
-pinned (``full_params``) they are views of a storage of its own that only the pin owns, whatever the state of the arenas.
+pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the arenas.
 """
 
 from __future__ import annotations
