@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, Batch, PlainLoop, Setting, fused_adamw
+from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, EngineLoop, PlainLoop, Setting, fused_adamw
 
 DEEPSPEED_INSTALL = (
     "pip install ninja setuptools wheel && "
@@ -67,7 +67,7 @@ class TorchFSDP2(PlainLoop):
         super().__init__(model, setting)
 
 
-class DeepSpeed:
+class DeepSpeed(EngineLoop):
     """DeepSpeed at one ZeRO stage on CPU, given torch's fused AdamW (a supported client optimizer at every stage).
 
     Its config is the documented default except where another value was measured faster here: torch's AdamW (DeepSpeed's
@@ -89,19 +89,6 @@ class DeepSpeed:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=fused_adamw(model), config=config, dist_init_required=False
         )
-
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of the module's output."""
-        loss: Tensor = self.engine(**batch).loss
-        return loss
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward through the engine, which also reduces."""
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        """The engine clips, steps and drops the gradients itself."""
-        self.engine.step()
 
     def traffic(self) -> dict[str, float] | None:
         """Not counted."""

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import shardengine
 from benchmarks.peers import DEEPSPEED_INSTALL, DeepSpeed, TorchDDP, TorchFSDP2, TorchZero1
-from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, Batch, PlainLoop, Setting, Variant
+from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, EngineLoop, PlainLoop, Setting, Variant
 from shardengine.stages import STAGES
 
 LIMIT, BASE = "compute", "ddp"
 """The compute limit (no communication), and what the others are compared with."""
 
 
-class Ours:
+class Ours(EngineLoop):
     """shardengine at one stage."""
 
     def __init__(self, model: nn.Module, setting: Setting, *, zero: dict[str, Any]) -> None:
@@ -35,19 +35,6 @@ class Ours:
             "zero_optimization": zero,
         }
         self.engine = shardengine.initialize(model, config)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """The loss of the module's output."""
-        loss: Tensor = self.engine(**batch).loss
-        return loss
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward through the engine, which also reduces."""
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        """The engine clips, steps and drops the gradients itself."""
-        self.engine.step()
 
     def traffic(self) -> dict[str, float] | None:
         """The engine's own counter beside the stage's formula."""

@@ -7,7 +7,7 @@ others extend. Knows nothing of timing and reports. ``variants.py`` lists the co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -134,3 +134,22 @@ class PlainLoop:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class EngineLoop:
+    """The loop of a library that has an engine: three calls, which ours and DeepSpeed's share."""
+
+    engine: Any
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of the module's output."""
+        loss: Tensor = self.engine(**batch).loss
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward through the engine, which also reduces."""
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        """The engine clips, steps and drops the gradients itself."""
+        self.engine.step()

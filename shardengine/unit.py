@@ -181,9 +181,7 @@ class Unit:
                 if self.state is Weights.FULL:
                     bucket.full.copy_(part)
                 bucket.adopt_weights()
-        for member in self.members:
-            full = self.state is Weights.FULL
-            member.show(member.view if full else member.arena.poisons[member.slot])
+        self.show()
 
     def owns_storage(self, keys: Collection[int]) -> bool:
         """Whether one of the storages with identity ``keys`` is an arena of this unit."""

@@ -182,8 +182,8 @@ class GradientBucket:
                 yield self.complete[start - first : end - first], other[start - first : end - first]
 
     def drop_complete(self) -> None:
-        """Give back what the window's complete gradient lies in."""
-        given = {t.untyped_storage()._cdata for t in (self.partial.tensor,) if t is not None}  # below
+        """Give back what the complete gradient lies in, each storage once: some of these are views of others."""
+        given = {t.untyped_storage()._cdata for t in (self.partial.tensor,) if t is not None}
         for tensor in (self.whole, self.complete, self.total):
             if tensor is not None and tensor.untyped_storage()._cdata not in given:
                 given.add(tensor.untyped_storage()._cdata)
