@@ -230,23 +230,18 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     zero = {"reduce_bucket_size": elements, **options.get("zero", {})}
     model = case.make()
     engine = cases.make_engine(model, cases.config_of(stage, case.micros, **{**options, "zero": zero}), kind)
-    losses, norms = [], []
-    for step in range(steps):
-        row = []
-        for micro in range(case.micros):
-            found = case.loss(engine, step, engine.rank, micro)
-            parts = found if isinstance(found, list) else [found]
-            backward(engine, case, [parts[0], parts[0]] if case.retained else parts)
-            row.append(sum(part.item() for part in parts))
-            if not case.raw or micro + 1 == case.micros:
-                engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        found = loss_of(engine, step, engine.rank, micro)
+        parts = found if isinstance(found, list) else [found]
+        backward(engine, case, [parts[0], parts[0]] if case.retained else parts)
+        if not case.raw or micro + 1 == case.micros:
+            engine.step()
+        return float(sum(part.item() for part in parts))
+
+    result = cases.run_steps(engine, steps, case.loss, run_micro_batch)
     engine.close()
-    strides = {key: parameter.stride() for key, parameter in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state, "strides": strides}
+    return {**result, "strides": {key: parameter.stride() for key, parameter in model.named_parameters()}}
 
 
 def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:

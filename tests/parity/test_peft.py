@@ -37,22 +37,11 @@ def make_lora(base: str) -> Any:
 def train(base: str, kind: str, stage: str, micros: int, directory: str | None) -> dict[str, Any]:
     config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600})
     engine = cases.make_engine(make_lora(base), config, kind)
-    losses, norms = [], []
-    for step in range(STEPS):
-        row = []
-        for micro in range(micros):
-            loss = cases.loss_of(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
+    result = cases.run_steps(engine, STEPS)
     if directory is not None:
         engine.save_pretrained(directory)
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
     engine.close()
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+    return result
 
 
 @functools.lru_cache(maxsize=100)

@@ -34,20 +34,9 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     case = CASES[name]
     model = case.make()
     engine = cases.make_engine(model, config_of(case, stage, run), RUNS[run][0])
-    losses, norms = [], []
-    for step in range(RUNS[run][1]):
-        row = []
-        for micro in range(case.micros):
-            loss = case.loss(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
+    result = cases.run_steps(engine, RUNS[run][1], case.loss)
     engine.close()
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+    return result
 
 
 def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:

@@ -26,23 +26,22 @@ def make() -> Any:
 
 def train(stage: str, kind: str, bucket: int) -> dict[str, Any]:
     engine = cases.make_engine(make(), cases.config_of(stage, MICROS, zero={"reduce_bucket_size": bucket}), kind)
-    losses, norms, seen = [], [], {}
-    for step in range(STEPS):
-        row = []
-        for micro in range(MICROS):
-            with engine.no_sync() if micro + 1 < MICROS else nullcontext():
-                loss = regression(engine, step, engine.rank, micro)
-                engine.backward(loss)
-            row.append(loss.item())
-        with engine.full_grads() as gradients:
-            seen = {name: g.clone().numpy() for name, g in gradients.items() if g is not None}
-        engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
+    seen: dict[str, Any] = {}
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        last = micro + 1 == MICROS
+        with nullcontext() if last else engine.no_sync():
+            loss = loss_of(engine, step, engine.rank, micro)
+            engine.backward(loss)
+        if last:
+            with engine.full_grads() as gradients:
+                seen.update({name: g.clone().numpy() for name, g in gradients.items() if g is not None})
+            engine.step()
+        return float(loss.item())
+
+    result = cases.run_steps(engine, STEPS, regression, run_micro_batch)
     engine.close()
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state, "gradients": seen}
+    return {**result, "gradients": seen}
 
 
 @pytest.mark.parametrize(("kind", "bucket"), [("AdamW", 600), ("SGD", 10**6)])
