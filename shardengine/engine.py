@@ -254,8 +254,9 @@ class Engine(Inspection):
         self._owns_mesh = True
         if found.finished:
             self._end_step()
-        found.check(core, optimizer)
+        found.check()
         self.zero_grad()
+        recovery.compare_options(core, optimizer)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first."""

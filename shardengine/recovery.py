@@ -62,13 +62,10 @@ class Return:
     finished: bool
     problem: str = ""
 
-    def check(self, core: Core, optimizer: ShardedOptimizer | None) -> None:
-        """``UsageError`` where training cannot go on from here; ``MismatchError`` where optimizer options differ."""
+    def check(self) -> None:
+        """``UsageError`` where training cannot go on from here."""
         if self.problem:
             raise UsageError(self.problem)
-        groups = [] if optimizer is None else optimizer.param_groups
-        options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
-        compare(core.collectives, {"list of optimizer options after reset()": options})
 
 
 def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: bool) -> Return:
@@ -111,6 +108,13 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
         core.publish(state.bucket for state in core.reducer.buckets)
         core.await_weights()
     return Return(finished, problem)
+
+
+def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
+    """``MismatchError`` where ranks have other optimizer options, which a fault may have left behind; collective."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    compare(core.collectives, {"list of optimizer options after reset()": options})
 
 
 def _renew_groups(core: Core, *, owned: bool) -> None:
