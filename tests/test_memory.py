@@ -81,7 +81,7 @@ def elements_of(stage: str, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes per rank at rest (LIMITS.md, fp32 training: 4 + 4 + 8 bytes, each whole or 1/N)."""
+    """Bytes per rank at rest (docs/limits.md, fp32 training: 4 + 4 + 8 bytes, each whole or 1/N)."""
 
     weights: int
     gradients: int

@@ -1,7 +1,7 @@
 """Bytes on the wire are at the lower bound, counted from outside of the engine.
 
-Owns: the formulas of LIMITS.md, written down once more from the model's own sizes, a counter around torch.distributed's
-functions, and the loopback interface's counter. Must not know how the engine cuts buckets.
+Owns: the formulas of docs/limits.md, written down once more from the model's own sizes, a counter around
+torch.distributed's functions, and the loopback interface's counter. Must not know how the engine cuts buckets.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Sizes:
 
 
 def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions: int) -> int:
-    """LIMITS.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients."""
+    """docs/limits.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients."""
     weights = {
         "0": sizes.sent,  # here it is the complete gradient that is gathered
         "1": sizes.trained,
