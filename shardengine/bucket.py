@@ -2,8 +2,9 @@
 
 Must not know: who calls it, process groups, stages, hooks.
 
-An arena's storage is resized (0 or full), never replaced, because autograd keeps views of it from forward to backward.
-The exception is ``Arena.release(abandon=True)``: somebody outside still holds a view, so the storage is left to them.
+An arena's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to backward. It
+is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``forsake``), to a
+collective that may still write into it (``relocate``).
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ class BufferPool:
         free = self._free.get((dtype, length, device))
         if free:
             return free.pop()
-        buffer = torch.empty(length, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it is used again outside of the caller's
+            buffer = torch.empty(length, dtype=dtype, device=device)
         self.allocated_bytes += buffer.nbytes
         return buffer
 

@@ -214,7 +214,14 @@ class Core:
         return any(unit.pinned for unit in self.units)
 
     def dissolve(self) -> None:
-        """Take the hooks off and give every parameter whole weights in memory of its own; collective."""
+        """Take the hooks off and give every parameter whole weights in memory of its own; collective.
+
+        Who holds a view of the old memory keeps it. ``UsageError`` inside ``full_params``, whose end needs the engine.
+        """
+        if self.guard.shown:
+            raise UsageError(
+                f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
+            )
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -227,7 +234,7 @@ class Core:
             for member in unit.members:
                 member.show(member.view.clone())
             for arena in unit.arenas:
-                arena.release()
+                arena.forsake()
         self.reducer.release()
         self.pool.clear()
         if self.guard.marked is not None:
@@ -255,19 +262,20 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     found = together(collectives, "looking at the model", analyse)
     compare(collectives, _facts(model, found, config, groups))
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
-    units = partition.place(
-        found,
-        plan,
-        collectives,
-        shards_weights=stage.moves_weights,
-        whole_masters=stage.gathers_gradients,
-        cast=cast,
-    )
-    buffers = BufferSync(model, collectives)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(mesh.device).contiguous()
-    buffers.broadcast(persistent_only=False)
+    with collectives.faults.announced("initialize", lambda: "root"):
+        units = partition.place(
+            found,
+            plan,
+            collectives,
+            shards_weights=stage.moves_weights,
+            whole_masters=stage.gathers_gradients,
+            cast=cast,
+        )
+        buffers = BufferSync(model, collectives)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(mesh.device).contiguous()
+        buffers.broadcast(persistent_only=False)
     window = Window(config.gradient_accumulation_steps or 1)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
     arrivals, blocks = _expect(config, stage, collectives, model, found, units)

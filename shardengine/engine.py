@@ -103,14 +103,20 @@ class Engine(Inspection):
         self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
         self._core = core = core_module.build(self.module, self.config, mesh, groups)
         self.optimizer: ShardedOptimizer | None = None
-        if kind is not None:
-            self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
-            self.optimizer.max_norm = self.config.gradient_clipping
-            self.optimizer.forget = self.zero_grad
-            self.optimizer.extend = self._add_param_group
-            core.schedule.on_complete = self.optimizer.finish_gradients
+
+        def equip() -> None:
+            if kind is not None:
+                self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
+                self.optimizer.max_norm = self.config.gradient_clipping
+                self.optimizer.forget = self.zero_grad
+                self.optimizer.extend = self._add_param_group
+                core.schedule.on_complete = self.optimizer.finish_gradients
+            self.lr_scheduler = self._make_scheduler(lr_scheduler)
+            if self.optimizer is not None:
+                self.optimizer.begin()
+
         try:
-            self.lr_scheduler = together(start, "making the scheduler", lambda: self._make_scheduler(lr_scheduler))
+            together(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             core.dissolve()
             raise
@@ -389,9 +395,4 @@ class Engine(Inspection):
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:
             return None
-        optimizer = self._need_optimizer("a learning-rate scheduler")
-        if given is None and self.config.scheduler is not None:
-            return lr_schedules.build(self.config.scheduler, optimizer)
-        scheduler = given if isinstance(given, torch.optim.lr_scheduler.LRScheduler) else given(optimizer)
-        lr_schedules.check_attached(scheduler, optimizer)
-        return scheduler
+        return lr_schedules.make(given, self.config.scheduler, self._need_optimizer("a learning-rate scheduler"))

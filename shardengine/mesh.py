@@ -1,10 +1,13 @@
-"""Process groups, per axis and purpose, built by one function and passed in. No global state.
+"""Process groups, per axis and purpose, built by one function and passed in.
 
 Must not know: buckets, modules, what is sent over the groups.
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
 handshakes) use a third group on CPU.
+
+The default process group is torch's, and the only state that is shared by all meshes of a process. Where ``build`` made
+it, it ends with the last mesh that was built over it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,18 @@ from shardengine import rendezvous
 from shardengine.errors import UsageError
 
 Group = dist.ProcessGroup | None
+
+
+class _Made:
+    """The default process group, where ``build`` made it, and how many meshes still use it."""
+
+    group: Group = None
+    uses = 0
+
+    @classmethod
+    def is_current(cls) -> bool:
+        """Whether today's default process group is ours."""
+        return cls.group is not None and dist.is_initialized() and dist.group.WORLD is cls.group
 
 
 class Store(Protocol):
@@ -60,12 +75,17 @@ class Mesh:
         """
         if not dist.is_initialized():
             return
-        if self.owns_default_group:
-            if orderly:
-                dist.barrier()
-            dist.destroy_process_group()
+        if not self.owns_default_group or not _Made.is_current():
+            self._drop_groups()
             return
-        self._drop_groups()
+        _Made.uses -= 1
+        if _Made.uses:
+            self._drop_groups()
+            return
+        if orderly:
+            dist.barrier()
+        dist.destroy_process_group()
+        _Made.group = None
 
     def renew(self, *, owned: bool) -> Mesh:
         """The same ranks over new groups of the same default process group; collective.
@@ -104,7 +124,6 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     """
-    owns = False
     if not dist.is_initialized():
         if not rendezvous.join():
             return Mesh(0, 1, _use(device or default_device()))
@@ -116,7 +135,9 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
         dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
-        owns = True
+        _Made.group, _Made.uses = dist.group.WORLD, 0
+    owns = _Made.is_current()
+    _Made.uses += owns
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
     ranks = dist.get_world_size()

@@ -81,8 +81,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.max_norm = 0.0
         self.update: Update | None = None
         self._pool = pool
-        states = [self.new_state(state.bucket, whole=reducer.rules.gathers) for state in reducer.buckets]
-        self.lay_out(layout, reducer, [0] * len(layout.parameters), states)
+        self.lay_out(layout, reducer, [0] * len(layout.parameters), [{} for _ in reducer.buckets])
+
+    def begin(self) -> None:
+        """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
+        whole = self._reducer.rules.gathers
+        self.bucket_states = [self.new_state(state.bucket, whole=whole) for state in self._reducer.buckets]
 
     def lay_out(
         self, layout: Layout, reducer: Reducer, steps: list[int], bucket_states: list[dict[str, Tensor]]
@@ -150,6 +154,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
                 "load a checkpoint"
             )
+        if self.kind == "SGD" and any(group["momentum"] for group in self.param_groups):
+            if not all(self.bucket_states):
+                raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         if not update.begun:
             update.begun, update.divisor = True, self._divisor(update)
@@ -304,8 +311,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flats = {"weight": self._weight(state.bucket), "gradient": gradient, **self.bucket_states[index]}
         for label in dict.fromkeys(label for label, _, _ in segments):
             cuts = [(start, end) for other, start, end in segments if other == label]
-            if self.kind == "SGD" and self.param_groups[label[0]]["momentum"] and "momentum_buffer" not in flats:
-                raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
             tensors = {name: [flat[start:end] for start, end in cuts] for name, flat in flats.items()}
             if self.kind == "SGD" and not self.param_groups[label[0]]["momentum"]:
                 tensors.pop("momentum_buffer", None)

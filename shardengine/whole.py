@@ -116,6 +116,7 @@ def full_optimizer_state(
         raise UsageError(
             "full_optimizer_state inside full_params: expected one after the other; close full_params first"
         )
+    core.await_weights()
     core.adopt_written_weights()
     specs = core.layout.parameters
     index_of = {name: index for name, index in _indices(core).items() if specs[index].group >= 0}

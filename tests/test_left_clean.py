@@ -1,0 +1,235 @@
+"""After an error, or the end, nothing is left half done: memory that somebody holds, pins, groups, hooks, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardengine
+from shardengine.bucket import Arena
+from shardengine.collectives import Collectives
+from shardengine.errors import UsageError
+from shardengine.optimizer import ShardedOptimizer
+from shardengine.unit import Unit
+from tests import cases
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+ONE_CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}}
+
+
+def engine_at(stage: str, kind: str | None = "AdamW", **options: Any) -> Any:
+    return cases.make_engine(cases.make_mlp(), cases.config_of(stage, **options), kind)
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    return [cases.run_micro_batch(engine, cases.loss_of, step, 0) for step in range(first, last)]
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_who_holds_weights_keeps_them_after_close(stage: str) -> None:
+    engine = engine_at(stage)
+    train(engine, 0, 1)
+    with engine.full_params():
+        held = engine.module.state_dict()
+        before = {name: value.clone() for name, value in held.items()}
+    aside = engine.module.inp.weight.detach()
+    hidden = bool(aside.isnan().all())
+    engine.close()
+    assert all(torch.equal(held[name], value) for name, value in before.items())
+    assert hidden or torch.equal(aside, before["inp.weight"])
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_close_is_refused_inside_full_params(stage: str) -> None:
+    engine = engine_at(stage)
+    with engine.full_params():
+        with pytest.raises(UsageError, match="after the block"):
+            engine.close()
+    train(engine, 0, 2)
+    engine.close()
+
+
+class Broken:
+    """Makes a method raise at its call number ``at``, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+        method = getattr(owner, name)
+        self.calls = 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                raise MemoryError("no more")
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Arena, "allocate"), (Collectives, "all_gather")])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_gather_that_fails_is_not_taken_for_a_finished_one(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
+) -> None:
+    """The loop goes on with the next batch, without zero_grad(): the forward must gather again."""
+    engine, expected = engine_at("3"), engine_at("3")
+    train(engine, 0, 2)
+    with monkeypatch.context() as patch:
+        broken = Broken(patch, owner, name, at)
+        with pytest.raises(MemoryError):
+            cases.loss_of(engine, 2, 0, 0)
+        assert broken.calls == at
+    assert train(engine, 2, 4) == train(expected, 0, 4)[2:]
+
+
+@pytest.mark.parametrize("stage", ["3k", "3"])
+def test_full_params_that_cannot_be_entered_pins_nothing(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    engine, expected = engine_at(stage), engine_at(stage)
+    train(engine, 0, 1)
+    with monkeypatch.context() as patch:
+        Broken(patch, Unit, "pin", 2)
+        with pytest.raises(MemoryError), engine.full_params(writable=True):
+            raise AssertionError("entered")
+    assert train(engine, 1, 3) == train(expected, 0, 3)[1:]
+
+
+def start_fails_on_one_rank(stage: str, place: str) -> dict[str, Any]:
+    model, text = cases.make_mlp(), ""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            Broken(patch, ShardedOptimizer, place, 1)
+        try:
+            cases.make_engine(model, cases.config_of(stage))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    whole = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    result = cases.run_steps(cases.make_engine(model, cases.config_of(stage)), 2)
+    return {"text": text, "whole": whole, "losses": result["losses"]}
+
+
+@pytest.mark.parametrize("place", ["begin", "new_state", "lay_out"])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_a_start_that_fails_on_one_rank_leaves_the_model_whole(pools: Pools, stage: str, place: str) -> None:
+    zero, one = pools(2).run(start_fails_on_one_rank, stage, place)
+    assert one["text"] == "MemoryError: no more" and "failed on rank 1: MemoryError: no more" in zero["text"]
+    assert zero["whole"] and one["whole"]
+    truth = cases.truth("mlp", "AdamW", 2, 1, "full")
+    for rank, result in enumerate((zero, one)):
+        assert result["losses"] == [row[rank] for row in truth.losses[:2]]
+
+
+def two_engines() -> list[bool]:
+    """The first engine makes the default process group, the second one uses it; in both orders of closing."""
+    found = []
+    for order in ((0, 1), (1, 0)):
+        engines = [shardengine.initialize(cases.make_mlp(), cases.config_of("3", optimizer={"type": "AdamW"}))]
+        engines.append(shardengine.initialize(cases.make_mlp(), cases.config_of("2", optimizer={"type": "AdamW"})))
+        first, second = engines[order[0]], engines[order[1]]
+        first.close()
+        train(second, 0, 2)
+        second.close()
+        found.append(not dist.is_initialized())
+    return found
+
+
+def test_the_last_engine_that_is_closed_ends_the_process_group() -> None:
+    import os
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(2) as workers:
+        environments = [
+            {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            for rank in range(2)
+        ]
+        assert "RANK" not in os.environ
+        assert workers.map(start_and_close, environments, chunksize=1) == [[True, True]] * 2
+
+
+def start_and_close(environment: dict[str, str]) -> list[bool]:
+    import os
+
+    torch.set_num_threads(1)
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
+    return two_engines()
+
+
+def test_a_schedule_may_raise_momentum_at_the_start() -> None:
+    """OneCycle sets SGD's momentum when it is made: the state is there from the first step, as in torch."""
+    plain = cases.make_mlp()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.01, fused=True)
+    shardengine.lr_schedules.make(None, shardengine.config.SchedulerConfig(**ONE_CYCLE), theirs)
+    raised = theirs.param_groups[0]["momentum"]
+    options = {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "scheduler": ONE_CYCLE, "gradient_clipping": 0.0}
+    engine = engine_at("2", None, **options)
+    assert raised and engine.optimizer.param_groups[0]["momentum"] == raised
+    losses = train(engine, 0, 4)
+    assert len(losses) == 4 and all(engine.optimizer.bucket_states)
+
+
+def test_momentum_that_is_raised_later_is_refused_before_the_update() -> None:
+    engine = engine_at("2", None, optimizer={"type": "SGD", "params": {"lr": 0.01}})
+    engine.backward(cases.loss_of(engine, 0, 0, 0))
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(UsageError, match="momentum was raised"):
+        engine.step()
+    engine.zero_grad()
+    engine.optimizer.param_groups[0]["momentum"] = 0.0
+    assert len(train(engine, 0, 2)) == 2
+
+
+class Convolution(nn.Module):
+    """A frozen channels_last weight and a trainable layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last).requires_grad_(False)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.conv(x).mean(dim=(2, 3)))
+
+
+def write_frozen(stage: str) -> dict[str, Any]:
+    engine = cases.make_engine(Convolution(), cases.config_of(stage), "SGD")
+    strides = engine.module.conv.weight.stride()
+    with engine.full_params(writable=True), torch.no_grad():
+        engine.module.conv.weight.copy_(torch.arange(48.0).view(4, 3, 2, 2) + 1000 * engine.rank)
+    with engine.full_params():
+        found = engine.module.conv.weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 3, 4, 4)).square().mean())
+    engine.step()
+    engine.close()
+    return {"values": found, "same": strides == engine.module.conv.weight.stride()}
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_frozen_channels_last_weights_can_be_written(pools: Pools, stage: str) -> None:
+    for result in pools(2).run(write_frozen, stage):
+        assert torch.equal(result["values"], torch.arange(48.0).view(4, 3, 2, 2)) and result["same"]
+
+
+def read_in_inference_mode(stage: str) -> list[list[float]]:
+    engine = engine_at(stage)
+    with torch.inference_mode():
+        engine.state_dict()
+    losses: list[list[float]] = cases.run_steps(engine, 2)["losses"]
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_reading_weights_in_inference_mode_spoils_no_buffer(pools: Pools, stage: str) -> None:
+    truth = cases.truth("mlp", "AdamW", 2, 1, "full")
+    for rank, losses in enumerate(pools(2).run(read_in_inference_mode, stage)):
+        assert losses == [row[rank] for row in truth.losses[:2]]
