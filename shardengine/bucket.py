@@ -153,7 +153,9 @@ class Arena:
             self.flat.untyped_storage().resize_(self.layout.length * self.layout.itemsize)
 
     def release(self, *, abandon: bool = False) -> None:
-        """Free the storage. ``abandon``: someone holds a view; leave it to them and take a new one."""
+        """Free the storage, unless the shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
+        if not all(bucket.separate for bucket in self.buckets):
+            return
         if not abandon:
             try:
                 self.flat.untyped_storage().resize_(0)

@@ -94,10 +94,14 @@ class Unit:
         return self._pins is not None
 
     def detach_shards(self) -> None:
-        """Once, at start: from FULL, give shards their own memory and rest sharded."""
+        """Once, at start: from FULL, give shards their own memory and rest sharded.
+
+        At one rank the shard is all of it and stays where it is: then only what the parameters show changes.
+        """
         for arena in self.arenas:
             for bucket in arena.buckets:
-                bucket.detach_shard()
+                if bucket.layout.slice_length < bucket.layout.length:
+                    bucket.detach_shard()
         self.reshard()
 
     def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
