@@ -110,8 +110,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bucket.stepped(whole=self._reducer.rules.gathers)
 
     def finish_gradients(self) -> None:
-        """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
+        """The gradients are complete: exchange the norm and which parameters were used; collective."""
         self.require_whole()
+        # 1. norm
         rows, options = self._reducer.agree(self._payload).split([8, 4], dim=1)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
@@ -190,7 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         They are the model's, and in no group yet: unfrozen before this call, or trainable all along. Frozen ones join
         when they are unfrozen. The group is a dict with "params" and options, as in torch; weights and states move to a
-        new layout and keep their bits. After an error everything is as before.
+        new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank that is
+        lost, while the weights are moved is not taken back.
         """
         if self.extend is None:
             super().add_param_group(param_group)
