@@ -153,7 +153,7 @@ class Arena:
             self.flat.untyped_storage().resize_(self.layout.length * self.layout.itemsize)
 
     def release(self, *, abandon: bool = False) -> None:
-        """Free the storage, unless the shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
+        """Free the storage, unless shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
         if not all(bucket.separate for bucket in self.buckets):
             return
         if not abandon:

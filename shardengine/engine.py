@@ -364,7 +364,7 @@ class Engine(Inspection):
         return self.train(False)
 
     def close(self) -> None:
-        """Detach: the module is an ordinary one again, with whole weights; own process groups end; collective."""
+        """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective."""
         if self.module not in attached:
             return
         self._core.dissolve()

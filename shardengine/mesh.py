@@ -6,12 +6,14 @@ One axis exists today (shard: all ranks). Its traffic runs over two groups, beca
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
 handshakes) use a third group on CPU.
 
-The default process group is torch's, and the only state that is shared by all meshes of a process. Where ``build`` made
-it, it ends with the last mesh that was built over it.
+The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
+ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
+torchrun with gloo (the new group meets the addresses of the old one in the launcher's store, and hangs).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,18 +26,6 @@ from shardengine import rendezvous
 from shardengine.errors import UsageError
 
 Group = dist.ProcessGroup | None
-
-
-class _Made:
-    """The default process group, where ``build`` made it, and how many meshes still use it."""
-
-    group: Group = None
-    uses = 0
-
-    @classmethod
-    def is_current(cls) -> bool:
-        """Whether today's default process group is ours."""
-        return cls.group is not None and dist.is_initialized() and dist.group.WORLD is cls.group
 
 
 class Store(Protocol):
@@ -65,27 +55,20 @@ class Mesh:
     reduce: Group = None
     control: Group = None
     backend: str = "none"
-    owns_default_group: bool = False
+    made_default_group: bool = False
     timeout_s: float = 600.0
 
     def destroy(self, *, orderly: bool = True) -> None:
-        """Give the groups back, and the default process group if ``build`` made it; the caller's own stays.
+        """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
 
         orderly: wait for the other ranks first, without which a finished gloo program sometimes aborts.
         """
         if not dist.is_initialized():
             return
-        if not self.owns_default_group or not _Made.is_current():
-            self._drop_groups()
-            return
-        _Made.uses -= 1
-        if _Made.uses:
-            self._drop_groups()
-            return
-        if orderly:
+        if orderly and self.made_default_group:
             dist.barrier()
-        dist.destroy_process_group()
-        _Made.group = None
+            atexit.register(_leave)  # not after a fault: a group in the middle of a collective may never come back
+        self._drop_groups()
 
     def renew(self, *, owned: bool) -> Mesh:
         """The same ranks over new groups of the same default process group; collective.
@@ -98,8 +81,7 @@ class Mesh:
         if owned:
             self._drop_groups()
         gather, reduce, control = _new_groups(self.backend, self.timeout_s)
-        owns = self.owns_default_group and owned
-        return replace(self, gather=gather, reduce=reduce, control=control, owns_default_group=owns)
+        return replace(self, gather=gather, reduce=reduce, control=control)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -124,6 +106,7 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     """
+    made = False
     if not dist.is_initialized():
         if not rendezvous.join():
             return Mesh(0, 1, _use(device or default_device()))
@@ -135,16 +118,19 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
         dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
-        _Made.group, _Made.uses = dist.group.WORLD, 0
-    owns = _Made.is_current()
-    _Made.uses += owns
+        made = True
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(0, 1, device, owns_default_group=owns)
+        return Mesh(0, 1, device)
     gather, reduce, control = _new_groups(backend, timeout_s)
-    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, owns, timeout_s)
+    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, made, timeout_s)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _new_groups(backend: str, timeout_s: float) -> tuple[Group, Group, Group]:

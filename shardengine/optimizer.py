@@ -155,9 +155,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
                 "load a checkpoint"
             )
-        if self.kind == "SGD" and any(group["momentum"] for group in self.param_groups):
-            if not all(self.bucket_states):
-                raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
+        accelerates = self.kind == "SGD" and any(group["momentum"] for group in self.param_groups)
+        if accelerates and not all(self.bucket_states):
+            raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         if not update.begun:
             update.begun, update.divisor = True, self._divisor(update)
@@ -191,8 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         They are the model's, and in no group yet: unfrozen before this call, or trainable all along. Frozen ones join
         when they are unfrozen. The group is a dict with "params" and options, as in torch; weights and states move to a
-        new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank that is
-        lost, while the weights are moved is not taken back.
+        new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank
+        that is lost, while the weights are moved is not taken back.
         """
         if self.extend is None:
             super().add_param_group(param_group)

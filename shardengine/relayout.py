@@ -24,7 +24,7 @@ from shardengine.agreement import compare, together
 from shardengine.bucket import Bucket, in_memory_order
 from shardengine.collectives import Purpose
 from shardengine.config import Config
-from shardengine.core import Core, plan_facts, succeed
+from shardengine.core import Core, succeed
 from shardengine.errors import UsageError
 from shardengine.layout import Layout
 from shardengine.optimizer import ShardedOptimizer
@@ -106,7 +106,7 @@ def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: 
         found = together(core.collectives, "add_param_group()", append)
         names = {id(parameter): name for name, parameter in reversed(core.partition.names.items())}
         new = [names[id(parameter)] for parameter in group["params"]]
-        compare(core.collectives, {"parameters of the new optimizer group": new, **plan_facts(found, groups)})
+        compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
     except BaseException:
         if len(groups) > count:
             groups.pop()
@@ -185,7 +185,7 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
         "making a new layout",
         lambda: partition.renew(model, core.partition, _group_of(optimizer)),
     )
-    compare(core.collectives, plan_facts(found, optimizer.param_groups))
+    compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
     core.await_weights()
     core.schedule.rest()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardengine
+from shardengine import lr_schedules
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives
+from shardengine.config import SchedulerConfig
 from shardengine.errors import UsageError
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.unit import Unit
@@ -20,7 +25,10 @@ from tests import cases
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-ONE_CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}}
+ONE_CYCLE: dict[str, Any] = {
+    "type": "OneCycle",
+    "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
+}
 
 
 def engine_at(stage: str, kind: str | None = "AdamW", **options: Any) -> Any:
@@ -48,9 +56,8 @@ def test_who_holds_weights_keeps_them_after_close(stage: str) -> None:
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_close_is_refused_inside_full_params(stage: str) -> None:
     engine = engine_at(stage)
-    with engine.full_params():
-        with pytest.raises(UsageError, match="after the block"):
-            engine.close()
+    with engine.full_params(), pytest.raises(UsageError, match="after the block"):
+        engine.close()
     train(engine, 0, 2)
     engine.close()
 
@@ -124,56 +131,52 @@ def test_a_start_that_fails_on_one_rank_leaves_the_model_whole(pools: Pools, sta
         assert result["losses"] == [row[rank] for row in truth.losses[:2]]
 
 
-def two_engines() -> list[bool]:
-    """The first engine makes the default process group, the second one uses it; in both orders of closing."""
-    found = []
-    for order in ((0, 1), (1, 0)):
-        engines = [shardengine.initialize(cases.make_mlp(), cases.config_of("3", optimizer={"type": "AdamW"}))]
-        engines.append(shardengine.initialize(cases.make_mlp(), cases.config_of("2", optimizer={"type": "AdamW"})))
-        first, second = engines[order[0]], engines[order[1]]
-        first.close()
-        train(second, 0, 2)
-        second.close()
-        found.append(not dist.is_initialized())
-    return found
+ENGINE_AFTER_ENGINE = """
+import torch
+from tests import cases
+import shardengine
+
+def engine(stage):
+    return shardengine.initialize(cases.make_mlp(), cases.config_of(stage, optimizer={"type": "AdamW"}))
+
+def train(engine):
+    cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+
+for first, second in (("3", "2"), ("2", "3")):
+    one, two = engine(first), engine(second)
+    train(one)
+    one.close()
+    train(two)
+    two.close()
+print("all closed", flush=True)
+"""
 
 
-def test_the_last_engine_that_is_closed_ends_the_process_group() -> None:
-    import os
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(2) as workers:
-        environments = [
-            {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            for rank in range(2)
-        ]
-        assert "RANK" not in os.environ
-        assert workers.map(start_and_close, environments, chunksize=1) == [[True, True]] * 2
-
-
-def start_and_close(environment: dict[str, str]) -> list[bool]:
-    import os
-
-    torch.set_num_threads(1)
-    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
-    return two_engines()
+def test_engines_beside_and_after_each_other_under_torchrun(tmp_path: Path) -> None:
+    """The first engine makes the default process group, the others use it, also after the first one's end."""
+    script = tmp_path / "script.py"
+    script.write_text(ENGINE_AFTER_ENGINE, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("all closed") == 2, done.stderr[-3000:]
 
 
 def test_a_schedule_may_raise_momentum_at_the_start() -> None:
     """OneCycle sets SGD's momentum when it is made: the state is there from the first step, as in torch."""
     plain = cases.make_mlp()
     theirs = torch.optim.SGD(plain.parameters(), lr=0.01, fused=True)
-    shardengine.lr_schedules.make(None, shardengine.config.SchedulerConfig(**ONE_CYCLE), theirs)
-    raised = theirs.param_groups[0]["momentum"]
+    schedule = lr_schedules.make(None, SchedulerConfig(**ONE_CYCLE), theirs)
+    assert theirs.param_groups[0]["momentum"] > 0
     options = {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "scheduler": ONE_CYCLE, "gradient_clipping": 0.0}
     engine = engine_at("2", None, **options)
-    assert raised and engine.optimizer.param_groups[0]["momentum"] == raised
-    losses = train(engine, 0, 4)
-    assert len(losses) == 4 and all(engine.optimizer.bucket_states)
+    for step in range(4):
+        loss = cases.loss_of(plain, step, 0, 0)
+        loss.backward()
+        theirs.step()
+        schedule.step()
+        theirs.zero_grad()
+        assert train(engine, step, step + 1) == [loss.item()]
 
 
 def test_momentum_that_is_raised_later_is_refused_before_the_update() -> None:
@@ -193,7 +196,8 @@ class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last).requires_grad_(False)
+        self.conv = nn.Conv2d(3, 4, 2).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.out = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,16 +205,17 @@ class Convolution(nn.Module):
 
 
 def write_frozen(stage: str) -> dict[str, Any]:
-    engine = cases.make_engine(Convolution(), cases.config_of(stage), "SGD")
-    strides = engine.module.conv.weight.stride()
+    model = Convolution()
+    strides = model.conv.weight.stride()
+    engine = cases.make_engine(model, cases.config_of(stage), "SGD")
     with engine.full_params(writable=True), torch.no_grad():
-        engine.module.conv.weight.copy_(torch.arange(48.0).view(4, 3, 2, 2) + 1000 * engine.rank)
+        model.conv.weight.copy_(torch.arange(48.0).view(4, 3, 2, 2) + 1000 * engine.rank)
     with engine.full_params():
-        found = engine.module.conv.weight.detach().clone()
+        found = model.conv.weight.detach().clone()
     engine.backward(engine(torch.ones(2, 3, 4, 4)).square().mean())
     engine.step()
     engine.close()
-    return {"values": found, "same": strides == engine.module.conv.weight.stride()}
+    return {"values": found, "same": strides == model.conv.weight.stride()}
 
 
 @pytest.mark.parametrize("stage", list(cases.STAGES))
