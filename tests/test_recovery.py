@@ -22,7 +22,7 @@ from shardengine import mesh as mesh_module
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests import cases
 from tests.parity.test_parity import assert_equal_to_truth
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 STAGES = list(cases.STAGES)
@@ -271,35 +271,6 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_reset_trains_on(pools
         assert 2 < float(seconds) < 3.9
         assert "Missing: rank 1 says nothing" in text, text
         assert re.search(rf"(all-gather|reduce-scatter) number \d+ on rank {rank} for bucket \d+ \(\w+", text), text
-
-
-def lose_a_rank(folder: str) -> None:
-    engine = make_engine("2", 4)
-
-    def go_wrong(engine: Any) -> None:
-        if engine.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def recover(engine: Any, error: Exception) -> None:
-        texts = [str(error)]
-        started = time.monotonic()
-        try:
-            engine.reset()
-        except CommunicationError as second:
-            texts += [str(second), str(time.monotonic() - started)]
-        Path(folder, str(engine.rank)).write_text("\n".join(texts))
-        raise error
-
-    train_through(engine, go_wrong, recover)
-
-
-def test_a_killed_rank_is_named_by_the_error_and_by_reset(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):
-        RankPool(3).run(lose_a_rank, str(tmp_path))
-    for rank in (0, 1):
-        first, second, seconds = (tmp_path / str(rank)).read_text().splitlines()
-        assert "Missing: rank 2 says nothing" in first and f"on rank {rank} for bucket" in first, first
-        assert "engine.reset()" in second and "Missing: rank 2 says nothing" in second and float(seconds) < 5, second
 
 
 def save_on_rank_0(stage: str, folder: str) -> str:
