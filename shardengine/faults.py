@@ -136,8 +136,8 @@ class Faults:
         self._places: set[str] = set()
 
     @contextmanager
-    def announced(self, where: str, unit: Callable[[], str]) -> Iterator[None]:
-        """Tell the others when the call inside raises by itself. unit: the unit that was needed last."""
+    def announced(self, where: str, place: Callable[[BaseException], str]) -> Iterator[None]:
+        """Tell the others when the call inside raises by itself. place: the unit or module in which it raised."""
         self.withdraw()
         try:
             yield
@@ -145,7 +145,7 @@ class Faults:
             raise  # the consequence of another rank's fault, or raised on every rank
         except BaseException as error:
             self._places.add(where)
-            self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, unit {unit()!r})", where))
+            self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where))
             raise
 
     def tell(self, notice: Notice) -> None:

@@ -63,7 +63,7 @@ def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0
 
 
 def raises_in(voice: Faults, where: str) -> None:
-    with pytest.raises(Boom), voice.announced(where, lambda: "block"):
+    with pytest.raises(Boom), voice.announced(where, lambda error: "unit 'block'"):
         raise Boom("loud")
 
 
@@ -85,7 +85,7 @@ def test_a_notice_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch:
     (one, two), _ = voices(monkeypatch)
     raises_in(two, "step 1")
     one.watch(Waiting("a gather", "gather 1")).look()
-    with two.announced("step 2", lambda: "block"):
+    with two.announced("step 2", lambda error: "unit 'block'"):
         look_twice(one)
     assert one.notices()[1].over
 
@@ -103,7 +103,7 @@ def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.M
 def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), store = voices(monkeypatch)
     for error in (CommunicationError("x"), MismatchError("y")):
-        with pytest.raises(type(error)), two.announced("step 1", lambda: "block"):
+        with pytest.raises(type(error)), two.announced("step 1", lambda error: "unit 'block'"):
             raise error
     look_twice(one)
     assert not store.texts
