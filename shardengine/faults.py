@@ -14,7 +14,8 @@ When a wait has failed (``timeout_s``, a closed connection), the missing ranks a
 for the same collective. Nothing of this is touched while all goes well.
 
 [Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. Every
-operation therefore runs in a thread, over a connection of its own, and is waited for ``_OPERATION_S`` at most.
+operation therefore runs in a thread, over a connection of its own, and is waited for ``_OPERATION_S`` at most. Where a
+rank hosts the store (srun, mpirun, ``init_method="tcp://…"``), that rank is then named, and the others are not known.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ STANDS_S = 3.0
 _GRACE_S = 2.0
 _OPERATION_S = 1.0
 _TEXT_LIMIT = 2000
+_STORE = "the process group's store, through which ranks tell each other what happened"
 
 _T = TypeVar("_T")
 
 
 class _Unreachable(Exception):
-    """The store did not answer."""
+    """The store did not answer; the text says what came instead."""
 
 
 class _Board:
@@ -91,10 +93,7 @@ class _Board:
                 self._unanswered = answer
             except Exception as error:
                 reason = str(error).splitlines()[0]
-        raise _Unreachable(
-            "the process group's store, through which ranks tell each other what happened, cannot be reached "
-            f"({reason}); the process that hosts it (often rank 0) may be gone or stopped"
-        )
+        raise _Unreachable(reason)
 
     def _serve(self) -> None:
         store: Store | None = None
@@ -137,8 +136,8 @@ class Faults:
         self._places: set[str] = set()
 
     @contextmanager
-    def announced(self, where: str, unit: Callable[[], str]) -> Iterator[None]:
-        """Tell the others when the call inside raises by itself. unit: the unit that was needed last."""
+    def announced(self, where: str, place: Callable[[BaseException], str]) -> Iterator[None]:
+        """Tell the others when the call inside raises by itself. place: the unit or module in which it raised."""
         self.withdraw()
         try:
             yield
@@ -146,7 +145,7 @@ class Faults:
             raise  # the consequence of another rank's fault, or raised on every rank
         except BaseException as error:
             self._places.add(where)
-            self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, unit {unit()!r})", where))
+            self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where))
             raise
 
     def tell(self, notice: Notice) -> None:
@@ -171,18 +170,18 @@ class Faults:
         if self._mesh.ranks == 1:
             return
         deadline = time.monotonic() + self._mesh.timeout_s
-        pause, problem = 0.02, "not asked yet"
+        pause, written = 0.02, False
         told = self._told or Notice(f"it waits in {what}", gave_up=True)
         self.tell(Notice(told.text, gave_up=told.gave_up))  # counts wherever it was: those who wait must come here, too
         others = set(range(self._mesh.ranks)) - {self._mesh.rank}
         came: set[int] = set()
         while True:
             try:
-                if problem:
+                if not written:
                     self._board.write("here", what)
-                here, problem = set(self._board.read("here")), ""
-            except _Unreachable as error:
-                here, problem = set(), str(error)
+                here, written = set(self._board.read("here")), True
+            except _Unreachable:
+                here, written = set(), False
             if here == others:
                 return
             came |= here
@@ -190,7 +189,7 @@ class Faults:
                 self.part()
                 raise CommunicationError(
                     f"{what} on rank {self._mesh.rank}: expected every rank to call it within {self._mesh.timeout_s:g} "
-                    f"s. {problem or self.describe(others - came or others - here)}. Start the ranks again"
+                    f"s. {self.describe(others - came or others - here)}. Start the ranks again"
                 )
             time.sleep(pause)
             pause = min(0.5, 1.5 * pause)
@@ -205,10 +204,7 @@ class Faults:
         try:
             waits, told = (self.waits() if waits is None else waits), self.notices()
         except _Unreachable as error:
-            waits, told = waits or {}, {}
-            problem = f"; {error}"
-        else:
-            problem = ""
+            return self._describe_unheard(missing, waits or {}, str(error))
         said = []
         for rank in sorted(missing):
             parts = []
@@ -218,7 +214,18 @@ class Faults:
             if rank in waits:
                 parts.append(f"waits for {waits[rank].text}")
             said.append(f"rank {rank} " + (", ".join(parts) or "says nothing (busy elsewhere, hung or gone)"))
-        return "Missing: " + "; ".join(said) + problem
+        return "Missing: " + "; ".join(said)
+
+    def _describe_unheard(self, missing: set[int], waits: dict[int, Waiting], reason: str) -> str:
+        """As ``describe``, without the store ([Note: The store may be gone]). waits: what was heard before."""
+        host = self._mesh.store_host()
+        if host is None or host == self._mesh.rank:
+            said = [f"{_STORE}, cannot be reached ({reason}): the process that hosts it may be gone or stopped"]
+        else:
+            said = [f"Missing: rank {host} cannot be reached ({reason}), so it is gone or stopped; it hosts {_STORE}"]
+        said += [f"rank {rank} waited for {waits[rank].text}" for rank in sorted(missing & waits.keys() - {host})]
+        unheard = sorted(missing - waits.keys() - {host})
+        return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
 
     def waits(self) -> dict[int, Waiting]:
         """What the other ranks say that they wait for."""
@@ -299,10 +306,10 @@ class Watch:
         while missing:
             try:
                 waits = faults.waits()
+                missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
                 silent = missing - set(waits) - set(faults.notices())
-            except _Unreachable as error:
-                return str(error)
-            missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
+            except _Unreachable:
+                break  # ``describe`` says so
             if not silent or time.monotonic() > deadline:
                 break
             time.sleep(0.1)

@@ -94,6 +94,15 @@ class Mesh:
         store: Store = dist.PrefixStore(f"shardengine/{self.control.group_name}", shared.clone())  # type: ignore[attr-defined]
         return store
 
+    def store_host(self) -> int | None:
+        """The rank whose process hosts the process group's store; None where that is no rank, or nobody (a file)."""
+        if not dist.is_initialized() or rendezvous.hosts_store():
+            return None
+        shared = dist.distributed_c10d._get_default_store()
+        while isinstance(shared, dist.PrefixStore):  # type: ignore[attr-defined]
+            shared = shared.underlying_store
+        return 0 if isinstance(shared, dist.TCPStore) else None  # type: ignore[attr-defined]
+
     def _drop_groups(self) -> None:
         for group in (self.gather, self.reduce, self.control):
             if group is not None:

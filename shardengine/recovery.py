@@ -17,11 +17,13 @@ writes into; the schedule's predictions and the order of launches are forgotten,
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from shardengine.agreement import compare, describe
 from shardengine.core import Core
@@ -44,7 +46,7 @@ def announced(
         def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
             core = engine._core
             where = f"{call} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
-            with core.collectives.faults.announced(where, lambda: core.schedule.demanded.name):
+            with core.collectives.faults.announced(where, lambda error: _raised_in(error, core, engine.module)):
                 if not core.collectives.trace.recording:
                     return method(engine, *args, **kwargs)
                 with core.collectives.trace.span(call, step=engine.global_steps + 1):
@@ -53,6 +55,17 @@ def announced(
         return told
 
     return decorate
+
+
+def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
+    """The unit that was needed last, and the innermost module in whose forward (or recomputation) ``error`` was raised.
+
+    Autograd does not say whose backward it runs: there, and in the step, only the unit is known.
+    """
+    names = {id(module): name for name, module in model.named_modules() if name}
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [names[id(caller)] for caller in callers if id(caller) in names]
+    return f"unit {core.schedule.demanded.name!r}" + (f", module {inside[-1]!r}" if inside else "")
 
 
 @dataclass(frozen=True)
