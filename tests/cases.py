@@ -151,8 +151,8 @@ def make_engine(
 
 
 def copy_out(tensor: Tensor) -> Tensor:
-    """A copy that may leave the process (a view of an arena must not be turned into numpy)."""
-    return tensor.detach().clone()
+    """A copy on the CPU that may leave the process (a view of an arena must not be turned into numpy)."""
+    return tensor.detach().clone().cpu()
 
 
 def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
@@ -160,7 +160,7 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
     optimizer = engine.optimizer
     assert optimizer is not None
     names = [spec.name for spec in engine._core.layout.parameters]
-    return [(names[i], key, first, values.clone().numpy()) for i, key, first, values in optimizer.parameter_state()]
+    return [(names[i], key, first, copy_out(values).numpy()) for i, key, first, values in optimizer.parameter_state()]
 
 
 def digest(pieces: list[list[tuple[str, str, int, Any]]]) -> str:

@@ -29,6 +29,18 @@ class At:
 Route = Callable[[Any, Tensor, At], Tensor]
 
 
+class Explode(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
 class Block(nn.Module):
     """Two linear layers with a residual. At stage 3 a unit, as it is repeated in a ModuleList."""
 

@@ -34,19 +34,8 @@ def train(runs: list[tuple[str, str, str, int, str]]) -> list[dict[str, Any]]:
     for model, kind, stage, micros, who in runs:
         options = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if who == "config" else {}
         engine = cases.make_engine(cases.MODELS[model](), cases.config_of(stage, micros, **options), kind)
-        losses, norms = [], []
         with torch.autocast("cpu", torch.bfloat16) if who == "loop" else nullcontext():
-            for step in range(STEPS):
-                row = []
-                for micro in range(micros):
-                    loss = (loss_of if who == "loss" else cases.loss_of)(engine, step, engine.rank, micro)
-                    engine.backward(loss)
-                    row.append(loss.item())
-                    engine.step()
-                losses.append(row)
-                norms.append(engine.get_global_grad_norm())
-        weights = {name: cases.copy_out(value).numpy() for name, value in engine.state_dict().items()}
-        results.append({"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)})
+            results.append(cases.run_steps(engine, STEPS, loss_of if who == "loss" else cases.loss_of))
         engine.close()
     return results
 

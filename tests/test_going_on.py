@@ -13,21 +13,10 @@ from shardengine.errors import UsageError
 from tests import cases
 from tests.parity.test_parity import assert_equal_to_truth
 from tests.ranks import RankPool
+from tests.special_models import Explode
 
 Pools = Callable[[int], RankPool]
 STAGES = list(cases.STAGES)
-
-
-class Explode(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
 
 
 def failing_loss(engine: Any) -> Tensor:

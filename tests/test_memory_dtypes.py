@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from tests import cases
 from tests.ranks import RankPool
+from tests.sizes import padded
 from tests.test_memory import Count, count_step, live_storages, only_new_tensors
 
 Pools = Callable[[int], RankPool]
 
-ALIGN_BYTES = 64
 WIDTH = 48
 STEPS = 2
 
@@ -61,13 +61,6 @@ def make_stack(mixed: bool) -> Stack:
         model.blocks[1].bfloat16().requires_grad_(False)
         model.blocks[2].down.bfloat16().requires_grad_(False)
     return model
-
-
-def padded(counts: list[int], ranks: int, itemsize: int) -> int:
-    """Elements of one flat storage: every parameter starts at a multiple of 64 bytes, the end is one of 64 · ranks."""
-    align = ALIGN_BYTES // itemsize
-    filled = sum(-(-count // align) * align for count in counts)
-    return -(-filled // (align * ranks)) * align * ranks
 
 
 def formula(
