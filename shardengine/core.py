@@ -262,7 +262,7 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     found = together(collectives, "looking at the model", analyse)
     compare(collectives, partition.facts(model, found, config.to_dict(), groups))
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
-    with collectives.faults.announced("initialize", lambda: "root"):
+    with collectives.faults.announced("initialize", lambda error: "placing the weights"):
         units = partition.place(
             found,
             plan,

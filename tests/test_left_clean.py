@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardengine import lr_schedules
+import shardengine
+from shardengine import lr_schedules, partition
+from shardengine import mesh as mesh_module
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives
 from shardengine.config import SchedulerConfig
@@ -129,6 +131,25 @@ def test_a_start_that_fails_on_one_rank_leaves_the_model_whole(pools: Pools, sta
     truth = cases.truth("mlp", "AdamW", 2, 1, "full")
     for rank, result in enumerate((zero, one)):
         assert result["losses"] == [row[rank] for row in truth.losses[:2]]
+
+
+def placing_fails_on_one_rank() -> str:
+    mesh = mesh_module.build(torch.device("cpu"), 40)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            Broken(patch, partition, "place", 1)
+        try:
+            shardengine.initialize(cases.make_mlp(), cases.config_of("3"), mesh=mesh)
+        except Exception as error:
+            mesh.destroy(orderly=False)
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_cannot_place_the_weights_is_named_by_the_others(pools: Pools) -> None:
+    zero, one = pools(2).run(placing_fails_on_one_rank)
+    assert one == "MemoryError: no more"
+    assert "CommunicationError" in zero and "rank 1" in zero and "no more (in initialize" in zero, zero
 
 
 ENGINE_AFTER_ENGINE = """
