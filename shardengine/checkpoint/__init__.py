@@ -54,7 +54,8 @@ def save(engine: Inspection, directory: str | Path, tag: str | None, client_stat
     work = folder / f".tmp-{name}"
 
     def write() -> dict[str, Any]:
-        parts = list(contents.owned(core, engine.optimizer))
+        own_buffers = not engine.config.broadcast_buffers
+        parts = list(contents.owned(core, engine.optimizer, own_buffers=own_buffers))
         tensors = [(part.key, part.values) for part in parts] + state.random_states(core.mesh.device)
         written = files.write_tensors(work / index.file_of(rank), tensors)
         rows = [[p.name, p.state, str(p.values.dtype).removeprefix("torch."), p.first, p.end] for p in parts]
@@ -180,6 +181,7 @@ def _fill(engine: Inspection, place: Path, saved: dict[str, Any]) -> None:
 
     core = engine._core
     names = [spec.name for spec in core.layout.parameters]
+    mine = index.file_of(core.mesh.rank)
     opened: dict[str, Any] = {}
 
     def source(file: str) -> Any:
@@ -190,7 +192,7 @@ def _fill(engine: Inspection, place: Path, saved: dict[str, Any]) -> None:
     for part in contents.held(core, engine.optimizer):
         whole = part.values.is_contiguous()
         flat = part.values.view(-1) if whole else part.values.new_empty(part.values.numel())
-        for file, first, end in saved["tensors"][part.name][part.state]["pieces"]:
+        for file, first, end in _pieces(saved, part, mine):
             start, stop = max(first, part.first), min(end, part.end)
             key = contents.key_of(part.name, part.state, first, end)
             if part.values.numel() and start < stop:
@@ -202,6 +204,13 @@ def _fill(engine: Inspection, place: Path, saved: dict[str, Any]) -> None:
         state.restore_optimizer(engine.optimizer, saved["optimizer"], names)
     if engine.lr_scheduler is not None:
         state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"])
-    mine = source(index.file_of(core.mesh.rank))
-    states = {key: mine.get_tensor(key) for key in mine.keys() if key.startswith("rng/") and "[" not in key}  # noqa: SIM118
+    own = source(mine)
+    states = {key: own.get_tensor(key) for key in own.keys() if key.startswith("rng/") and "[" not in key}  # noqa: SIM118
     state.restore_random_states(states, core.mesh.device)
+
+
+def _pieces(saved: dict[str, Any], part: contents.Part, mine: str) -> list[tuple[str, int, int]]:
+    """(file, first, end) of what the files have of ``part``; this rank's own alone where every rank wrote all of it."""
+    pieces: list[tuple[str, int, int]] = saved["tensors"][part.name][part.state]["pieces"]
+    own = [piece for piece in pieces if piece[0] == mine] if part.state == contents.BUFFER else []
+    return own or pieces
