@@ -10,6 +10,7 @@ handshakes) use a third group on CPU.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -60,6 +61,8 @@ class Mesh:
         """
         if not dist.is_initialized():
             return
+        if not orderly:
+            self._keep()
         if self.owns_default_group:
             if orderly:
                 dist.barrier()
@@ -76,6 +79,7 @@ class Mesh:
         if self.ranks == 1:
             return self
         if owned:
+            self._keep()
             self._drop_groups()
         gather, reduce, control = _new_groups(self.backend, self.timeout_s)
         owns = self.owns_default_group and owned
@@ -91,6 +95,16 @@ class Mesh:
         shared = dist.distributed_c10d._get_default_store()
         store: Store = dist.PrefixStore(f"shardengine/{self.control.group_name}", shared.clone())  # type: ignore[attr-defined]
         return store
+
+    def _keep(self) -> None:
+        """Hold the groups, which end with something in flight, for ``timeout_s``.
+
+        Who lets go of a gloo group waits for what is in flight on it, and other ranks may never take part in that.
+        """
+        if self.control is not None:
+            keeper = threading.Timer(self.timeout_s, id, (self,))
+            keeper.daemon = True  # the end of the process does not wait
+            keeper.start()
 
     def _drop_groups(self) -> None:
         for group in (self.gather, self.reduce, self.control):

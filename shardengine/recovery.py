@@ -17,7 +17,8 @@ writes into; the schedule's predictions and the order of launches are forgotten,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -26,7 +27,7 @@ import torch
 from shardengine.agreement import compare, describe
 from shardengine.core import Core
 from shardengine.errors import CommunicationError, UsageError
-from shardengine.inspection import Inspection
+from shardengine.inspection import Inspection, attached
 from shardengine.optimizer import ShardedOptimizer
 
 _E = TypeVar("_E", bound=Inspection)
@@ -42,17 +43,60 @@ def announced(
     def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
         @functools.wraps(method)
         def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            core = engine._core
-            where = f"{call} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
-            with core.collectives.faults.announced(where, lambda: core.schedule.demanded.name):
-                if not core.collectives.trace.recording:
+            trace = engine._core.collectives.trace
+            with _telling(engine, call):
+                if not trace.recording:
                     return method(engine, *args, **kwargs)
-                with core.collectives.trace.span(call, step=engine.global_steps + 1):
+                with trace.span(call, step=engine.global_steps + 1):
                     return method(engine, *args, **kwargs)
 
         return told
 
     return decorate
+
+
+def announced_with(
+    call: str,
+) -> Callable[
+    [Callable[Concatenate[_E, _P], AbstractContextManager[_T]]],
+    Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
+]:
+    """As ``announced``, for a method that returns a context manager: what raises in entering it or in leaving it."""
+
+    def decorate(
+        method: Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
+    ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
+        @functools.wraps(method)
+        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
+            return _told_with(engine, call, method(engine, *args, **kwargs))
+
+        return told
+
+    return decorate
+
+
+@contextmanager
+def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
+    with _telling(engine, call):
+        value = context.__enter__()
+    try:
+        yield value
+    except BaseException as error:  # the user's own, or of a call that has told it
+        if not context.__exit__(type(error), error, error.__traceback__):
+            raise
+    else:
+        with _telling(engine, f"leaving {call}"):
+            context.__exit__(None, None, None)
+
+
+def _telling(engine: Inspection, call: str) -> AbstractContextManager[None]:
+    """``Faults.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
+    if engine.module not in attached:
+        return nullcontext()  # closed: the call says so, and nobody waits for it
+    core = engine._core
+    kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
+    where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
+    return core.collectives.faults.announced(where, lambda: core.schedule.demanded.name, kind)
 
 
 @dataclass(frozen=True)
@@ -131,6 +175,8 @@ def _renew_groups(core: Core, *, owned: bool) -> None:
         ) from error
     finally:
         before.part()
+        if before is not collectives.faults:
+            before.close()
 
 
 def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:
