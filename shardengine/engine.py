@@ -330,7 +330,8 @@ class Engine(Inspection):
     def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> checkpoint.Checkpoint:
         """Go on from ``directory/tag`` (default: what ``latest`` names), bit for bit; collective.
 
-        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed.
+        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed. Also
+        the way on where ``reset()`` says that it has none.
         """
         return checkpoint.load(self, directory, tag)
 

@@ -9,9 +9,10 @@ the norm's exchange lies between two updates. So there are two ways back:
 - otherwise some weights have taken the step already. The ranks that have not completed it hold complete gradients and
   know the norm; they finish the update with the bucket at which they stopped. Then all ranks publish all buckets
 
-A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then every
-rank is told to load a checkpoint. What is in flight on the old groups is abandoned together with the memory that it
-writes into; the schedule's predictions and the order of launches are forgotten, since they may differ between ranks.
+A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then the
+update is lost on every rank, and a checkpoint must be loaded before anything goes on. What is in flight on the old
+groups is abandoned together with the memory that it writes into; the schedule's predictions and the order of launches
+are forgotten, since they may differ between ranks.
 """
 
 from __future__ import annotations
@@ -129,26 +130,26 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
     if stuck:
         problem = (
             f"reset() cannot bring all ranks to one step: some weights have taken step {target}, but ranks {stuck} "
-            "cannot finish it (stopped inside of an update, or before they knew the norm). Load a checkpoint on every "
-            "rank"
+            "cannot finish it (stopped inside of an update, or before they knew the norm). Call "
+            "engine.load_checkpoint() on every rank"
         )
     finished = rolls and not stuck and core.mesh.rank in behind
     core.schedule.recover()
-    publishes = not stuck and core.stage.publishes_after_step and (rolls or core.arrivals is not None)
+    in_flight = core.stage.publishes_after_step and (rolls or core.arrivals is not None)
     if core.arrivals is not None:
         core.arrivals.drop()
-    if publishes:
+    if in_flight:
         for unit in core.units:
             unit.relocate()
     if finished and optimizer is not None:
         with torch.no_grad():
             for _ in optimizer.step_buckets():
                 pass
-    elif optimizer is not None and not (stuck and optimizer.update is not None and optimizer.update.torn):
-        optimizer.end_window()
+    elif optimizer is not None:
+        optimizer.end_window(lost=bool(stuck))
     core.reducer.drop()
     core.pool.forget()
-    if publishes:
+    if in_flight and not stuck:
         core.publish(state.bucket for state in core.reducer.buckets)
         core.await_weights()
     return Return(finished, problem)
