@@ -237,6 +237,7 @@ class Core:
                 arena.forsake()
         self.reducer.release()
         self.pool.clear()
+        self.collectives.faults.close()
         if self.guard.marked is not None:
             self.guard.marked._is_fsdp_managed_module = False
 

@@ -7,8 +7,8 @@ divides the loss, autograd hands each gradient to the reducer, the sweep closes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from shardengine.inspection import Inspection, Report, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.optimizer_forms import groups_for
-from shardengine.recovery import announced
+from shardengine.recovery import announced, announced_with
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -177,10 +177,6 @@ class Engine(Inspection):
 
     # The step
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends the window."""
-        return self._window.is_boundary
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
         self._window.set_boundary(bool(is_boundary))
@@ -227,10 +223,6 @@ class Engine(Inspection):
         if self.lr_scheduler is not None:
             optimizer.mark_stepped(self.lr_scheduler)
             self.lr_scheduler.step()
-
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the weights."""
-        return self._applied
 
     def zero_grad(self) -> None:
         """Forget the gradients of the window; it starts anew.
@@ -283,15 +275,17 @@ class Engine(Inspection):
 
     # Whole parameters
 
-    @contextmanager
-    def full_params(self, names: Iterable[str] | None = None, *, writable: bool = False) -> Iterator[None]:
+    @announced_with("full_params")
+    def full_params(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[None]:
         """Parameters (all, or the units that hold ``names``) are whole inside the ``with``; collective.
 
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
-        with gathered.full_params(self._need_core(), names, writable=writable):
-            yield
+        return gathered.full_params(self._need_core(), names, writable=writable)
 
+    @announced_with("full_grads")
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
@@ -304,6 +298,7 @@ class Engine(Inspection):
         """
         return whole.full_grads(self._need_core(), names, writable=writable)
 
+    @announced_with("full_optimizer_state")
     def full_optimizer_state(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
@@ -316,10 +311,12 @@ class Engine(Inspection):
         optimizer = self._need_optimizer("full_optimizer_state()")
         return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
+    @announced("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
         return gathered.full_state_dict(self._need_core(), self.module)
 
+    @announced("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
@@ -339,18 +336,17 @@ class Engine(Inspection):
     def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> checkpoint.Checkpoint:
         """Go on from ``directory/tag`` (default: what ``latest`` names), bit for bit; collective.
 
-        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed.
+        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed. Also
+        the way on where ``reset()`` says that it has none.
         """
         return checkpoint.load(self, directory, tag)
 
-    @contextmanager
-    def trace(self, path: str | Path) -> Iterator[None]:
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
         Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
         """
-        with gathered.traced(self._need_core(), path):
-            yield
+        return gathered.traced(self._need_core(), path)
 
     # Mode, end
 

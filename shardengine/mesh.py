@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -65,6 +66,8 @@ class Mesh:
         """
         if not dist.is_initialized():
             return
+        if not orderly:
+            self._keep()
         if orderly and self.made_default_group:
             dist.barrier()
             atexit.register(_leave)  # not after a fault: a group in the middle of a collective may never come back
@@ -79,6 +82,7 @@ class Mesh:
         if self.ranks == 1:
             return self
         if owned:
+            self._keep()
             self._drop_groups()
         gather, reduce, control = _new_groups(self.backend, self.timeout_s)
         return replace(self, gather=gather, reduce=reduce, control=control)
@@ -102,6 +106,16 @@ class Mesh:
         while isinstance(shared, dist.PrefixStore):  # type: ignore[attr-defined]
             shared = shared.underlying_store
         return 0 if isinstance(shared, dist.TCPStore) else None  # type: ignore[attr-defined]
+
+    def _keep(self) -> None:
+        """Hold the groups, which end with something in flight, for ``timeout_s``.
+
+        Who lets go of a gloo group waits for what is in flight on it, and other ranks may never take part in that.
+        """
+        if self.control is not None:
+            keeper = threading.Timer(self.timeout_s, id, (self,))
+            keeper.daemon = True  # the end of the process does not wait
+            keeper.start()
 
     def _drop_groups(self) -> None:
         for group in (self.gather, self.reduce, self.control):

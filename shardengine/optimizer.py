@@ -42,7 +42,7 @@ class Update:
     """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · begun: step counts have advanced · stepped: whole
-    buckets that are done · torn: inside of a bucket's kernels
+    buckets that are done · torn: inside of a bucket's kernels · lost: cannot be finished, a checkpoint must be loaded
     """
 
     max_norm: float | None = None
@@ -50,6 +50,7 @@ class Update:
     begun: bool = False
     stepped: int = 0
     torn: bool = False
+    lost: bool = False
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -232,14 +233,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def require_whole(self) -> None:
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
         if self.update is not None and self.update.begun:
+            way = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
             raise UsageError(
                 "the last step() was interrupted in the middle of its update, so its window can neither be forgotten "
-                "nor gone on with: call engine.reset() on every rank, which finishes it"
+                f"nor gone on with: call {'engine.load_checkpoint() on every rank' if self.update.lost else way}"
             )
 
-    def end_window(self) -> None:
-        """The window was stepped or dropped, and what ``clip_next_step`` said with it."""
-        self.update = None
+    def end_window(self, *, lost: bool = False) -> None:
+        """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
+        self.update = Update(begun=True, torn=True, lost=True) if lost else None
 
     def mark_stepped(self, scheduler: Any) -> None:
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""

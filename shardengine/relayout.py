@@ -288,7 +288,7 @@ def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Desti
             full = core.pool.take(bucket.layout.length, held.dtype, held.device)
             bucket.own_slice(full).copy_(held)
             names = core.layout.names_in(bucket.layout)
-            core.collectives.all_gather(full, names, Purpose.RELAYOUT).wait()
+            core.collectives.all_gather(full, names, Purpose.RELAYOUT, bucket.layout.label).wait()
         for span in _spans(core.layout, bucket, {key: full}):
             if key == "weight" or span.name in stepped:
                 target.receive(span)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,77 @@ def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.M
     raises_in(two, "step 2")
     with pytest.raises(CommunicationError, match="in step 2"):
         look_twice(one)
+
+
+def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(one, "step 1")
+    raises_in(two, "step 1")
+    with one.announced("step 1", lambda *_: "block"):
+        look_twice(one)  # rank 1 has not gone on yet
+        raises_in(two, "step 1")
+        with pytest.raises(CommunicationError, match="in step 1"):
+            look_twice(one)
+
+
+def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    for _ in range(3):
+        with one.announced("evaluation", lambda *_: "block", "evaluation"):
+            pass
+    raises_in(one, "step 1")
+    raises_in(two, "step 1")
+    look_twice(one)
+
+
+def test_what_the_others_know_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = voices(monkeypatch)
+    with pytest.raises(Boom), two.announced("saving", lambda *_: "block"):
+        error = Boom("every rank raises")
+        two.know(error)
+        raise error
+    assert not store.texts
+    with pytest.raises(Boom), two.announced("outer", lambda *_: "block"), two.announced("inner", lambda *_: "block"):
+        raise Boom("loud")
+    assert one.notices()[1].where == "inner"
+
+
+def notice_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shardengine-notices"]
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    before = set(notice_threads())
+    (one, two), _ = voices(monkeypatch)
+    connections: list[weakref.ref[FakeStore]] = []
+
+    def connect(_mesh: Mesh) -> FakeStore:
+        store = FakeStore()
+        connections.append(weakref.ref(store))
+        return store
+
+    monkeypatch.setattr(Mesh, "store", connect)
+    raises_in(two, "step 1")
+    [thread] = set(notice_threads()) - before
+    if how == "closed":
+        two.close()
+        two.close()
+    else:
+        del one, two
+        gc.collect()
+    thread.join(20)
+    assert not thread.is_alive() and connections[0]() is None
+    if how == "closed":
+        assert two.notices() == {} and len(connections) == 2  # a late question has a connection of its own
+        two.close()
+
+
+def test_closing_takes_back_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(two, "step 1")
+    two.close()
+    look_twice(one)
 
 
 def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
