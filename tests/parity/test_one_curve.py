@@ -187,11 +187,11 @@ def test_one_micro_batch_has_one_hash_over_everything(pools: Pools, model: str, 
     assert_truth(run(pools, ranks, model, chosen), truth_of(model, ranks, 1, "full"))
 
 
-DTYPES: list[tuple[str, int, dict[str, Any]]] = [
-    ("mlp", 2, {"bf16": {"enabled": True}}), ("mlp", 4, {"bf16": {"enabled": True}}), ("two dtypes", 3, {}),
+FURTHER_POINTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("mlp", 2, {"bf16": {"enabled": True}}), ("mlp", 4, {}), ("two dtypes", 3, {}),
     ("two dtypes", 2, {"communication_data_type": "bf16"}),
 ]  # fmt: skip
-"""model, ranks, options"""
+"""Other dtypes, and four ranks: (model, ranks, options). Sums of bf16 values are often exact, whatever their order."""
 
 
 def dtypes_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -202,10 +202,8 @@ def dtypes_of(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("model", "ranks", "options"), DTYPES)
-def test_one_micro_batch_in_other_dtypes_has_one_hash(
-    pools: Pools, model: str, ranks: int, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("model", "ranks", "options"), FURTHER_POINTS)
+def test_further_points_have_one_hash(pools: Pools, model: str, ranks: int, options: dict[str, Any]) -> None:
     chosen = [
         case
         for stage in cases.STAGES
@@ -216,10 +214,8 @@ def test_one_micro_batch_in_other_dtypes_has_one_hash(
     assert_truth(run(pools, ranks, model, chosen), truth)
 
 
-@pytest.mark.parametrize(("model", "ranks", "options"), DTYPES)
-def test_overridden_letters_in_other_dtypes_have_one_hash_each(
-    pools: Pools, model: str, ranks: int, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("model", "ranks", "options"), FURTHER_POINTS)
+def test_further_points_have_one_hash_per_letter(pools: Pools, model: str, ranks: int, options: dict[str, Any]) -> None:
     ways = ((True, ONE_UNIT, False), (False, EVERYTHING, True))
     chosen = [
         Case(stage, MICROS, options={
