@@ -131,13 +131,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
     torch.optim.Optimizer.add_param_group(optimizer, group)
     check_owned(model, groups)
     index = len(groups) - 1
-    check_options(group, "add_param_group", index)
-    key = "decoupled_weight_decay"
-    if group.get(key) != groups[0].get(key):
-        raise UsageError(
-            f"add_param_group: {key}={group.get(key)} in group {index}, expected {groups[0].get(key)} as in group 0: "
-            "one engine runs one kind of optimizer"
-        )
+    check_options(group, "add_param_group", index, groups[0])
 
 
 def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:

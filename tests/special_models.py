@@ -146,6 +146,24 @@ class LoraBlock(nn.Module):
         return x + torch.tanh(self.base(x.to(self.base.weight.dtype)).float() + self.b(self.a(x)))
 
 
+class OwnDtypeBlock(Block):
+    """Computes in the dtype of its first layer."""
+
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        return super().forward(x.to(self.up.weight.dtype)).float()
+
+
+class MixedBlock(Block):
+    """Its second layer is bf16: a unit with parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.bfloat16()
+
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        return x + self.down(torch.tanh(self.up(x)).bfloat16()).float()
+
+
 class TableBlock(nn.Module):
     """Returns a view of its weight; the product happens outside."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests import cases, oracle
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 STEPS = 4
@@ -56,7 +56,7 @@ def check(pools: Callable[[int], RankPool], ranks: int, runs: list[tuple[str, st
     for number, (model, kind, stage, micros, where) in enumerate(runs):
         order = cases.LETTER[stage] if micros > 1 else "full"
         expected = truth(model, kind, ranks, micros, order, loop=where == "loop")
-        assert_equal_to_truth([answer[number] for answer in answers], expected)
+        assert_equal_to_truth([answer[number] for answer in answers], expected, runs[number])
 
 
 @pytest.mark.parametrize("micros", [1, 3])

@@ -14,7 +14,7 @@ from torch import nn
 import shardengine
 from shardengine.errors import MismatchError, UsageError
 from tests import cases, oracle
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]

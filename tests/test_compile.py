@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shardengine.errors import UsageError
 from shardengine.partition import find_units
 from tests import cases, oracle
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 STEPS = 4
@@ -97,16 +97,19 @@ def train(way: str, stage: str, backend: str, *, micros: int = 1, after: bool = 
     if after:
         WAYS[way](model, backend=backend)
     graphs: list[int] = []
-
-    def count(step: int) -> None:
-        graphs.append(counters["stats"]["unique_graphs"])
-
-    result = cases.run_steps(engine, STEPS, loss_of, before=count)
-    count(STEPS)
+    result = cases.run_steps(
+        engine, STEPS, loss_of, before=lambda step: graphs.append(counters["stats"]["unique_graphs"])
+    )
+    graphs.append(counters["stats"]["unique_graphs"])
     engine.close()
-    result["weights"] = {name.replace("_orig_mod.", ""): value for name, value in result["weights"].items()}
-    result["state"] = [(name.replace("_orig_mod.", ""), *rest) for name, *rest in result["state"]]
-    return result, graphs[1:]
+    weights = {plain_name(name): value for name, value in result["weights"].items()}
+    state = [(plain_name(name), *rest) for name, *rest in result["state"]]
+    return {**result, "weights": weights, "state": state}, graphs[1:]
+
+
+def plain_name(name: str) -> str:
+    """As in the model that is not compiled."""
+    return name.replace("_orig_mod.", "")
 
 
 def train_all(runs: list[tuple[str, str, str, int, bool]]) -> list[Any]:
@@ -130,7 +133,7 @@ def check(pools: Callable[[int], RankPool], ranks: int, runs: list[tuple[str, st
         for _, graphs in (answer[number] for answer in answers):
             assert graphs[1:] == [graphs[1]] * (STEPS - 1), f"{run}: graphs compiled until each step: {graphs}"
             assert (graphs[0] > 0) is (way != "plain"), f"{run}: {graphs[0]} graphs"
-        assert_equal_to_truth([answer[number][0] for answer in answers], expected)
+        assert_equal_to_truth([answer[number][0] for answer in answers], expected, run)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardengine.errors import ShardEngineError
 from tests import cases, oracle
-from tests.parity.test_special_cases import assert_equal
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.test_full_state import DTYPES, MODELS, STAGES, STATES, STEPS, backward, make, truth
 
@@ -146,7 +146,7 @@ def test_written_by_rank_0_is_what_all_train_on_with(
     for stage in STAGES:
         expected = truth(model, ranks, micros, stage, kind, low)
         assert expected.norms[WHEN] != plain.norms[WHEN] and expected.losses[-1] != plain.losses[-1]
-        assert_equal([result[stage] for result in results], expected)
+        assert_equal_to_truth([result[stage] for result in results], expected)
 
 
 @pytest.mark.parametrize(("ranks", "micros", "dtype"), [(2, 1, "fp32"), (3, 3, "bf16")])
@@ -163,7 +163,7 @@ def test_doubled_gradients_are_those_of_a_doubled_loss(
     for stage in STAGES:
         expected = truth("mlp", ranks, micros, stage, "SGD", torch.bfloat16 if dtype == "bf16" else None)
         expected.losses = [[[loss / 2 for loss in row] for row in rows] for rows in expected.losses]
-        assert_equal([result[stage] for result in results], expected)
+        assert_equal_to_truth([result[stage] for result in results], expected)
 
 
 # Nothing is written
@@ -267,7 +267,7 @@ EXPECTED = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_raises_writes_nothing_and_training_goes_on(pools: Pools, stage: str, ranks: int) -> None:
     results = pools(ranks).run(refused, stage)
-    assert_equal(results, truth("mlp", ranks, 3, stage, "AdamW"))
+    assert_equal_to_truth(results, truth("mlp", ranks, 3, stage, "AdamW"))
     for rank, result in enumerate(results):
         for key, text in EXPECTED.items():
             assert text in result["said"][key], f"rank {rank}, {key}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardengine.errors import UsageError
 from tests import cases
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.special_models import Explode
 

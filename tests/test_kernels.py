@@ -17,8 +17,9 @@ from shardengine import kernels
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.1}
+LION = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 ADAM_TENSORS = ("weight", "gradient", "exp_avg", "exp_avg_sq")
-SGD_TENSORS = ("weight", "gradient", "momentum_buffer")
+TENSORS = {"SGD": ("weight", "gradient", "momentum_buffer"), "Lion": ("weight", "gradient", "exp_avg")}
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -137,18 +138,20 @@ def run(kind: str, flats: Flats, cuts: list[int], steps: int = 2, divisor: Tenso
         tensors = {name: [flat[a:b] for a, b in itertools.pairwise(edges)] for name, flat in flats.items()}
         if kind == "SGD":
             kernels.sgd_step(tensors, {**SGD, **change}, step, divisor)
+        elif kind == "Lion":
+            kernels.lion_step(tensors, {**LION, **change}, step, divisor)
         else:
             kernels.adam_step(tensors, {**ADAM, **change}, step, divisor, decoupled=kind == "AdamW")
 
 
 def flats_for(kind: str, length: int, seed: int = 0) -> dict[str, Tensor]:
-    names = SGD_TENSORS if kind == "SGD" else ADAM_TENSORS
+    names = TENSORS.get(kind, ADAM_TENSORS)
     drawn = random(2, length, seed)
     return {name: drawn[i] if i < 2 else torch.zeros(length) for i, name in enumerate(names)}
 
 
 @given(
-    st.sampled_from(["AdamW", "Adam", "SGD"]),
+    st.sampled_from(["AdamW", "Adam", "SGD", "Lion"]),
     st.integers(2, 12),
     st.sets(st.integers(1, 11)),
     st.booleans(),
@@ -203,7 +206,7 @@ def test_sgd_without_momentum_needs_no_buffer() -> None:
     assert same(weight, expected)  # a power of two: only the difference is rounded
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Lion"])
 def test_clipping_is_a_division_of_the_gradient_before_the_update(kind: str) -> None:
     divisor = torch.tensor(4.0)  # a power of two: dividing by it is exact, so the bits must agree
     clipped, divided = flats_for(kind, 64), flats_for(kind, 64)
@@ -213,7 +216,7 @@ def test_clipping_is_a_division_of_the_gradient_before_the_update(kind: str) -> 
     assert all(same(clipped[name], divided[name]) for name in clipped)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
 def test_maximize_goes_the_other_way(kind: str) -> None:
     up, down = flats_for(kind, 16), flats_for(kind, 16)
     down["gradient"].neg_()

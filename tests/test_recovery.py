@@ -22,7 +22,7 @@ from shardengine import collectives, faults
 from shardengine import mesh as mesh_module
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests import cases
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -142,7 +142,8 @@ def train_through(
         if engine.global_steps > step:
             norms[step] = engine.get_global_grad_norm()
     weights = {name: cases.copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
-    result = {"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)}
+    result: dict[str, Any] = {"losses": list(losses.values()), "norms": list(norms.values()), "weights": weights}
+    result["state"] = cases.local_state(engine)
     engine.close()
     return result
 

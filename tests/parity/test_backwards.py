@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import cases, oracle
 from tests import special_models as models
-from tests.parity.test_special_cases import RUNS, assert_equal
+from tests.comparing import assert_equal_to_truth
+from tests.parity.test_special_cases import RUNS
 from tests.ranks import RankPool
-from tests.special_losses import bare, frozen_block, gpt2, language, language_model, net, regression, start
+from tests.special_losses import bare, frozen_block, gpt2, language, language_model, net, regression, start, two_dtypes
 from tests.special_models import WIDTH, At, Block
 
 Losses = Tensor | list[Tensor]
@@ -166,26 +167,6 @@ def channels_last() -> nn.Module:
     return model
 
 
-class Low(Block):
-    """A block that computes in its own dtype."""
-
-    def forward(self, x: Tensor, choice: Any = None) -> Any:
-        return super().forward(x.to(self.up.weight.dtype)).float()
-
-
-def two_dtypes() -> nn.Module:
-    model = net(Low)
-    for block in model.blocks[:2]:
-        block.bfloat16()
-    model.blocks[2].down.bfloat16()  # a unit with parameters of both
-    model.blocks[2].forward = lambda x: mixed_block(model.blocks[2], x)
-    return model
-
-
-def mixed_block(block: Any, x: Tensor) -> Tensor:
-    return x + block.down(torch.tanh(block.up(x)).bfloat16()).float()
-
-
 CASES: dict[str, Case] = {
     "re-entrant: each block": Case(lambda: net(lambda: Block(dropout=0.2), reentrant), micros=2, ranks=(2, 3)),
     "re-entrant: blocks called several times": Case(lambda: net(TwiceBlock, reentrant_twice), ranks=(1, 2, 3)),
@@ -264,9 +245,10 @@ def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, 
     results = pools(ranks).run(train_all, name, stage, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
     for run, (kind, steps, _, options) in ALL_RUNS.items():
-        assert_equal(
+        assert_equal_to_truth(
             [result[run] for result in results],
             truth(name, kind, ranks, order, steps, "communication_data_type" in options),
+            run,
         )
     made = {key: parameter.stride() for key, parameter in CASES[name].make().named_parameters()}
     assert results[0][next(iter(RUNS))]["strides"] == made

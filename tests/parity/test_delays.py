@@ -18,7 +18,7 @@ import torch.distributed as dist
 import shardengine
 from shardengine import collectives
 from tests import cases
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -90,7 +90,7 @@ def test_delays_change_no_bit(pools: Pools, ranks: int, micros: int, options: di
     for number, stage in enumerate(cases.STAGES):
         order = cases.LETTER[stage] if micros > 1 else "full"
         truth = cases.truth("mlp", "AdamW", ranks, micros, order, STEPS, low=low)
-        assert_equal_to_truth([found[number][0] for found in by_rank], truth)
+        assert_equal_to_truth([found[number][0] for found in by_rank], truth, f"stage {stage}")
         for rank, found in enumerate(by_rank):
             slept = found[number][1].keys()
             assert slept == {"gather", "reduce", "exchange", "step", "forward"}, f"stage {stage}, rank {rank}"

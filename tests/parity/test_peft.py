@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import cases, oracle
-from tests.parity.test_special_cases import assert_equal
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 peft = pytest.importorskip("peft")
@@ -59,7 +59,7 @@ def truth(base: str, kind: str, ranks: int, micros: int, order: str) -> oracle.T
 def test_lora_equals_oracle(pools: Pools, stage: str, base: str, kind: str, micros: int, ranks: int) -> None:
     results = pools(ranks).run(train, base, kind, stage, micros, None)
     order = cases.LETTER[stage] if micros > 1 else "full"
-    assert_equal(results, truth(base, kind, ranks, micros, order))
+    assert_equal_to_truth(results, truth(base, kind, ranks, micros, order))
 
 
 @pytest.mark.parametrize("stage", ["0", "3"])

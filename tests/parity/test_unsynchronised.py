@@ -11,7 +11,7 @@ import pytest
 
 from tests import cases, oracle
 from tests import special_models as models
-from tests.parity.test_special_cases import assert_equal
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.special_losses import net, regression
 
@@ -67,7 +67,7 @@ def test_used_in_an_unsynchronised_micro_batch_of_one_rank(
 ) -> None:
     truth = truths(ranks, kind)[-1]
     results = pools(ranks).run(train, stage, kind, bucket)
-    assert_equal(results, truth)
+    assert_equal_to_truth(results, truth)
     assert truth.gradients[ONLY_THERE].any()
     for result in results:
         for step, (found, expected) in enumerate(zip(result["gradients"], truths(ranks, kind), strict=True)):
