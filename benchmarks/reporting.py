@@ -19,7 +19,7 @@ import numpy as np
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TARGET_SLACK = 0.02
-"""A target is reached if the interval's upper end is at most this far above it."""
+"""A target is reached if the interval's upper end is at most this far above it (docs/limits.md)."""
 MIN_ROUNDS = 20
 """Fewer paired rounds than this are reported, but decide nothing."""
 

@@ -31,6 +31,7 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
     if any(flags):
         texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
+            collectives.faults.know(failure)
             raise failure
         rank = flags.index(1)
         raise MismatchError(f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})")

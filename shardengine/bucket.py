@@ -2,8 +2,9 @@
 
 Must not know: who calls it, process groups, stages, hooks.
 
-An arena's storage is resized (0 or full), never replaced, because autograd keeps views of it from forward to backward.
-The exception is ``Arena.release(abandon=True)``: somebody outside still holds a view, so the storage is left to them.
+An arena's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to backward. It
+is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``forsake``), to a
+collective that may still write into it (``relocate``).
 """
 
 from __future__ import annotations
@@ -152,7 +153,9 @@ class Arena:
             self.flat.untyped_storage().resize_(self.layout.length * self.layout.itemsize)
 
     def release(self, *, abandon: bool = False) -> None:
-        """Free the storage. ``abandon``: someone holds a view; leave it to them and take a new one."""
+        """Free the storage, unless shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
+        if not all(bucket.separate for bucket in self.buckets):
+            return
         if not abandon:
             try:
                 self.flat.untyped_storage().resize_(0)
@@ -202,7 +205,8 @@ class BufferPool:
         free = self._free.get((dtype, length, device))
         if free:
             return free.pop()
-        buffer = torch.empty(length, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it is used again outside of the caller's
+            buffer = torch.empty(length, dtype=dtype, device=device)
         self.allocated_bytes += buffer.nbytes
         return buffer
 

@@ -54,10 +54,11 @@ def _config(options: argparse.Namespace) -> int:
     config = load_config(options.file)
     if options.ranks is not None:
         config = config.resolve_batch(options.ranks)
-    rows = [(key, json.dumps(value), source) for key, value, source in config.resolved()]
-    keys, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    values = config.resolved() if options.resolved else [row for row in config.resolved() if row[2] != "default"]
+    rows = [(key, json.dumps(value), source) for key, value, source in values]
+    widest_key, widest_value = (max(len(row[column]) for row in rows) for column in (0, 1))
     for key, value, source in rows:
-        print(f"{key:<{keys}}  {value:<{values}}  {source}")
+        print(f"{key:<{widest_key}}  {value:<{widest_value}}  {source}")
     for notice in config.notices:
         print(f"note: {notice}", file=sys.stderr)
     return 0
@@ -73,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     commands.add_parser("env", help="print what a bug report needs")
 
-    config = commands.add_parser("config", help="check a config file and show what it means")
+    config = commands.add_parser("config", help="check a config file and show what it sets")
     config.add_argument("file", nargs="?", metavar="FILE", help="JSON config")
     what = config.add_mutually_exclusive_group()
-    what.add_argument("--resolved", action="store_true", help="every value with its source (default)")
+    what.add_argument("--resolved", action="store_true", help="every value with its source, defaults too")
     what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
     config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
     return parser

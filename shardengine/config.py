@@ -56,7 +56,7 @@ def _freeze(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer by name: "AdamW", "Adam" (L2) or "SGD"; ``params`` are keyword arguments of the torch class."""
+    """Optimizer by name: "AdamW", "Adam" (L2), "SGD" or "Lion"; ``params`` are keyword arguments of its class."""
 
     type: str
     params: Mapping[str, Any] = field(default_factory=FrozenMapping)

@@ -6,7 +6,7 @@ the dataclasses.
 
 A row's status says what happens when the key is in a file:
 
-    ACTIVE     parsed and used
+    ACTIVE     parsed and used, by the engine or where its note says so by the train command
     LATER      known; accepted while switched off, otherwise "not available yet"
     REFUSED    known from other engines; accepted while switched off, otherwise refused with the reason (`note`)
     NO_EFFECT  known from other engines; accepted, and said once with the reason (`note`)
@@ -95,11 +95,15 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
         None,
         "Sum over ranks in the declared order on every backend.",
     ),
-    "broadcast_buffers": (BOOL, True, "Rank 0's buffers are the buffers of all ranks."),
-    "timeout_s": (number(0, above=True, below=1e7), 600.0, "Seconds until an unfinished collective is an error."),
+    "broadcast_buffers": (BOOL, True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own."),
+    "timeout_s": (
+        number(0, above=True, below=1e7),
+        600.0,
+        "Seconds until an unfinished collective is an error; with initialize(mesh=...) the mesh's own number counts.",
+    ),
     "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
-    "seed": (integer(0, 2**63 - 1), 42, "Seed of the engine's own choices only."),
-    "steps_per_print": (SIZE, 10, "Optimizer steps between two progress lines; 0 prints none."),
+    "seed": (integer(0, 2**63 - 1), 42, "Seed of the train command's data and dropout; the engine draws nothing."),
+    "steps_per_print": (SIZE, 10, "Optimizer steps between two lines of the train command; 0 prints none."),
     "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'),
     "optimizer.params": (OBJECT, {}, "The optimizer's hyper-parameters."),
     "scheduler.type": (TEXT, None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or a torch scheduler class."),
@@ -141,6 +145,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "bf16": {"stochastic_rounding": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
+        "elastic_checkpoint": (BOOL, False),
         "zero_hpz_partition_size": (COUNT, 1),
         "shard_group_size": (GROUP_SIZE, "all"),
         "zero_quantized_weights": (BOOL, False),
@@ -168,7 +173,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
     "activation_checkpointing": {"enabled": (BOOL, False), "cpu_offload": (BOOL, False)},
     "aio": {"block_size": (COUNT, 1048576), "queue_depth": (COUNT, 8), "thread_count": (COUNT, 1)},
-    "checkpoint": {"async_save": (BOOL, False), "keep_last": (COUNT, None)},
+    "checkpoint": {"async_save": (BOOL, False), "keep_last": (COUNT, None), "load_universal": (BOOL, False)},
     "monitor.jsonl": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
     "monitor.csv": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
     "monitor.tensorboard": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
@@ -196,7 +201,6 @@ _REFUSED = dict.fromkeys(
 _ONE_LAYOUT = "gradients always lie in contiguous buckets and every rank owns a slice of each"
 _ONE_HOLD = "a unit is gathered just before it is used and freed just after"
 _NO_PARTITION = "checkpointed activations stay whole on their rank"
-_ANY_RANKS = "saved files do not depend on the number of ranks"
 _NO_EFFECT: dict[str, dict[str, str]] = {
     "": {
         "prescale_gradients": "sums over ranks are fp32 and are divided once, when complete",
@@ -225,7 +229,6 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
         "stage3_use_all_reduce_for_fetch_params": "a gather sends the fewest bytes",
         "ignore_unused_parameters": "unused parameters are supported at every stage",
         "memory_efficient_linear": "weights are views of their bucket, no module is replaced",
-        "elastic_checkpoint": _ANY_RANKS,
         "load_from_fp32_weights": "master weights are always saved and loaded",
         "legacy_stage1": "there is one implementation of all stages",
         "override_module_apply": "no torch function is replaced",
@@ -246,7 +249,6 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
     },
     "checkpoint": {
         "tag_validation": "ranks always compare what they save",
-        "load_universal": _ANY_RANKS,
         "use_node_local_storage": "the output directory is the caller's choice",
         "parallel_write": "every rank writes its own shard",
     },

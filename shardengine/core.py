@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardengine import hooks, layout, partition, stages
 from shardengine.accumulation import Window
-from shardengine.agreement import compare, describe, together
+from shardengine.agreement import compare, together
 from shardengine.arrivals import Arrivals
 from shardengine.bucket import Bucket, BufferPool, restore_poison
 from shardengine.collectives import Collectives, Pending, Purpose
@@ -214,7 +214,14 @@ class Core:
         return any(unit.pinned for unit in self.units)
 
     def dissolve(self) -> None:
-        """Take the hooks off and give every parameter whole weights in memory of its own; collective."""
+        """Take the hooks off and give every parameter whole weights in memory of its own; collective.
+
+        Who holds a view of the old memory keeps it. ``UsageError`` inside ``full_params``, whose end needs the engine.
+        """
+        if self.guard.shown:
+            raise UsageError(
+                f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
+            )
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -227,9 +234,10 @@ class Core:
             for member in unit.members:
                 member.show(member.view.clone())
             for arena in unit.arenas:
-                arena.release()
+                arena.forsake()
         self.reducer.release()
         self.pool.clear()
+        self.collectives.faults.close()
         if self.guard.marked is not None:
             self.guard.marked._is_fsdp_managed_module = False
 
@@ -253,21 +261,22 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights, cast=cast)
 
     found = together(collectives, "looking at the model", analyse)
-    compare(collectives, _facts(model, found, config, groups))
+    compare(collectives, partition.facts(model, found, config.to_dict(), groups))
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
-    units = partition.place(
-        found,
-        plan,
-        collectives,
-        shards_weights=stage.moves_weights,
-        whole_masters=stage.gathers_gradients,
-        cast=cast,
-    )
-    buffers = BufferSync(model, collectives)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(mesh.device).contiguous()
-    buffers.broadcast(persistent_only=False)
+    with collectives.faults.announced("initialize", lambda error: "placing the weights"):
+        units = partition.place(
+            found,
+            plan,
+            collectives,
+            shards_weights=stage.moves_weights,
+            whole_masters=stage.gathers_gradients,
+            cast=cast,
+        )
+        buffers = BufferSync(model, collectives)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(mesh.device).contiguous()
+        buffers.broadcast(persistent_only=False)
     window = Window(config.gradient_accumulation_steps or 1)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
     arrivals, blocks = _expect(config, stage, collectives, model, found, units)
@@ -359,39 +368,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     core.handles.extend(hooks.attach_state_dict_guard(model, refuse))
 
 
-def _facts(model: nn.Module, found: Partition, config: Config, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
-    outside = {id(p) for p in found.outside}
-    parameters = [
-        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
-        + (", outside" if id(p) in outside else "")
-        for name, p in found.names.items()
-    ]
-    buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
-    name_of = {id(p): name for name, p in reversed(found.names.items())}
-    members = [f"group {number}: {name_of[id(p)]}" for number, group in enumerate(groups) for p in group["params"]]
-    settings = [f"{key} = {describe(value)}" for key, value in sorted(config.to_dict().items())]
-    return {
-        "config": settings,
-        "model (parameters)": parameters,
-        "model (buffers)": buffers,
-        **plan_facts(found, groups),
-        "parameters in optimizer groups": members,
-        "version of torch": [str(torch.__version__)],
-    }
-
-
 def autocast(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
     """What the module's forward runs in, as the config's ``torch_autocast`` says; a user's region stays as it is."""
     if not config.torch_autocast.enabled:
         return nullcontext()
     return torch.autocast(mesh.device.type, getattr(torch, config.torch_autocast.dtype))
-
-
-def plan_facts(found: Partition, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """What ranks must agree on before ``found`` is laid out, for ``compare``."""
-    return {
-        "optimizer": [describe({key: value for key, value in group.items() if key != "params"}) for group in groups],
-        "model (units and optimizer groups)": [
-            f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs
-        ],
-    }

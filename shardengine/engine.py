@@ -7,8 +7,8 @@ divides the loss, autograd hands each gradient to the reducer, the sweep closes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from shardengine.inspection import Inspection, Report, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.optimizer_forms import groups_for
-from shardengine.recovery import announced
+from shardengine.recovery import announced, announced_with
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -103,14 +103,20 @@ class Engine(Inspection):
         self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
         self._core = core = core_module.build(self.module, self.config, mesh, groups)
         self.optimizer: ShardedOptimizer | None = None
-        if kind is not None:
-            self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
-            self.optimizer.max_norm = self.config.gradient_clipping
-            self.optimizer.forget = self.zero_grad
-            self.optimizer.extend = self._add_param_group
-            core.schedule.on_complete = self.optimizer.finish_gradients
+
+        def equip() -> None:
+            if kind is not None:
+                self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
+                self.optimizer.max_norm = self.config.gradient_clipping
+                self.optimizer.forget = self.zero_grad
+                self.optimizer.extend = self._add_param_group
+                core.schedule.on_complete = self.optimizer.finish_gradients
+            self.lr_scheduler = self._make_scheduler(lr_scheduler)
+            if self.optimizer is not None:
+                self.optimizer.begin()
+
         try:
-            self.lr_scheduler = together(start, "making the scheduler", lambda: self._make_scheduler(lr_scheduler))
+            together(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             core.dissolve()
             raise
@@ -171,10 +177,6 @@ class Engine(Inspection):
 
     # The step
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends the window."""
-        return self._window.is_boundary
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
         self._window.set_boundary(bool(is_boundary))
@@ -222,10 +224,6 @@ class Engine(Inspection):
             optimizer.mark_stepped(self.lr_scheduler)
             self.lr_scheduler.step()
 
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the weights."""
-        return self._applied
-
     def zero_grad(self) -> None:
         """Forget the gradients of the window; it starts anew.
 
@@ -254,8 +252,9 @@ class Engine(Inspection):
         self._owns_mesh = True
         if found.finished:
             self._end_step()
-        found.check(core, optimizer)
+        found.check()
         self.zero_grad()
+        recovery.compare_options(core, optimizer)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first."""
@@ -276,15 +275,17 @@ class Engine(Inspection):
 
     # Whole parameters
 
-    @contextmanager
-    def full_params(self, names: Iterable[str] | None = None, *, writable: bool = False) -> Iterator[None]:
+    @announced_with("full_params")
+    def full_params(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[None]:
         """Parameters (all, or the units that hold ``names``) are whole inside the ``with``; collective.
 
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
-        with gathered.full_params(self._need_core(), names, writable=writable):
-            yield
+        return gathered.full_params(self._need_core(), names, writable=writable)
 
+    @announced_with("full_grads")
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
@@ -297,6 +298,7 @@ class Engine(Inspection):
         """
         return whole.full_grads(self._need_core(), names, writable=writable)
 
+    @announced_with("full_optimizer_state")
     def full_optimizer_state(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
@@ -309,10 +311,12 @@ class Engine(Inspection):
         optimizer = self._need_optimizer("full_optimizer_state()")
         return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
+    @announced("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
         return gathered.full_state_dict(self._need_core(), self.module)
 
+    @announced("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
@@ -332,18 +336,17 @@ class Engine(Inspection):
     def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> checkpoint.Checkpoint:
         """Go on from ``directory/tag`` (default: what ``latest`` names), bit for bit; collective.
 
-        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed.
+        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed. Also
+        the way on where ``reset()`` says that it has none.
         """
         return checkpoint.load(self, directory, tag)
 
-    @contextmanager
-    def trace(self, path: str | Path) -> Iterator[None]:
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
         Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
         """
-        with gathered.traced(self._need_core(), path):
-            yield
+        return gathered.traced(self._need_core(), path)
 
     # Mode, end
 
@@ -357,7 +360,7 @@ class Engine(Inspection):
         return self.train(False)
 
     def close(self) -> None:
-        """Detach: the module is an ordinary one again, with whole weights; own process groups end; collective."""
+        """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective."""
         if self.module not in attached:
             return
         self._core.dissolve()
@@ -388,9 +391,4 @@ class Engine(Inspection):
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:
             return None
-        optimizer = self._need_optimizer("a learning-rate scheduler")
-        if given is None and self.config.scheduler is not None:
-            return lr_schedules.build(self.config.scheduler, optimizer)
-        scheduler = given if isinstance(given, torch.optim.lr_scheduler.LRScheduler) else given(optimizer)
-        lr_schedules.check_attached(scheduler, optimizer)
-        return scheduler
+        return lr_schedules.make(given, self.config.scheduler, self._need_optimizer("a learning-rate scheduler"))

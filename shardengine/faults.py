@@ -8,13 +8,15 @@ never issue. So it tells them: it writes what happened under its number. A rank 
 ``POST_AFTER_S`` writes what it waits for, and looks at the others' notices between slices of its wait. One that has
 stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said. Shorter-lived
 ones do not count: an exception that happens on every rank may be caught on every rank, and the next call of the engine
-takes the notice back. Nor does a notice count from a place where this rank raised, too.
+takes the notice back. Nor does a notice count of an attempt in which this rank raised, too. An attempt is a place and
+how many calls of its kind there were, since ranks make the same calls: a later failure at the same place counts again.
 
 When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
 for the same collective. Nothing of this is touched while all goes well.
 
 [Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. Every
-operation therefore runs in a thread, over a connection of its own, and is waited for ``_OPERATION_S`` at most.
+operation therefore runs in a thread, over a connection of its own, and is waited for ``_OPERATION_S`` at most. Where a
+rank hosts the store (srun, mpirun, ``init_method="tcp://…"``), that rank is then named, and the others are not known.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -37,12 +41,14 @@ STANDS_S = 3.0
 _GRACE_S = 2.0
 _OPERATION_S = 1.0
 _TEXT_LIMIT = 2000
+_STORE = "the process group's store, through which ranks tell each other what happened"
 
 _T = TypeVar("_T")
+_Jobs = SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
 
 
 class _Unreachable(Exception):
-    """The store did not answer."""
+    """The store did not answer; the text says what came instead."""
 
 
 class _Board:
@@ -50,8 +56,8 @@ class _Board:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._jobs: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs: _Jobs = SimpleQueue()
+        self._end: weakref.finalize[..., _Board] | None = None
         self._unanswered: Future[Any] | None = None
 
     def write(self, kind: str, text: str) -> None:
@@ -77,10 +83,19 @@ class _Board:
         """A number that changes with every text."""
         return self._ask(lambda store: store.add("news", 0))
 
+    def close(self) -> None:
+        """End the thread and its connection, as happens when the board itself goes. The next question starts anew."""
+        if self._end is not None:
+            self._end()
+        self._end = self._unanswered = None
+
     def _ask(self, job: Callable[[Store], _T]) -> _T:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="shardengine-notices", daemon=True)
-            self._thread.start()
+        if self._end is None:
+            self._jobs = SimpleQueue()
+            self._end = weakref.finalize(self, self._jobs.put, None)
+            threading.Thread(
+                target=_serve, args=(self._mesh, self._jobs), name="shardengine-notices", daemon=True
+            ).start()
         reason = f"no answer within {_OPERATION_S:g} s"
         if self._unanswered is None or self._unanswered.done():
             answer: Future[_T] = Future()
@@ -91,30 +106,31 @@ class _Board:
                 self._unanswered = answer
             except Exception as error:
                 reason = str(error).splitlines()[0]
-        raise _Unreachable(
-            "the process group's store, through which ranks tell each other what happened, cannot be reached "
-            f"({reason}); the process that hosts it (often rank 0) may be gone or stopped"
-        )
+        raise _Unreachable(reason)
 
-    def _serve(self) -> None:
-        store: Store | None = None
-        while True:
-            job, answer = self._jobs.get()
-            try:
-                store = store or self._mesh.store()
-                if store is None:
-                    raise RuntimeError("there is no process group")
-                answer.set_result(job(store))
-            except Exception as error:
-                answer.set_exception(error)
+
+def _serve(mesh: Mesh, jobs: _Jobs) -> None:
+    """Do ``jobs`` until None comes."""
+    store: Store | None = None
+    while (task := jobs.get()) is not None:
+        job, answer = task
+        try:
+            store = store or mesh.store()
+            if store is None:
+                raise RuntimeError("there is no process group")
+            answer.set_result(job(store))
+        except Exception as error:
+            answer.set_exception(error)
+        del task, job, answer  # they hold the board, which could not end while the next one is waited for
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank said. where: the call that raised · gave_up: only because of another rank · over: it went on since"""
+    """What a rank said. where, attempt: which call raised · gave_up: because of another rank · over: it went on"""
 
     text: str
     where: str = ""
+    attempt: int = 0
     gave_up: bool = False
     over: bool = False
 
@@ -134,33 +150,52 @@ class Faults:
         self._mesh = mesh
         self._board = _Board(mesh)
         self._told: Notice | None = None
-        self._places: set[str] = set()
+        self._known = 0
+        self._calls: Counter[str] = Counter()
+        self._raised: set[tuple[str, int]] = set()
 
     @contextmanager
-    def announced(self, where: str, unit: Callable[[], str]) -> Iterator[None]:
-        """Tell the others when the call inside raises by itself. unit: the unit that was needed last."""
+    def announced(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
+        """Tell the others when the call inside raises by itself. place: the unit or module in which it raised.
+
+        kind: the calls that are counted together; every rank makes those of one kind in the same order.
+        """
         self.withdraw()
+        self._known = 0
+        self._calls[kind] += 1
+        attempt = self._calls[kind]
         try:
             yield
         except (CommunicationError, MismatchError):
             raise  # the consequence of another rank's fault, or raised on every rank
         except BaseException as error:
-            self._places.add(where)
-            self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, unit {unit()!r})", where))
+            if self._known not in (id(error), id(error.__cause__)):
+                self._raised.add((where, attempt))
+                self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where, attempt))
+                self.know(error)
             raise
+
+    def know(self, error: BaseException) -> None:
+        """The others know of ``error``, which is raised now: there is nothing more to tell."""
+        self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
 
     def tell(self, notice: Notice) -> None:
         """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
         if self._mesh.ranks == 1:
             return
-        self._told = Notice(notice.text[:_TEXT_LIMIT], notice.where, notice.gave_up, notice.over)
+        self._told = replace(notice, text=notice.text[:_TEXT_LIMIT])
         self._write("fault", json.dumps(asdict(self._told)))
 
     def withdraw(self) -> None:
         """This rank goes on: what it told stands no longer."""
         if self._told is not None:
-            self.tell(Notice(self._told.text, self._told.where, self._told.gave_up, over=True))
+            self.tell(replace(self._told, over=True))
             self._told = None
+
+    def close(self) -> None:
+        """Nobody speaks here any more: what this rank told stands no longer, and its connection ends."""
+        self.withdraw()
+        self._board.close()
 
     def watch(self, waiting: Waiting, lasted: float = 0.0) -> Watch:
         """A wait that turned out to be a long one. lasted: seconds so far."""
@@ -171,18 +206,18 @@ class Faults:
         if self._mesh.ranks == 1:
             return
         deadline = time.monotonic() + self._mesh.timeout_s
-        pause, problem = 0.02, "not asked yet"
+        pause, written = 0.02, False
         told = self._told or Notice(f"it waits in {what}", gave_up=True)
         self.tell(Notice(told.text, gave_up=told.gave_up))  # counts wherever it was: those who wait must come here, too
         others = set(range(self._mesh.ranks)) - {self._mesh.rank}
         came: set[int] = set()
         while True:
             try:
-                if problem:
+                if not written:
                     self._board.write("here", what)
-                here, problem = set(self._board.read("here")), ""
-            except _Unreachable as error:
-                here, problem = set(), str(error)
+                here, written = set(self._board.read("here")), True
+            except _Unreachable:
+                here, written = set(), False
             if here == others:
                 return
             came |= here
@@ -190,7 +225,7 @@ class Faults:
                 self.part()
                 raise CommunicationError(
                     f"{what} on rank {self._mesh.rank}: expected every rank to call it within {self._mesh.timeout_s:g} "
-                    f"s. {problem or self.describe(others - came or others - here)}. Start the ranks again"
+                    f"s. {self.describe(others - came or others - here)}. Start the ranks again"
                 )
             time.sleep(pause)
             pause = min(0.5, 1.5 * pause)
@@ -205,10 +240,7 @@ class Faults:
         try:
             waits, told = (self.waits() if waits is None else waits), self.notices()
         except _Unreachable as error:
-            waits, told = waits or {}, {}
-            problem = f"; {error}"
-        else:
-            problem = ""
+            return self._describe_unheard(missing, waits or {}, str(error))
         said = []
         for rank in sorted(missing):
             parts = []
@@ -218,7 +250,18 @@ class Faults:
             if rank in waits:
                 parts.append(f"waits for {waits[rank].text}")
             said.append(f"rank {rank} " + (", ".join(parts) or "says nothing (busy elsewhere, hung or gone)"))
-        return "Missing: " + "; ".join(said) + problem
+        return "Missing: " + "; ".join(said)
+
+    def _describe_unheard(self, missing: set[int], waits: dict[int, Waiting], reason: str) -> str:
+        """As ``describe``, without the store ([Note: The store may be gone]). waits: what was heard before."""
+        host = self._mesh.store_host()
+        if host is None or host == self._mesh.rank:
+            said = [f"{_STORE}, cannot be reached ({reason}): the process that hosts it may be gone or stopped"]
+        else:
+            said = [f"Missing: rank {host} cannot be reached ({reason}), so it is gone or stopped; it hosts {_STORE}"]
+        said += [f"rank {rank} waited for {waits[rank].text}" for rank in sorted(missing & waits.keys() - {host})]
+        unheard = sorted(missing - waits.keys() - {host})
+        return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
 
     def waits(self) -> dict[int, Waiting]:
         """What the other ranks say that they wait for."""
@@ -231,7 +274,7 @@ class Faults:
     def standing(self) -> dict[int, Notice]:
         """Those of them that count ([Note: Notices]), whatever their age."""
         told = self.notices().items()
-        return {rank: notice for rank, notice in told if not notice.over and notice.where not in self._places}
+        return {rank: n for rank, n in told if not n.over and (n.where, n.attempt) not in self._raised}
 
     def news(self) -> int:
         """A number that changes when some rank says something."""
@@ -299,10 +342,10 @@ class Watch:
         while missing:
             try:
                 waits = faults.waits()
+                missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
                 silent = missing - set(waits) - set(faults.notices())
-            except _Unreachable as error:
-                return str(error)
-            missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
+            except _Unreachable:
+                break  # ``describe`` says so
             if not silent or time.monotonic() > deadline:
                 break
             time.sleep(0.1)

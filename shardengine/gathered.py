@@ -36,10 +36,18 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     units = core.units if every else _units_of(core, chosen)
     if writable and any(unit.pinned for unit in units):
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
-    pinned = [unit for unit in units if core.stage.moves_weights and not unit.pinned]
-    for unit in pinned:
-        unit.pin(core.collectives)
+    pinned: list[Unit] = []
     core.guard.shown += 1
+    try:
+        for unit in units if core.stage.moves_weights else ():
+            if not unit.pinned:
+                unit.pin(core.collectives)
+                pinned.append(unit)
+    except BaseException:
+        core.guard.shown -= 1
+        for unit in pinned:
+            unit.unpin(core.collectives, writable=False)
+        raise
     try:
         yield
     finally:
@@ -168,7 +176,9 @@ def _broadcast_outside(core: Core, names: list[str]) -> None:
     wanted = {id(core.partition.names[name]) for name in names}
     for name, parameter in core.partition.named_outside():
         if id(parameter) in wanted:
-            core.collectives.broadcast(parameter.data, [name], Purpose.WHOLE_WEIGHTS)
+            values = parameter.data.contiguous()
+            core.collectives.broadcast(values, [name], Purpose.WHOLE_WEIGHTS)
+            parameter.data.copy_(values)
 
 
 def _stream(core: Core, unit: Unit) -> dict[int, Tensor]:

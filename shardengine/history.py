@@ -22,27 +22,35 @@ class History:
 
     def __init__(self, groups: Sequence[str]) -> None:
         self._texts = {group: deque[str](maxlen=MAX_TEXTS) for group in groups}
+        self._counts = dict.fromkeys(groups, 0)
         self._digests = dict.fromkeys(groups, 0)
 
     def note(self, group: str, text: str) -> None:
         """``text`` says what is issued now; other groups than those of the start are left out."""
         if group in self._texts:
             self._texts[group].append(text)
+            self._counts[group] += 1
             self._digests[group] = zlib.crc32(text.encode(), self._digests[group])
 
     def digest(self) -> Tensor:
         """Of everything noted: uint8, 4 bytes per group."""
         return torch.tensor([*self._digests.values()], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
 
-    def texts(self) -> dict[str, list[str]]:
-        """The last ``MAX_TEXTS`` per group."""
-        return {group: list(texts) for group, texts in self._texts.items()}
+    def texts(self) -> dict[str, tuple[int, list[str]]]:
+        """Per group how many are forgotten, and the last ``MAX_TEXTS``, which came after them."""
+        return {group: (self._counts[group] - len(texts), list(texts)) for group, texts in self._texts.items()}
 
 
-def first_difference(ranks: Sequence[Mapping[str, Sequence[str]]]) -> tuple[int, str, str] | None:
-    """(rank, what rank 0 issued, what it issued) of the first difference from rank 0; None: it is too long ago."""
+def first_difference(ranks: Sequence[Mapping[str, tuple[int, Sequence[str]]]]) -> tuple[int, str, str] | None:
+    """From each rank's ``texts``: (rank, what rank 0 issued, what it issued) where it first differs from rank 0.
+
+    Compared is from the first place on that neither has forgotten. None: the difference is older.
+    """
     for group, rank in itertools.product(ranks[0], range(1, len(ranks))):
-        for ours, theirs in itertools.zip_longest(ranks[0][group], ranks[rank][group], fillvalue="nothing"):
-            if ours != theirs:
-                return rank, ours, theirs
+        (ours_from, ours), (theirs_from, theirs) = ranks[0][group], ranks[rank][group]
+        start = max(ours_from, theirs_from)
+        pairs = itertools.zip_longest(ours[start - ours_from :], theirs[start - theirs_from :], fillvalue="nothing")
+        for mine, other in pairs:
+            if mine != other:
+                return rank, mine, other
     return None

@@ -61,6 +61,8 @@ class Inspection:
     _core: Core
     _window: Window
     _report: Report
+    _applied: bool
+    _buffers_sent: bool
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +95,14 @@ class Inspection:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
         return self.config.gradient_accumulation_steps or 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends the window."""
+        return self._window.is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights."""
+        return self._applied
 
     def zero_optimization_stage(self) -> int:
         """The configured stage, 0 to 3."""

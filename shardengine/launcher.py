@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 
 from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
-from shardengine.rendezvous import loopback
+from shardengine.rendezvous import LAUNCHED, loopback
 
-_INSIDE = "SHARDENGINE_LAUNCHED_RANK"
 _GRACE_S = 5.0
 """How long a rank may take to end after it was asked to, before it is killed."""
 
@@ -98,7 +97,7 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"launch: expected ranks to be an integer >= 1, came {ranks!r}")
-    if os.environ.get(_INSIDE):
+    if os.environ.get(LAUNCHED):
         raise UsageError(
             "launch was called in a process that launch itself started. If this is a script, its start-up code runs "
             'again in every rank: put the call under `if __name__ == "__main__":`'
@@ -109,7 +108,7 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
     processes: list[SpawnProcess] = []
     connections: list[Connection] = []
     try:
-        with _environment({**rank_environment(ranks), _INSIDE: "1"}):
+        with _environment({**rank_environment(ranks), LAUNCHED: "1"}):
             for rank in range(ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_run_rank, args=(sender, rank, ranks, store.port, payload))

@@ -121,6 +121,15 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer) -> Any:
+    """The scheduler over ``optimizer``: ``given`` (one, or a function from the optimizer to one), else the config's."""
+    if given is None:
+        return None if config is None else build(config, optimizer)
+    scheduler = given if isinstance(given, lr_scheduler.LRScheduler) else given(optimizer)
+    check_attached(scheduler, optimizer)
+    return scheduler
+
+
 def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     """Return the schedule over ``optimizer``, with the rates of step 0 already set in its ``param_groups``.
 

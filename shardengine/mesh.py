@@ -1,15 +1,21 @@
-"""Process groups, per axis and purpose, built by one function and passed in. No global state.
+"""Process groups, per axis and purpose, built by one function and passed in.
 
 Must not know: buckets, modules, what is sent over the groups.
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
 handshakes) use a third group on CPU.
+
+The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
+ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
+torchrun with gloo (the new group meets the addresses of the old one in the launcher's store, and hangs).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -50,21 +56,21 @@ class Mesh:
     reduce: Group = None
     control: Group = None
     backend: str = "none"
-    owns_default_group: bool = False
+    made_default_group: bool = False
     timeout_s: float = 600.0
 
     def destroy(self, *, orderly: bool = True) -> None:
-        """Give the groups back, and the default process group if ``build`` made it; the caller's own stays.
+        """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
 
         orderly: wait for the other ranks first, without which a finished gloo program sometimes aborts.
         """
         if not dist.is_initialized():
             return
-        if self.owns_default_group:
-            if orderly:
-                dist.barrier()
-            dist.destroy_process_group()
-            return
+        if not orderly:
+            self._keep()
+        if orderly and self.made_default_group:
+            dist.barrier()
+            atexit.register(_leave)  # not after a fault: a group in the middle of a collective may never come back
         self._drop_groups()
 
     def renew(self, *, owned: bool) -> Mesh:
@@ -76,10 +82,10 @@ class Mesh:
         if self.ranks == 1:
             return self
         if owned:
+            self._keep()
             self._drop_groups()
         gather, reduce, control = _new_groups(self.backend, self.timeout_s)
-        owns = self.owns_default_group and owned
-        return replace(self, gather=gather, reduce=reduce, control=control, owns_default_group=owns)
+        return replace(self, gather=gather, reduce=reduce, control=control)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -91,6 +97,25 @@ class Mesh:
         shared = dist.distributed_c10d._get_default_store()
         store: Store = dist.PrefixStore(f"shardengine/{self.control.group_name}", shared.clone())  # type: ignore[attr-defined]
         return store
+
+    def store_host(self) -> int | None:
+        """The rank whose process hosts the process group's store; None where that is no rank, or nobody (a file)."""
+        if not dist.is_initialized() or rendezvous.hosts_store():
+            return None
+        shared = dist.distributed_c10d._get_default_store()
+        while isinstance(shared, dist.PrefixStore):  # type: ignore[attr-defined]
+            shared = shared.underlying_store
+        return 0 if isinstance(shared, dist.TCPStore) else None  # type: ignore[attr-defined]
+
+    def _keep(self) -> None:
+        """Hold the groups, which end with something in flight, for ``timeout_s``.
+
+        Who lets go of a gloo group waits for what is in flight on it, and other ranks may never take part in that.
+        """
+        if self.control is not None:
+            keeper = threading.Timer(self.timeout_s, id, (self,))
+            keeper.daemon = True  # the end of the process does not wait
+            keeper.start()
 
     def _drop_groups(self) -> None:
         for group in (self.gather, self.reduce, self.control):
@@ -104,7 +129,7 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     """
-    owns = False
+    made = False
     if not dist.is_initialized():
         if not rendezvous.join():
             return Mesh(0, 1, _use(device or default_device()))
@@ -116,14 +141,19 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
         dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
-        owns = True
+        made = True
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(0, 1, device, owns_default_group=owns)
+        return Mesh(0, 1, device)
     gather, reduce, control = _new_groups(backend, timeout_s)
-    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, owns, timeout_s)
+    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, made, timeout_s)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _new_groups(backend: str, timeout_s: float) -> tuple[Group, Group, Group]:

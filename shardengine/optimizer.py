@@ -42,7 +42,7 @@ class Update:
     """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · begun: step counts have advanced · stepped: whole
-    buckets that are done · torn: inside of a bucket's kernels
+    buckets that are done · torn: inside of a bucket's kernels · lost: cannot be finished, a checkpoint must be loaded
     """
 
     max_norm: float | None = None
@@ -50,6 +50,7 @@ class Update:
     begun: bool = False
     stepped: int = 0
     torn: bool = False
+    lost: bool = False
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -81,8 +82,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.max_norm = 0.0
         self.update: Update | None = None
         self._pool = pool
-        states = [self.new_state(state.bucket, whole=reducer.rules.gathers) for state in reducer.buckets]
-        self.lay_out(layout, reducer, [0] * len(layout.parameters), states)
+        self.lay_out(layout, reducer, [0] * len(layout.parameters), [{} for _ in reducer.buckets])
+
+    def begin(self) -> None:
+        """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
+        whole = self._reducer.rules.gathers
+        self.bucket_states = [self.new_state(state.bucket, whole=whole) for state in self._reducer.buckets]
 
     def lay_out(
         self, layout: Layout, reducer: Reducer, steps: list[int], bucket_states: list[dict[str, Tensor]]
@@ -106,8 +111,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bucket.stepped(whole=self._reducer.rules.gathers)
 
     def finish_gradients(self) -> None:
-        """Phase 1. The gradients are complete: exchange the norm and which parameters were used; collective."""
+        """The gradients are complete: exchange the norm and which parameters were used; collective."""
         self.require_whole()
+        # 1. norm
         rows, options = self._reducer.agree(self._payload).split([8, 4], dim=1)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
@@ -150,6 +156,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
                 "load a checkpoint"
             )
+        accelerates = self.kind == "SGD" and any(group["momentum"] for group in self.param_groups)
+        if accelerates and not all(self.bucket_states):
+            raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         if not update.begun:
             update.begun, update.divisor = True, self._divisor(update)
@@ -183,7 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         They are the model's, and in no group yet: unfrozen before this call, or trainable all along. Frozen ones join
         when they are unfrozen. The group is a dict with "params" and options, as in torch; weights and states move to a
-        new layout and keep their bits. After an error everything is as before.
+        new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank
+        that is lost, while the weights are moved is not taken back.
         """
         if self.extend is None:
             super().add_param_group(param_group)
@@ -223,14 +233,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def require_whole(self) -> None:
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
         if self.update is not None and self.update.begun:
+            way = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
             raise UsageError(
                 "the last step() was interrupted in the middle of its update, so its window can neither be forgotten "
-                "nor gone on with: call engine.reset() on every rank, which finishes it"
+                f"nor gone on with: call {'engine.load_checkpoint() on every rank' if self.update.lost else way}"
             )
 
-    def end_window(self) -> None:
-        """The window was stepped or dropped, and what ``clip_next_step`` said with it."""
-        self.update = None
+    def end_window(self, *, lost: bool = False) -> None:
+        """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
+        self.update = Update(begun=True, torn=True, lost=True) if lost else None
 
     def mark_stepped(self, scheduler: Any) -> None:
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
@@ -304,8 +315,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flats = {"weight": self._weight(state.bucket), "gradient": gradient, **self.bucket_states[index]}
         for label in dict.fromkeys(label for label, _, _ in segments):
             cuts = [(start, end) for other, start, end in segments if other == label]
-            if self.kind == "SGD" and self.param_groups[label[0]]["momentum"] and "momentum_buffer" not in flats:
-                raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
             tensors = {name: [flat[start:end] for start, end in cuts] for name, flat in flats.items()}
             if self.kind == "SGD" and not self.param_groups[label[0]]["momentum"]:
                 tensors.pop("momentum_buffer", None)

@@ -16,6 +16,7 @@ from shardengine.errors import UsageError
 from shardengine.lion import Lion
 
 _REFUSED_OPTIONS = ("amsgrad", "differentiable")
+_DECOUPLED = "decoupled_weight_decay"
 
 _FROM_CONFIG: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -41,17 +42,25 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
             "pass it to shardengine.initialize before its first step"
         )
     for index, group in enumerate(optimizer.param_groups):
-        check_options(group, f"optimizer {name}", index)
-        if kind == "Adam" and group.get("decoupled_weight_decay"):
-            kind = "AdamW"
+        check_options(group, f"optimizer {name}", index, optimizer.param_groups[0])
+    if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
+        return "AdamW" if optimizer.param_groups[0].get(_DECOUPLED, kind == "AdamW") else "Adam"
     return kind
 
 
-def check_options(group: dict[str, Any], optimizer: str, index: int) -> None:
-    """``UsageError`` for an option of ``group`` (number ``index``) that our arithmetic does not have."""
+def check_options(group: dict[str, Any], optimizer: str, index: int, first: dict[str, Any]) -> None:
+    """``UsageError`` for an option of ``group`` (number ``index``) that our arithmetic does not have.
+
+    first: group 0, which says whether weight decay is decoupled in all of them.
+    """
     for option in _REFUSED_OPTIONS:
         if group.get(option):
             raise UsageError(f"{optimizer}: option {option}=True in group {index} is not available; set it to False")
+    if bool(group.get(_DECOUPLED)) != bool(first.get(_DECOUPLED)):
+        raise UsageError(
+            f"{optimizer}: {_DECOUPLED}={group.get(_DECOUPLED)} in group {index}, expected {first.get(_DECOUPLED)} as "
+            "in group 0: one engine runs one kind of optimizer"
+        )
 
 
 def groups_for(

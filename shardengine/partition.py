@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardengine.agreement import describe
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives, Purpose
 from shardengine.config_kinds import nearest
@@ -310,3 +311,37 @@ def _fill(
         if wide is not None:
             bucket.full.copy_(part)
             bucket.master = (part if whole_masters else bucket.own_slice(part)).clone()
+
+
+def facts(
+    model: nn.Module, found: Partition, config: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> dict[str, list[str]]:
+    """What ranks must agree on at start, for ``compare``: config, model, optimizer groups, torch."""
+    outside = {id(p) for p in found.outside}
+    parameters = [
+        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+        + (", outside" if id(p) in outside else "")
+        for name, p in found.names.items()
+    ]
+    buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    name_of = {id(p): name for name, p in reversed(found.names.items())}
+    members = [f"group {number}: {name_of[id(p)]}" for number, group in enumerate(groups) for p in group["params"]]
+    settings = [f"{key} = {describe(value)}" for key, value in sorted(config.items())]
+    return {
+        "config": settings,
+        "model (parameters)": parameters,
+        "model (buffers)": buffers,
+        **plan_facts(found, groups),
+        "parameters in optimizer groups": members,
+        "version of torch": [str(torch.__version__)],
+    }
+
+
+def plan_facts(found: Partition, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """What ranks must agree on before ``found`` is laid out, for ``compare``."""
+    return {
+        "optimizer": [describe({key: value for key, value in group.items() if key != "params"}) for group in groups],
+        "model (units and optimizer groups)": [
+            f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs
+        ],
+    }

@@ -9,24 +9,28 @@ the norm's exchange lies between two updates. So there are two ways back:
 - otherwise some weights have taken the step already. The ranks that have not completed it hold complete gradients and
   know the norm; they finish the update with the bucket at which they stopped. Then all ranks publish all buckets
 
-A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then every
-rank is told to load a checkpoint. What is in flight on the old groups is abandoned together with the memory that it
-writes into; the schedule's predictions and the order of launches are forgotten, since they may differ between ranks.
+A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then the
+update is lost on every rank, and a checkpoint must be loaded before anything goes on. What is in flight on the old
+groups is abandoned together with the memory that it writes into; the schedule's predictions and the order of launches
+are forgotten, since they may differ between ranks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from shardengine.agreement import compare, describe
 from shardengine.core import Core
 from shardengine.errors import CommunicationError, UsageError
-from shardengine.inspection import Inspection
+from shardengine.inspection import Inspection, attached
 from shardengine.optimizer import ShardedOptimizer
 
 _E = TypeVar("_E", bound=Inspection)
@@ -42,17 +46,71 @@ def announced(
     def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
         @functools.wraps(method)
         def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            core = engine._core
-            where = f"{call} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
-            with core.collectives.faults.announced(where, lambda: core.schedule.demanded.name):
-                if not core.collectives.trace.recording:
+            trace = engine._core.collectives.trace
+            with _telling(engine, call):
+                if not trace.recording:
                     return method(engine, *args, **kwargs)
-                with core.collectives.trace.span(call, step=engine.global_steps + 1):
+                with trace.span(call, step=engine.global_steps + 1):
                     return method(engine, *args, **kwargs)
 
         return told
 
     return decorate
+
+
+def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
+    """The unit that was needed last, and the innermost module in whose forward (or recomputation) ``error`` was raised.
+
+    Autograd does not say whose backward it runs: there, and in the step, only the unit is known.
+    """
+    names = {id(module): name for name, module in model.named_modules() if name}
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [names[id(caller)] for caller in callers if id(caller) in names]
+    return f"unit {core.schedule.demanded.name!r}" + (f", module {inside[-1]!r}" if inside else "")
+
+
+def announced_with(
+    call: str,
+) -> Callable[
+    [Callable[Concatenate[_E, _P], AbstractContextManager[_T]]],
+    Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
+]:
+    """As ``announced``, for a method that returns a context manager: what raises in entering it or in leaving it."""
+
+    def decorate(
+        method: Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
+    ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
+        @functools.wraps(method)
+        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
+            return _told_with(engine, call, method(engine, *args, **kwargs))
+
+        return told
+
+    return decorate
+
+
+@contextmanager
+def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
+    with _telling(engine, call):
+        value = context.__enter__()
+    try:
+        yield value
+    except BaseException as error:  # the user's own, or of a call that has told it
+        if not context.__exit__(type(error), error, error.__traceback__):
+            raise
+    else:
+        with _telling(engine, f"leaving {call}"):
+            context.__exit__(None, None, None)
+
+
+def _telling(engine: Inspection, call: str) -> AbstractContextManager[None]:
+    """``Faults.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
+    if engine.module not in attached:
+        return nullcontext()  # closed: the call says so, and nobody waits for it
+    core = engine._core
+    kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
+    where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
+    return core.collectives.faults.announced(where, lambda error: _raised_in(error, core, engine.module), kind)
 
 
 @dataclass(frozen=True)
@@ -62,13 +120,10 @@ class Return:
     finished: bool
     problem: str = ""
 
-    def check(self, core: Core, optimizer: ShardedOptimizer | None) -> None:
-        """``UsageError`` where training cannot go on from here; ``MismatchError`` where optimizer options differ."""
+    def check(self) -> None:
+        """``UsageError`` where training cannot go on from here."""
         if self.problem:
             raise UsageError(self.problem)
-        groups = [] if optimizer is None else optimizer.param_groups
-        options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
-        compare(core.collectives, {"list of optimizer options after reset()": options})
 
 
 def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: bool) -> Return:
@@ -88,29 +143,36 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
     if stuck:
         problem = (
             f"reset() cannot bring all ranks to one step: some weights have taken step {target}, but ranks {stuck} "
-            "cannot finish it (stopped inside of an update, or before they knew the norm). Load a checkpoint on every "
-            "rank"
+            "cannot finish it (stopped inside of an update, or before they knew the norm). Call "
+            "engine.load_checkpoint() on every rank"
         )
     finished = rolls and not stuck and core.mesh.rank in behind
     core.schedule.recover()
-    publishes = not stuck and core.stage.publishes_after_step and (rolls or core.arrivals is not None)
+    in_flight = core.stage.publishes_after_step and (rolls or core.arrivals is not None)
     if core.arrivals is not None:
         core.arrivals.drop()
-    if publishes:
+    if in_flight:
         for unit in core.units:
             unit.relocate()
     if finished and optimizer is not None:
         with torch.no_grad():
             for _ in optimizer.step_buckets():
                 pass
-    elif optimizer is not None and not (stuck and optimizer.update is not None and optimizer.update.torn):
-        optimizer.end_window()
+    elif optimizer is not None:
+        optimizer.end_window(lost=bool(stuck))
     core.reducer.drop()
     core.pool.forget()
-    if publishes:
+    if in_flight and not stuck:
         core.publish(state.bucket for state in core.reducer.buckets)
         core.await_weights()
     return Return(finished, problem)
+
+
+def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
+    """``MismatchError`` where ranks have other optimizer options, which a fault may have left behind; collective."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    compare(core.collectives, {"list of optimizer options after reset()": options})
 
 
 def _renew_groups(core: Core, *, owned: bool) -> None:
@@ -127,6 +189,8 @@ def _renew_groups(core: Core, *, owned: bool) -> None:
         ) from error
     finally:
         before.part()
+        if before is not collectives.faults:
+            before.close()
 
 
 def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardengine.agreement import compare, together
 from shardengine.bucket import Bucket, in_memory_order
 from shardengine.collectives import Purpose
 from shardengine.config import Config
-from shardengine.core import Core, plan_facts, succeed
+from shardengine.core import Core, succeed
 from shardengine.errors import UsageError
 from shardengine.layout import Layout
 from shardengine.optimizer import ShardedOptimizer
@@ -106,7 +106,7 @@ def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: 
         found = together(core.collectives, "add_param_group()", append)
         names = {id(parameter): name for name, parameter in reversed(core.partition.names.items())}
         new = [names[id(parameter)] for parameter in group["params"]]
-        compare(core.collectives, {"parameters of the new optimizer group": new, **plan_facts(found, groups)})
+        compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
     except BaseException:
         if len(groups) > count:
             groups.pop()
@@ -131,13 +131,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
     torch.optim.Optimizer.add_param_group(optimizer, group)
     check_owned(model, groups)
     index = len(groups) - 1
-    check_options(group, "add_param_group", index)
-    key = "decoupled_weight_decay"
-    if group.get(key) != groups[0].get(key):
-        raise UsageError(
-            f"add_param_group: {key}={group.get(key)} in group {index}, expected {groups[0].get(key)} as in group 0: "
-            "one engine runs one kind of optimizer"
-        )
+    check_options(group, "add_param_group", index, groups[0])
 
 
 def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:
@@ -185,7 +179,7 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
         "making a new layout",
         lambda: partition.renew(model, core.partition, _group_of(optimizer)),
     )
-    compare(core.collectives, plan_facts(found, optimizer.param_groups))
+    compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
     core.await_weights()
     core.schedule.rest()
@@ -288,7 +282,7 @@ def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Desti
             full = core.pool.take(bucket.layout.length, held.dtype, held.device)
             bucket.own_slice(full).copy_(held)
             names = core.layout.names_in(bucket.layout)
-            core.collectives.all_gather(full, names, Purpose.RELAYOUT).wait()
+            core.collectives.all_gather(full, names, Purpose.RELAYOUT, bucket.layout.label).wait()
         for span in _spans(core.layout, bucket, {key: full}):
             if key == "weight" or span.name in stepped:
                 target.receive(span)

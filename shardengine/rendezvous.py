@@ -24,6 +24,8 @@ from shardengine.errors import UsageError
 _SPECIAL_STEPS = 0xFFFFFFF0
 """SLURM's numbers from here on mean a batch script, an interactive shell and the like."""
 _FIRST_PORT, _PORTS = 12000, 20000  # below 32768, where systems take the ports of outgoing connections from
+LAUNCHED = "SHARDENGINE_LAUNCHED_RANK"
+"""Set in the processes that ``shardengine.launch`` starts."""
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
@@ -54,6 +56,11 @@ def join() -> bool:
         for name, value in loopback().items():
             environment.setdefault(name, value)
     return True
+
+
+def hosts_store() -> bool:
+    """Whether the launcher hosts the store in which the ranks meet, so that no rank does: torchrun, ``launch``."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or LAUNCHED in os.environ
 
 
 def loopback() -> dict[str, str]:

@@ -3,7 +3,7 @@
 Must not know: hooks, the optimizer, the order in which units run.
 
     SHARDED ──gather()──▶ GATHERING ──await_full()──▶ FULL ──reshard()──▶ SHARDED
-       ▲──────recover()───────┘
+       ▲─recover(), an error──┘
 
 A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
 (bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (arrivals). While it is
@@ -94,10 +94,14 @@ class Unit:
         return self._pins is not None
 
     def detach_shards(self) -> None:
-        """Once, at start: from FULL, give shards their own memory and rest sharded."""
+        """Once, at start: from FULL, give shards their own memory and rest sharded.
+
+        At one rank the shard is all of it and stays where it is: then only what the parameters show changes.
+        """
         for arena in self.arenas:
             for bucket in arena.buckets:
-                bucket.detach_shard()
+                if bucket.layout.slice_length < bucket.layout.length:
+                    bucket.detach_shard()
         self.reshard()
 
     def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
@@ -106,13 +110,22 @@ class Unit:
             yield from zip(arena.buckets, self.names[arena.layout.index], strict=True)
 
     def gather(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
-        """SHARDED → GATHERING: start the all-gather of every bucket."""
+        """SHARDED → GATHERING: start the all-gather of every bucket. After an error the unit is SHARDED."""
+        try:
+            for arena in self.arenas:
+                arena.allocate()
+        except BaseException:
+            for arena in self.arenas:
+                arena.release()
+            raise
         self._move(Weights.GATHERING)
-        for arena in self.arenas:
-            arena.allocate()
-        for bucket, names in self.buckets():
-            bucket.load_shard()
-            self._pending.append(collectives.all_gather(bucket.full, names, purpose, bucket.layout.label))
+        try:
+            for bucket, names in self.buckets():
+                bucket.load_shard()
+                self._pending.append(collectives.all_gather(bucket.full, names, purpose, bucket.layout.label))
+        except BaseException:
+            self._abandon_gather()
+            raise
 
     def await_full(self) -> None:
         """GATHERING → FULL: wait, and show the weights to the user's parameters."""
@@ -137,11 +150,15 @@ class Unit:
         """After a fault: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
         self._pins = None
         if self.state is Weights.GATHERING:
-            self._pending.clear()
-            self.state = Weights.SHARDED  # the only way back from GATHERING
-            for arena in self.arenas:
-                arena.release(abandon=True)
+            self._abandon_gather()
         self.show()
+
+    def _abandon_gather(self) -> None:
+        """The only way back from GATHERING."""
+        self._pending.clear()
+        self.state = Weights.SHARDED
+        for arena in self.arenas:
+            arena.release(abandon=True)
 
     def relocate(self) -> None:
         """From FULL: the same weights in other memory, because something in flight may write into the old one."""

@@ -116,6 +116,7 @@ def full_optimizer_state(
         raise UsageError(
             "full_optimizer_state inside full_params: expected one after the other; close full_params first"
         )
+    core.await_weights()
     core.adopt_written_weights()
     specs = core.layout.parameters
     index_of = {name: index for name, index in _indices(core).items() if specs[index].group >= 0}
@@ -207,7 +208,7 @@ def _read(core: Core, source: _Source, dtype: torch.dtype, flats: Flats) -> None
         packed = source.bucket.full.new_empty(layout.ranks, len(held), length, dtype=dtype)
         for own, tensor in zip(packed[core.mesh.rank], held.values(), strict=True):
             own.copy_(tensor)
-        core.collectives.all_gather(packed.view(-1), source.names, Purpose.WHOLE_STATE).wait()
+        core.collectives.all_gather(packed.view(-1), source.names, Purpose.WHOLE_STATE, layout.label).wait()
         rows = [dict(zip(held, row, strict=True)) for row in packed]
     for piece in source.pieces:
         numel = core.layout.parameters[piece.parameter].numel
@@ -241,7 +242,7 @@ def _send(core: Core, sources: list[_Source], flats: Flats) -> None:
     for source in sources:
         parts = source.parts(flats)
         message = torch.cat(parts)
-        core.collectives.broadcast(message, source.names, Purpose.WHOLE_STATE)
+        core.collectives.broadcast(message, source.names, Purpose.WHOLE_STATE, source.bucket.layout.label)
         for part, sent in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(sent)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardengine import mesh as mesh_module
 from shardengine.lion import Lion
 from tests import oracle
 
+LossOf = Callable[[Any, int, int, int], Any]
+"""``loss_of(model, step, rank, micro)``."""
 VOCAB, LENGTH = 51, 12
 CLIP = 0.7
 
@@ -148,8 +151,8 @@ def make_engine(
 
 
 def copy_out(tensor: Tensor) -> Tensor:
-    """A copy that may leave the process (a view of an arena must not be turned into numpy)."""
-    return tensor.detach().clone()
+    """A copy on the CPU that may leave the process (a view of an arena must not be turned into numpy)."""
+    return tensor.detach().clone().cpu()
 
 
 def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
@@ -157,7 +160,7 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
     optimizer = engine.optimizer
     assert optimizer is not None
     names = [spec.name for spec in engine._core.layout.parameters]
-    return [(names[i], key, first, values.clone().numpy()) for i, key, first, values in optimizer.parameter_state()]
+    return [(names[i], key, first, copy_out(values).numpy()) for i, key, first, values in optimizer.parameter_state()]
 
 
 def digest(pieces: list[list[tuple[str, str, int, Any]]]) -> str:
@@ -181,21 +184,37 @@ def assemble(pieces: list[list[tuple[str, str, int, Any]]]) -> dict[tuple[str, s
     return {at: np.concatenate([part for _, part in sorted(parts.items())]) for at, parts in whole.items()}
 
 
-def train_engine(model: str, kind: str, config: dict[str, Any], steps: int = 10) -> dict[str, Any]:
-    """One rank's run of the shared training: losses, norms, weights (rank 0) and this rank's optimizer state."""
-    network = MODELS[model]()
-    engine = make_engine(network, config, kind)
+def run_micro_batch(engine: Any, loss_of: LossOf, step: int, micro: int) -> float:
+    """The ordinary micro-batch: forward, backward, ``engine.step()``. Its loss."""
+    loss = loss_of(engine, step, engine.rank, micro)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def run_steps(
+    engine: shardengine.Engine,
+    steps: int,
+    loss_of: LossOf = loss_of,
+    run: Callable[[Any, LossOf, int, int], float] = run_micro_batch,
+    before: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Train, in one rank: losses of all micro-batches, norms, weights (whole, rank 0), this rank's optimizer state.
+
+    run: one micro-batch, as ``run_micro_batch`` does it · before: called with the number of each step before it.
+    """
     losses, norms = [], []
     for step in range(steps):
-        row = []
-        for micro in range(engine.gradient_accumulation_steps()):
-            loss = loss_of(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
+        before(step)
+        losses.append([run(engine, loss_of, step, micro) for micro in range(engine.gradient_accumulation_steps())])
         norms.append(engine.get_global_grad_norm())
-    state = {name: copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
-    result = {"losses": losses, "norms": norms, "weights": state, "state": local_state(engine)}
+    weights = {name: copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
+    return {"losses": losses, "norms": norms, "weights": weights, "state": local_state(engine)}
+
+
+def train_engine(model: str, kind: str, config: dict[str, Any], steps: int = 10) -> dict[str, Any]:
+    """One rank's run of the shared training: losses, norms, weights (rank 0) and this rank's optimizer state."""
+    engine = make_engine(MODELS[model](), config, kind)
+    result = run_steps(engine, steps)
     engine.close()
     return result

@@ -15,7 +15,7 @@ set of parameters and adds their gradients up in the declared order:
 - norm: squares added in fp64, the root rounded once to fp32; clipping divides by max(1, (norm + 1e-6) / max_norm)
 - a parameter that no rank used in the window is not touched by the optimizer
 - the optimizer's arithmetic: torch's fused CPU kernels on tensors padded with zeros to a multiple of 16 elements
-- buffers: before the first micro-batch of a step every rank has rank 0's
+- buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
 """
 
 from __future__ import annotations
@@ -77,13 +77,17 @@ def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
 
 @dataclass
 class Trace:
-    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step; the rest after the last step."""
+    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step; the rest after the last step.
+
+    shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not.
+    """
 
     losses: list[list[list[float]]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    shown: dict[str, Tensor] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
     optimizer: PaddedOptimizer | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -99,6 +103,7 @@ class PaddedOptimizer:
     def __init__(self, kind: str, groups: list[dict[str, Any]], masters: dict[Tensor, Tensor]) -> None:
         self.kind, self.groups = kind, groups
         self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": pad(m)} for p, m in masters.items()}
+        self.state_names = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(kind, ("exp_avg", "exp_avg_sq"))
 
     def step(self, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> None:
         for group in self.groups:
@@ -109,8 +114,7 @@ class PaddedOptimizer:
     def _step_one(self, p: Tensor, grad: Tensor, group: dict[str, Any], divisor: Tensor | None) -> None:
         state = self.state.setdefault(p, {"step": 0})
         flat, g = state.get("master", pad(p.detach())), pad(grad)
-        names = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(self.kind, ("exp_avg", "exp_avg_sq"))
-        buffers = [state.setdefault(name, torch.zeros_like(flat)) for name in names]
+        buffers = [state.setdefault(name, torch.zeros_like(flat)) for name in self.state_names]
         state["step"] += 1
         if self.kind == "SGD":
             torch._fused_sgd_(
@@ -148,14 +152,16 @@ def train(
     mean: bool = True,
     wire: torch.dtype | None = None,
     low: torch.dtype | None = None,
+    own_buffers: bool = False,
     earlier: Trace | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
-    it and the given values become their master weights. earlier: training goes on from there up to ``steps``, with
-    ``groups`` and trainable parameters as they are now; masters of those that join are the weights.
+    it and the given values become their master weights. own_buffers: rank 0's are not sent. earlier: training goes on
+    from there up to ``steps``, with ``groups`` and trainable parameters as they are now; masters of those that join are
+    the weights.
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
@@ -167,6 +173,7 @@ def train(
         optimizer.state |= trace.optimizer.state
     trace.optimizer = optimizer
     buffers = list(model.buffers())
+    held = [[b.clone() for b in buffers] for _ in range(ranks)]
     fires: dict[Tensor, Fires] = {}
 
     def collect(p: Tensor) -> None:
@@ -178,10 +185,9 @@ def train(
     for step in range(len(trace.losses), steps):
         windows: list[list[list[dict[Tensor, Fires]]]] = []  # backward of the micro-batch, rank, micro-batch
         losses = [[0.0] * micros for _ in range(ranks)]
-        before = [b.clone() for b in buffers]
-        after_rank0: list[Tensor] = []
+        rank0s = held[0]
         for rank in range(ranks):
-            for b, old in zip(buffers, before, strict=True):
+            for b, old in zip(buffers, held[rank] if own_buffers else rank0s, strict=True):
                 b.copy_(old)
             for micro in range(micros):
                 found = loss_of(model, step, rank, micro)
@@ -192,9 +198,8 @@ def train(
                         windows.append([[{} for _ in range(micros)] for _ in range(ranks)])
                     windows[number][rank][micro].update(fires)
                     fires.clear()
-            if rank == 0:
-                after_rank0 = [b.clone() for b in buffers]
-        for b, new in zip(buffers, after_rank0, strict=True):
+            held[rank] = [b.clone() for b in buffers]
+        for b, new in zip(buffers, held[0], strict=True):
             b.copy_(new)
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
@@ -210,8 +215,9 @@ def train(
     for handle in handles:
         handle.remove()
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trace.buffers = {name: b.clone() for name, b in model.named_buffers()}
+    trace.shown = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    trace.trained = [names[p] for p in trained]
     trace.gradients = {names[p]: g for p, g in complete.items()} if steps else {}
     for p, state in optimizer.state.items():
         flat = {

@@ -168,6 +168,13 @@ def lora(dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def two_dtypes() -> nn.Module:
+    """Two blocks in bf16 and one of both dtypes, between parts in fp32, all trained."""
+    torch.manual_seed(21)
+    low = [models.OwnDtypeBlock().bfloat16() for _ in range(2)]
+    return Net([*low, models.MixedBlock()], models.in_order)
+
+
 def unused() -> nn.Module:
     """A whole block and a layer of the root that no rank ever uses."""
     model = net(route=models.skipping(lambda number, at: number == 1))

@@ -29,6 +29,18 @@ class At:
 Route = Callable[[Any, Tensor, At], Tensor]
 
 
+class Explode(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
 class Block(nn.Module):
     """Two linear layers with a residual. At stage 3 a unit, as it is repeated in a ModuleList."""
 
@@ -132,6 +144,24 @@ class LoraBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.base(x.to(self.base.weight.dtype)).float() + self.b(self.a(x)))
+
+
+class OwnDtypeBlock(Block):
+    """Computes in the dtype of its first layer."""
+
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        return super().forward(x.to(self.up.weight.dtype)).float()
+
+
+class MixedBlock(Block):
+    """Its second layer is bf16: a unit with parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.bfloat16()
+
+    def forward(self, x: Tensor, choice: Any = None) -> Any:
+        return x + self.down(torch.tanh(self.up(x)).bfloat16()).float()
 
 
 class TableBlock(nn.Module):

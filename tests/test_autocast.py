@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests import cases, oracle
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 STEPS = 4
@@ -34,19 +34,8 @@ def train(runs: list[tuple[str, str, str, int, str]]) -> list[dict[str, Any]]:
     for model, kind, stage, micros, who in runs:
         options = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if who == "config" else {}
         engine = cases.make_engine(cases.MODELS[model](), cases.config_of(stage, micros, **options), kind)
-        losses, norms = [], []
         with torch.autocast("cpu", torch.bfloat16) if who == "loop" else nullcontext():
-            for step in range(STEPS):
-                row = []
-                for micro in range(micros):
-                    loss = (loss_of if who == "loss" else cases.loss_of)(engine, step, engine.rank, micro)
-                    engine.backward(loss)
-                    row.append(loss.item())
-                    engine.step()
-                losses.append(row)
-                norms.append(engine.get_global_grad_norm())
-        weights = {name: cases.copy_out(value).numpy() for name, value in engine.state_dict().items()}
-        results.append({"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)})
+            results.append(cases.run_steps(engine, STEPS, loss_of if who == "loss" else cases.loss_of))
         engine.close()
     return results
 
@@ -67,7 +56,7 @@ def check(pools: Callable[[int], RankPool], ranks: int, runs: list[tuple[str, st
     for number, (model, kind, stage, micros, where) in enumerate(runs):
         order = cases.LETTER[stage] if micros > 1 else "full"
         expected = truth(model, kind, ranks, micros, order, loop=where == "loop")
-        assert_equal_to_truth([answer[number] for answer in answers], expected)
+        assert_equal_to_truth([answer[number] for answer in answers], expected, runs[number])
 
 
 @pytest.mark.parametrize("micros", [1, 3])

@@ -13,7 +13,8 @@ from torch import nn
 
 import shardengine
 from shardengine.errors import MismatchError, UsageError
-from tests import cases
+from tests import cases, oracle
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -28,18 +29,42 @@ def digest(engine: shardengine.Engine) -> str:
     return cases.digest([cases.local_state(engine)])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_for_a_loss_that_is_no_scalar(stage: str) -> None:
-    torch.manual_seed(3)
+def losses_and_weights(model: Any, step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(cases.seed_of(step, rank, micro))
     x, weights = torch.randn(5, 7), torch.randn(5, 3)
-    engine, plain = engine_of(stage, micros=2), engine_of(stage, micros=2)
-    for _ in range(2):
-        engine.backward(engine(x), weights)
-        plain.backward((plain(x) * weights).sum())
+    return model(x).square(), weights
+
+
+def weighted_sum(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+    losses, weights = losses_and_weights(model, step, rank, micro)
+    return (losses * weights).sum()
+
+
+def train_without_a_scalar(stage: str, kind: str) -> dict[str, Any]:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, 2), kind)
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        losses, weights = losses_and_weights(engine, step, engine.rank, micro)
+        scaled = engine.backward(losses, weights)
+        assert torch.equal(scaled, losses.detach() / 2)
         engine.step()
-        plain.step()
-    assert engine.global_steps == 1
-    assert digest(engine) == digest(plain)
+        return float((losses.detach() * weights).sum().item())
+
+    result = cases.run_steps(engine, 3, run=run_micro_batch)
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_for_a_loss_that_is_no_scalar(pools: Pools, stage: str, kind: str) -> None:
+    """Two micro-batches: half of the gradient, then the sum, has the bits of the sum's own half."""
+    model = cases.make_mlp()
+    expected = oracle.train(
+        model, weighted_sum, ranks=2, micros=2, steps=3, kind=kind, groups=cases.groups_of(model, kind),
+        order=cases.LETTER[stage], clip=cases.CLIP,
+    )  # fmt: skip
+    assert_equal_to_truth(pools(2).run(train_without_a_scalar, stage, kind), expected)
 
 
 def test_a_loss_that_is_no_scalar_without_a_gradient_is_refused() -> None:
@@ -186,7 +211,7 @@ def test_gradients_of_gradients_and_a_model_that_calls_itself(stage: str) -> Non
         optimizer.zero_grad()
         with torch.no_grad():
             x = torch.ones(2, 7)
-            for ours, theirs in zip(engine.module(x, x), plain(x, x), strict=True):
+            for ours, theirs in zip(engine.module(x, x), plain(x, x), strict=True):  # as above, over three steps
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

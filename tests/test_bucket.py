@@ -16,6 +16,13 @@ def one_arena(rank: int = 0) -> Arena:
     return arena
 
 
+def detached_arena() -> Arena:
+    arena = one_arena()
+    for bucket in arena.buckets:
+        bucket.detach_shard()
+    return arena
+
+
 def test_views_have_the_shapes_and_places_of_the_slots() -> None:
     arena = one_arena()
     arena.flat.copy_(torch.arange(64))
@@ -28,7 +35,7 @@ def test_an_arena_starts_as_zeros_so_that_padding_is_zero() -> None:
 
 
 def test_release_frees_the_memory_and_allocate_brings_it_back_under_the_same_views() -> None:
-    arena = one_arena()
+    arena = detached_arena()
     view, full, key = arena.views[1], arena.buckets[1].full, arena.storage_key
     assert arena.storage_bytes == 256
     arena.release()
@@ -47,7 +54,7 @@ def test_allocate_leaves_an_allocated_arena_as_it_is() -> None:
 
 
 def test_an_abandoned_storage_is_left_to_the_views_outside() -> None:
-    arena = one_arena()
+    arena = detached_arena()
     arena.flat.copy_(torch.arange(64))
     outside, key = arena.views[0], arena.storage_key
     arena.release(abandon=True)
@@ -58,7 +65,7 @@ def test_an_abandoned_storage_is_left_to_the_views_outside() -> None:
 
 
 def test_after_abandon_views_and_buckets_are_those_of_the_new_storage() -> None:
-    arena = one_arena()
+    arena = detached_arena()
     arena.release(abandon=True)
     arena.allocate()
     arena.flat.copy_(torch.arange(64))
@@ -84,7 +91,7 @@ def test_a_relocated_arena_has_its_contents_in_other_memory() -> None:
 
 
 def test_a_storage_that_numpy_has_seen_is_released_all_the_same() -> None:
-    arena = one_arena()
+    arena = detached_arena()
     arena.flat.fill_(2)
     array = arena.views[1].numpy()
     arena.release()
@@ -110,6 +117,14 @@ def test_a_detached_shard_is_loaded_into_its_slice_alone() -> None:
     bucket.shard.fill_(4)
     bucket.load_shard()
     assert bucket.full.tolist() == [0.0] * 16 + [4.0] * 16
+
+
+def test_shards_that_lie_in_an_arena_are_not_released_with_it() -> None:
+    arena = one_arena()
+    arena.buckets[0].detach_shard()
+    for abandon in (False, True):
+        arena.release(abandon=abandon)
+        assert arena.storage_bytes == 256
 
 
 def test_a_shard_survives_the_release_of_its_arena() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardengine.checkpoint import files
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
@@ -19,11 +20,21 @@ from tests.ranks import RankPool
 Pools = Callable[[int], RankPool]
 
 
+def schedule(optimizer: Any) -> Any:
+    """Schedules in schedules in a schedule; the rate drops before the fifth step, and after it."""
+    rates = torch.optim.lr_scheduler
+    parts = [rates.LinearLR(optimizer, total_iters=2), rates.MultiStepLR(optimizer, [1, 6], gamma=0.5)]
+    return rates.ChainedScheduler(
+        [rates.SequentialLR(optimizer, parts, [2]), rates.ConstantLR(optimizer, 0.9, total_iters=7)], optimizer
+    )
+
+
 def make(model: str, kind: str, stage: str, micros: int = 1, low: bool = False, **zero: Any) -> Any:
     options: dict[str, Any] = {"bf16": {"enabled": True}, "overlap_param_gather": True} if low else {}
     return cases.make_engine(
         cases.MODELS[model](), cases.config_of(stage, micros, zero=zero, **options), kind,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 8], gamma=0.5),
+        lr_scheduler=schedule if kind == "SGD"
+        else lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 8], gamma=0.5),
     )  # fmt: skip
 
 
@@ -81,6 +92,8 @@ def test_resuming_is_bit_exact(
     if (ranks, micros, stage) == (2, 3, "3"):
         pools(ranks).stop()  # new processes once
     after = pools(ranks).run(resumed, str(tmp_path), kind, stage, micros, low)
+    rates = [row[1] for row in before[0]["rows"] if isinstance(row, tuple)]
+    assert rates[-1] < rates[0], "the schedule changes nothing after the checkpoint"
     for one, two in zip(before, after, strict=True):
         assert one["rows"] == two["rows"] and one["counters"] == two["counters"]
         for name, value in one["weights"].items():
@@ -88,6 +101,38 @@ def test_resuming_is_bit_exact(
     whole = [cases.assemble([result["state"] for result in results]) for results in (before, after)]
     assert whole[0].keys() == whole[1].keys()
     assert all(flat.tobytes() == whole[1][at].tobytes() for at, flat in whole[0].items())
+
+
+def own_statistics(folder: str) -> dict[str, list[Any]]:
+    """Without broadcast_buffers: the buffers as saved, after two more steps, as loaded, after the two steps again."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 3))
+    engine = cases.make_engine(model, cases.config_of("2", broadcast_buffers=False))
+    found = {}
+
+    def train(name: str, first: int, last: int) -> None:
+        for step in range(first, last):
+            torch.manual_seed(cases.seed_of(step, engine.rank, 0))
+            engine.backward(engine(torch.randn(5, 7)).square().mean())
+            engine.step()
+        found[name] = [cases.copy_out(buffer).numpy() for buffer in model.buffers()]
+
+    train("saved", 0, 2)
+    engine.save_checkpoint(folder)
+    train("after", 2, 4)
+    engine.load_checkpoint(folder)
+    train("loaded", 2, 2)
+    train("again", 2, 4)
+    engine.close()
+    return found
+
+
+def test_buffers_that_are_not_broadcast_are_every_ranks_own(pools: Pools, tmp_path: Path) -> None:
+    results = pools(2).run(own_statistics, str(tmp_path))
+    assert results[0]["saved"][0].tobytes() != results[1]["saved"][0].tobytes()
+    for found in results:
+        for one, two in (("saved", "loaded"), ("after", "again")):
+            assert [b.tobytes() for b in found[one]] == [b.tobytes() for b in found[two]], one
 
 
 def saves(folder: str, stage: str = "3", count: int = 1) -> None:
@@ -158,6 +203,7 @@ def fails_on_one(folder: str, where: str) -> str:
         text = str(error)
     finally:
         setattr(files, name, original)
+    assert engine._core.collectives.faults._told is None, "every rank raised: nothing is told besides"
     engine.load_checkpoint(folder)
     text += f" {engine.global_steps}"
     engine.close()

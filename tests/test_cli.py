@@ -29,14 +29,29 @@ def test_schema(capsys: pytest.CaptureFixture[str]):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(json_schema()))
 
 
-@pytest.mark.parametrize("flag", [["--resolved"], []])
-def test_resolved_prints_every_value_with_its_source(flag: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(["config", str(CONFIGS / "zero2.json"), *flag, "--ranks", "3"]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+def config_rows(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, list[str]]:
+    """key → the rest of its line."""
+    assert main(["config", *options]) == 0
+    return {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+
+
+def test_resolved_prints_every_value_with_its_source(capsys: pytest.CaptureFixture[str]):
+    rows = config_rows(capsys, str(CONFIGS / "zero2.json"), "--resolved", "--ranks", "3")
     assert rows["zero_optimization.stage"] == ["2", "file"]
     assert rows["overlap_comm"] == ["true", "default"]
     assert rows["train_batch_size"] == ["24", "derived"]
     assert set(rows) == {key for key, _, _ in load_config(CONFIGS / "zero2.json").resolve_batch(3).resolved()}
+
+
+def test_without_resolved_only_what_the_file_sets_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "small.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}', encoding="utf-8")
+    given = {"train_micro_batch_size_per_gpu": ["4", "file"], "zero_optimization.stage": ["2", "file"]}
+    assert config_rows(capsys, str(path)) == given
+    derived = {"train_batch_size": ["12", "derived"], "gradient_accumulation_steps": ["1", "derived"]}
+    assert config_rows(capsys, str(path), "--ranks", "3") == given | derived
+    assert main(["config", str(path)]) == 0
+    assert "gradients are not clipped" in capsys.readouterr().err
 
 
 def test_a_config_error_lists_all_problems_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -21,9 +21,10 @@ Pools = Callable[[int], RankPool]
 WIDTH = 48
 
 
-def of_rank(rank: int, ranks: int) -> torch.Tensor:
-    """A tensor of the bucket's full length, other values on every rank."""
-    return torch.randn(ranks * WIDTH, generator=torch.Generator().manual_seed(rank))
+def of_rank(rank: int, ranks: int, *, whole: bool = False) -> torch.Tensor:
+    """A tensor of the bucket's full length, other values on every rank; whole: numbers whose sums are exact."""
+    values = torch.randn(ranks * WIDTH, generator=torch.Generator().manual_seed(rank))
+    return (values * 1000).round() if whole else values
 
 
 def gathers(broadcasts: bool) -> list[Any]:
@@ -48,17 +49,17 @@ def test_an_all_gather_brings_every_slice_to_every_rank(pools: Pools, ranks: int
 
 
 def reduces(direct: bool, in_place: bool) -> list[Any]:
-    """Whether this rank's slice of the sum is the tree sum, in bits (direct) or nearly so; and the bytes counted."""
+    """Whether this rank's slice is the tree sum in bits, of any numbers (direct) or whole ones; the bytes counted."""
     link = collectives(direct=direct)
     rank, ranks = link.mesh.rank, link.mesh.ranks
     mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
-    expected = oracle.tree_sum([of_rank(r, ranks)[mine] for r in range(ranks)])
+    expected = oracle.tree_sum([of_rank(r, ranks, whole=not direct)[mine] for r in range(ranks)])
     right = True
     for _ in range(2):  # the second time in buffers of the pool
-        full = of_rank(rank, ranks)
+        full = of_rank(rank, ranks, whole=not direct)
         out = full[mine] if in_place else torch.empty(WIDTH)
         link.reduce_scatter(full, out, ["a"]).wait()
-        right &= torch.equal(out, expected) if direct else torch.allclose(out, expected, rtol=1e-6, atol=1e-6)
+        right &= torch.equal(out, expected)
     return [right, dict(link.sent), link._pool.allocated_bytes]
 
 

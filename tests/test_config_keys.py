@@ -34,7 +34,8 @@ FROZEN = {
     "LATER": """
         activation_checkpointing.cpu_offload activation_checkpointing.enabled aio.block_size aio.queue_depth
         aio.thread_count bf16.stochastic_rounding checkpoint.async_save
-        checkpoint.keep_last comm_hook.name comm_hook.params comms_logger.debug comms_logger.enabled
+        checkpoint.keep_last checkpoint.load_universal
+        comm_hook.name comm_hook.params comms_logger.debug comms_logger.enabled
         comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose
         data_types.grad_accum_dtype data_types.reduce_dtype fp16.auto_cast fp16.consecutive_hysteresis
         fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
@@ -43,7 +44,8 @@ FROZEN = {
         monitor.tensorboard.enabled monitor.tensorboard.job_name monitor.tensorboard.output_path
         monitor.wandb.enabled monitor.wandb.group monitor.wandb.project monitor.wandb.team
         static_graph torch_autocast.lower_precision_safe_modules
-        wall_clock_breakdown zero_allow_untested_optimizer zero_optimization.offload_optimizer.buffer_count
+        wall_clock_breakdown zero_allow_untested_optimizer zero_optimization.elastic_checkpoint
+        zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.fast_init
         zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.pipeline zero_optimization.offload_optimizer.pipeline_read
@@ -63,12 +65,12 @@ FROZEN = {
         activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints
         activation_checkpointing.partition_activations activation_checkpointing.profile
         activation_checkpointing.synchronize_checkpoint_boundary aio.overlap_events aio.single_submit
-        aio.use_gds checkpoint.load_universal checkpoint.parallel_write checkpoint.tag_validation
+        aio.use_gds checkpoint.parallel_write checkpoint.tag_validation
         checkpoint.use_node_local_storage dataloader_drop_last disable_allgather dump_state
         gradient_predivide_factor memory_breakdown optimizer.legacy_fusion prescale_gradients
         zero_force_ds_cpu_optimizer zero_optimization.allgather_bucket_size
         zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
-        zero_optimization.cpu_offload_use_pin_memory zero_optimization.elastic_checkpoint
+        zero_optimization.cpu_offload_use_pin_memory
         zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1
         zero_optimization.load_from_fp32_weights zero_optimization.log_trace_cache_warnings
         zero_optimization.memory_efficient_linear zero_optimization.override_module_apply

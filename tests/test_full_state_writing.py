@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardengine.errors import ShardEngineError
 from tests import cases, oracle
-from tests.parity.test_special_cases import assert_equal
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.test_full_state import DTYPES, MODELS, STAGES, STATES, STEPS, backward, make, truth
 
@@ -46,33 +46,27 @@ def write_states(states: dict[str, Any], model: str, kind: str, rank: int) -> No
 
 def trains(engine: Any, model: str, kind: str, way: str) -> dict[str, Any]:
     """Three steps with what ``way`` says written; every rank writes something else, rank 0's counts."""
-    losses: list[list[float]] = []
-    norms = []
-    for step in range(STEPS):
-        row = []
-        micros = engine.gradient_accumulation_steps()
-        for micro in range(micros):
-            loss = MODELS[model][1](engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            if micro + 1 < micros:
-                engine.step()
-        if way == "doubled":
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        loss = loss_of(engine, step, engine.rank, micro)
+        engine.backward(loss)
+        last = micro + 1 == engine.gradient_accumulation_steps()
+        if last and way == "doubled":
             with engine.full_grads(writable=True) as gradients:
                 for gradient in gradients.values():
                     if gradient is not None:
                         gradient.mul_(2.0 if engine.rank == 0 else 77.0)
-        if way == "written" and step == WHEN:
+        writes = last and way == "written" and step == WHEN
+        if writes:
             with engine.full_grads(TARGETS[model], writable=True) as gradients:
                 write_gradients(gradients, model, engine.rank)
-        norms.append(engine.get_global_grad_norm())
         engine.step()
-        if way == "written" and step == WHEN:
+        if writes:
             with engine.full_optimizer_state(TARGETS[model], writable=True) as states:
                 write_states(states, model, kind, engine.rank)
-        losses.append(row)
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    return {"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)}
+        return float(loss.item())
+
+    return cases.run_steps(engine, STEPS, MODELS[model][1], run_micro_batch)
 
 
 def trains_all(model: str, kind: str, micros: int, options: dict[str, Any], way: str) -> dict[str, Any]:
@@ -152,7 +146,7 @@ def test_written_by_rank_0_is_what_all_train_on_with(
     for stage in STAGES:
         expected = truth(model, ranks, micros, stage, kind, low)
         assert expected.norms[WHEN] != plain.norms[WHEN] and expected.losses[-1] != plain.losses[-1]
-        assert_equal([result[stage] for result in results], expected)
+        assert_equal_to_truth([result[stage] for result in results], expected)
 
 
 @pytest.mark.parametrize(("ranks", "micros", "dtype"), [(2, 1, "fp32"), (3, 3, "bf16")])
@@ -169,7 +163,7 @@ def test_doubled_gradients_are_those_of_a_doubled_loss(
     for stage in STAGES:
         expected = truth("mlp", ranks, micros, stage, "SGD", torch.bfloat16 if dtype == "bf16" else None)
         expected.losses = [[[loss / 2 for loss in row] for row in rows] for rows in expected.losses]
-        assert_equal([result[stage] for result in results], expected)
+        assert_equal_to_truth([result[stage] for result in results], expected)
 
 
 # Nothing is written
@@ -220,20 +214,17 @@ def refused(stage: str) -> dict[str, Any]:
 
         return work
 
-    losses, norms = [], []
-    for step in range(STEPS):
-        row = []
-        for micro in range(3):
-            loss = cases.loss_of(engine, step, engine.rank, micro)
-            row.append(loss.item())
-            if step == 1:  # without the engine: full_grads itself ends the backward
-                (loss / 3).backward()
-            else:
-                engine.backward(loss)
-            if micro == 0:
-                said["early"] = attempt(opens(grads))
-            if micro < 2:
-                engine.step()
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        loss = loss_of(engine, step, engine.rank, micro)
+        if step == 1:  # without the engine: full_grads itself ends the backward
+            (loss / 3).backward()
+        else:
+            engine.backward(loss)
+        if micro == 0:
+            said["early"] = attempt(opens(grads))
+        if micro < 2:
+            engine.step()
+            return float(loss.item())
         different = NAME if engine.rank == 0 else "out.weight"
         for key, call in (("gradients", grads), ("states", states)):
             said[f"{key}: unknown"] = attempt(opens(call, ["out.bais"]))
@@ -245,11 +236,10 @@ def refused(stage: str) -> dict[str, Any]:
         said["state: entry"] = spoiled(states, lambda found: found.update({NAME: {}}))
         said["state: unknown key"] = spoiled(states, lambda found: found[NAME].update(exp_average=1))
         said["state: step"] = spoiled(states, lambda found: found[NAME].update(step=-1))
-        norms.append(engine.get_global_grad_norm())
         said["state: stepped inside"] = spoiled(states, lambda found: engine.step())
-        losses.append(row)
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    result = {"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)}
+        return float(loss.item())
+
+    result = cases.run_steps(engine, STEPS, run=run_micro_batch)
     backward(engine, "mlp", STEPS)
     said["gradient: zero_grad inside"] = spoiled(grads, lambda found: engine.zero_grad())
     engine.close()
@@ -277,7 +267,7 @@ EXPECTED = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_raises_writes_nothing_and_training_goes_on(pools: Pools, stage: str, ranks: int) -> None:
     results = pools(ranks).run(refused, stage)
-    assert_equal(results, truth("mlp", ranks, 3, stage, "AdamW"))
+    assert_equal_to_truth(results, truth("mlp", ranks, 3, stage, "AdamW"))
     for rank, result in enumerate(results):
         for key, text in EXPECTED.items():
             assert text in result["said"][key], f"rank {rank}, {key}"

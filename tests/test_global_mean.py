@@ -16,9 +16,11 @@ from shardengine.app import data, global_mean, loop
 from shardengine.app.data import Batch, Rows
 from shardengine.app.together import Together
 from shardengine.errors import UsageError
-from tests.cases import LENGTH, VOCAB, make_llama, mesh_of_this_process
+from tests.cases import LENGTH, STAGES, VOCAB, make_llama, mesh_of_this_process
 
-STEPS, SEED, RATE = 3, 5, 0.5
+STEPS, SEED = 3, 5
+# AdamW divides a gradient by its own size: eps is above the rounding of gradients, which would move weights otherwise
+OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.5}, "AdamW": {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}}
 # Both sides add the same fp32 terms, in another order: over tokens at once here, over micro-batches and ranks there,
 # with batches of another size in every matrix product. Three steps move that rounding into the weights.
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
@@ -52,20 +54,24 @@ def naive_fetch(batches: Iterator[Batch], count: int, together: Together) -> glo
     return global_mean.GlobalBatch(mine, [1.0] * count, 1)
 
 
-def engine_of_case(together: Together, stage: int, k: int) -> shardengine.Engine:
+def engine_of_case(together: Together, stage: str, k: int, kind: str = "SGD") -> shardengine.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": k,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 4000},
+        "optimizer": {"type": kind, "params": OPTIMIZERS[kind]},
+        "zero_optimization": {**STAGES[stage], "reduce_bucket_size": 4000},
     }
     return shardengine.initialize(make_llama(), config, mesh=together.mesh)
 
 
-def run_case(stage: int, k: int, how: str = "") -> tuple[list[float], list[float], dict[str, Tensor], float]:
-    """(losses, gradient norms, weights of rank 0 at the end, validation loss) of a few steps of the loop."""
+Run = tuple[list[float], list[float], dict[str, Tensor], float]
+"""Losses, gradient norms, weights of rank 0 at the end, validation loss."""
+
+
+def run_case(stage: str, k: int, how: str = "", kind: str = "SGD") -> Run:
+    """A few steps of the loop."""
     together = Together(mesh_of_this_process())
-    engine = engine_of_case(together, stage, k)
+    engine = engine_of_case(together, stage, k, kind)
     batches = data.training_batches(unequal_rows(), 2, engine.rank, engine.world_size, SEED)
     if how == "one without":
         batches = one_without_valid_tokens(engine.rank)
@@ -95,10 +101,11 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     return losses.sum() / (labels != -100).sum()
 
 
-def plain(streams: list[Iterator[Batch]], k: int) -> tuple[list[float], list[float], dict[str, Tensor], float]:
+def plain(streams: list[Iterator[Batch]], k: int, kind: str = "SGD") -> Run:
     """As ``run_case``, by one process of plain torch that sees each global batch whole."""
     model = make_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    classes: dict[str, Any] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+    optimizer = classes[kind](model.parameters(), **OPTIMIZERS[kind])
     losses, norms = [], []
     for _ in range(STEPS):
         parts = [next(stream) for stream in streams for _ in range(k)]
@@ -122,12 +129,14 @@ def assert_equal_runs(found: Any, expected: Any) -> None:
     assert found[3] == pytest.approx(expected[3], rel=2e-5)
 
 
+@pytest.mark.parametrize(("kind", "stages"), [("SGD", ("0", "2", "3")), ("AdamW", ("1", "3k"))])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_unequal_masks_equal_one_process_that_sees_the_global_batch(pools, ranks: int, k: int):
-    expected = plain([data.training_batches(unequal_rows(), 2, rank, ranks, SEED) for rank in range(ranks)], k)
-    for stage in (0, 2, 3):
-        results = pools(ranks).run(run_case, stage, k)
+def test_unequal_masks_equal_one_process_that_sees_the_global_batch(pools, ranks: int, k: int, kind: str, stages):
+    streams = [data.training_batches(unequal_rows(), 2, rank, ranks, SEED) for rank in range(ranks)]
+    expected = plain(streams, k, kind)
+    for stage in stages:
+        results = pools(ranks).run(run_case, stage, k, "", kind)
         assert_equal_runs(results[0], expected)
         assert [result[0] for result in results] == [results[0][0]] * ranks  # every rank reports the same loss
 
@@ -135,7 +144,7 @@ def test_unequal_masks_equal_one_process_that_sees_the_global_batch(pools, ranks
 @pytest.mark.parametrize(("ranks", "k"), [(2, 1), (1, 2), (3, 2)])
 def test_a_mean_of_means_is_something_else(pools, ranks: int, k: int):
     expected = plain([data.training_batches(unequal_rows(), 2, rank, ranks, SEED) for rank in range(ranks)], k)
-    found = pools(ranks).run(run_case, 0, k, "naive")[0]
+    found = pools(ranks).run(run_case, "0", k, "naive")[0]
     with pytest.raises(AssertionError):
         assert_equal_runs(found, expected)
     assert abs(found[0][0] - expected[0][0]) > 1e-3
@@ -145,7 +154,7 @@ def test_a_mean_of_means_is_something_else(pools, ranks: int, k: int):
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_micro_batch_without_valid_tokens_weighs_nothing(pools, k: int):
     expected = plain([one_without_valid_tokens(rank) for rank in range(2)], k)
-    for stage in (1, 3):
+    for stage in ("1", "3"):
         assert_equal_runs(pools(2).run(run_case, stage, k, "one without")[0], expected)
 
 
@@ -181,7 +190,7 @@ def test_the_loss_of_a_step_without_masks_keeps_its_bits():
     ids = torch.arange(40 * LENGTH).view(40, LENGTH) % VOCAB
     results = []
     for fetch in (global_mean.fetch, naive_fetch):
-        engine = engine_of_case(together, 2, 2)
+        engine = engine_of_case(together, "2", 2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(global_mean, "fetch", fetch)
             batches = data.training_batches(Rows(ids, ids), 2, 0, 1, SEED)

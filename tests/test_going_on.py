@@ -11,23 +11,12 @@ from torch import Tensor, nn
 
 from shardengine.errors import UsageError
 from tests import cases
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
+from tests.special_models import Explode
 
 Pools = Callable[[int], RankPool]
 STAGES = list(cases.STAGES)
-
-
-class Explode(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
 
 
 def failing_loss(engine: Any) -> Tensor:
@@ -44,8 +33,8 @@ def failing_loss(engine: Any) -> Tensor:
 def train_through_failures(stage: str, micros: int) -> dict[str, Any]:
     """As ``cases.train_engine``, but a backward raises before the first step and in the middle of a later window."""
     engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, micros, zero={"reduce_bucket_size": 600}))
-    losses, norms = [], []
-    for step in range(10):
+
+    def fail(step: int) -> None:
         if step in (0, 4):
             for micro in range(micros - 1):
                 engine.backward(cases.loss_of(engine, 77, engine.rank, micro))
@@ -58,16 +47,8 @@ def train_through_failures(stage: str, micros: int) -> dict[str, Any]:
             with pytest.raises(UsageError, match="zero_grad"):
                 engine.backward(cases.loss_of(engine, 78, engine.rank, 0))
             engine.zero_grad()
-        row = []
-        for micro in range(micros):
-            loss = cases.loss_of(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {name: value.numpy() for name, value in engine.state_dict().items()}
-    result = {"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)}
+
+    result = cases.run_steps(engine, 10, before=fail)
     engine.close()
     return result
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from shardengine import Engine
 from tests import cases
 from tests.ranks import RankPool
+from tests.sizes import padded
 
 Pools = Callable[[int], RankPool]
 
 FLOAT = 4
-ALIGN = 16
 WIDTH, BLOCKS = 96, 5
 BUCKET = 1024
 MICROS = 3
@@ -62,12 +62,6 @@ def make_tower() -> Tower:
 # The formulas
 
 
-def padded(counts: list[int], ranks: int) -> int:
-    """Elements of one flat storage: every parameter starts at a multiple of 16, the end is one of 16 · ranks."""
-    filled = sum(-(-count // ALIGN) * ALIGN for count in counts)
-    return -(-filled // (ALIGN * ranks)) * ALIGN * ranks
-
-
 BLOCK_PARAMETERS = [WIDTH * WIDTH, WIDTH, WIDTH * WIDTH, WIDTH]
 ROOT_PARAMETERS = [7 * WIDTH, WIDTH, 3 * WIDTH, 3]
 
@@ -81,7 +75,7 @@ def elements_of(stage: str, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes per rank at rest (LIMITS.md, fp32 training: 4 + 4 + 8 bytes, each whole or 1/N)."""
+    """Bytes per rank at rest (docs/limits.md, fp32 training: 4 + 4 + 8 bytes, each whole or 1/N)."""
 
     weights: int
     gradients: int

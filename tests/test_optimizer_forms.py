@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 import shardengine
 from shardengine.errors import UsageError
 from tests import cases, oracle
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.special_losses import CASES
 
@@ -81,6 +82,44 @@ def test_optimizer_forms_equal_the_oracle(pools: Pools, stage: str) -> None:
             assert result[form]["lr"] == ([0.002, 0.01] if "groups" in form else [0.01])
         for name, value in expected.parameters.items():
             assert torch.equal(results[0][form]["weights"][name], value), (form, name)
+
+
+def decaying(made_by: Any, decoupled: tuple[bool | None, bool | None]) -> shardengine.Engine:
+    """An engine at one rank whose two groups say (None: do not) whether weight decay is decoupled."""
+    model = cases.make_mlp()
+    groups = cases.groups_of(model, "Adam")
+    for group, said in zip(groups, decoupled, strict=True):
+        group |= {} if said is None else {"decoupled_weight_decay": said}
+    return shardengine.initialize(model, cases.config_of("2"), optimizer=made_by(groups))
+
+
+@pytest.mark.parametrize(
+    ("made_by", "decoupled", "kind"),
+    [
+        (torch.optim.Adam, (None, None), "Adam"),
+        (torch.optim.Adam, (True, True), "AdamW"),
+        (torch.optim.AdamW, (None, None), "AdamW"),
+        (torch.optim.AdamW, (False, False), "Adam"),
+    ],
+)
+def test_the_groups_say_whether_weight_decay_is_decoupled(made_by: Any, decoupled: Any, kind: str) -> None:
+    engine = decaying(made_by, decoupled)
+    result = cases.run_steps(engine, STEPS)
+    engine.close()
+    assert_equal_to_truth([result], cases.truth("mlp", kind, 1, 1, "full", steps=STEPS))
+
+
+@pytest.mark.parametrize(
+    ("made_by", "decoupled", "said"),
+    [
+        (torch.optim.Adam, (None, True), "=True in group 1, expected False"),
+        (torch.optim.Adam, (True, None), "=False in group 1, expected True"),
+        (torch.optim.AdamW, (None, False), "=False in group 1, expected True"),
+    ],
+)
+def test_groups_that_decay_in_different_ways_are_refused(made_by: Any, decoupled: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=f"decoupled_weight_decay{said} as in group 0"):
+        decaying(made_by, decoupled)
 
 
 def steps_without_optimizer() -> list[str]:

@@ -265,6 +265,7 @@ def peak_of_a_change(frozen: int) -> tuple[int, int, int, int]:
 
         def observed(full: Any, names: Any, purpose: Purpose, *what: str) -> Any:
             if purpose is Purpose.RELAYOUT:
+                assert what and "bucket" in what[0], "an error would not name it"
                 samples.append(sum(live_storages().values()))
             return all_gather(full, names, purpose, *what)
 

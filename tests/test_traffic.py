@@ -1,7 +1,7 @@
 """Bytes on the wire are at the lower bound, counted from outside of the engine.
 
-Owns: the formulas of LIMITS.md, written down once more from the model's own sizes, a counter around torch.distributed's
-functions, and the loopback interface's counter. Must not know how the engine cuts buckets.
+Owns: the formulas of docs/limits.md, written down once more from the model's own sizes, a counter around
+torch.distributed's functions, and the loopback interface's counter. Must not know how the engine cuts buckets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from shardengine import collectives
 from tests import cases
 from tests.ranks import RankPool
+from tests.sizes import padded
 
 Pools = Callable[[int], RankPool]
 
-ALIGN_BYTES = 64
 BLOCK = re.compile(r"(?:transformer\.h|blocks)\.\d+(?=\.)")
 DEVICES = Path("/proc/net/dev")
 WIDE, DEEP = 320, 6
@@ -93,13 +93,6 @@ def loss_of(model: Any, name: str, step: int, micro: int) -> Tensor:
 # The formulas
 
 
-def padded(counts: list[int], ranks: int, itemsize: int) -> int:
-    """Elements of one flat storage: every parameter starts at a multiple of 64 bytes, the end is one of 64 · ranks."""
-    align = ALIGN_BYTES // itemsize
-    filled = sum(-(-count // align) * align for count in counts)
-    return -(-filled // (align * ranks)) * align * ranks
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Bytes with padding. Where weights are sharded a block has a storage of its own, frozen ones too.
@@ -131,7 +124,7 @@ class Sizes:
 
 
 def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions: int) -> int:
-    """LIMITS.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients."""
+    """docs/limits.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients."""
     weights = {
         "0": sizes.sent,  # here it is the complete gradient that is gathered
         "1": sizes.trained,
@@ -381,7 +374,11 @@ def watch_interface(chosen: list[Case], *, steps: int, windows: int) -> list[flo
 @pytest.mark.skipif(not DEVICES.exists(), reason="needs Linux: the interface's counters are in /proc/net/dev")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_loopback_interface_agrees(pools: Pools, ranks: int) -> None:
-    """Once per stage; nothing else that these ranks do goes over the loopback interface."""
+    """Once per stage; nothing else that these ranks do goes over the loopback interface.
+
+    5 %: the interface also counts headers, acknowledgements and control messages. One block of the model sent once more
+    than needed is 6 % of stage 3's bytes and more of the other stages'.
+    """
     chosen = [Case(stage, 1, None, "wide", bucket=500_000) for stage in cases.STAGES]
     measured = pools(ranks).run(watch_interface, chosen, steps=2, windows=3)[0]
     for case, found in zip(chosen, measured, strict=True):

@@ -17,9 +17,28 @@ SPECS = [spec("b", 7), spec("a", 4, 5), spec("f", 3, trainable=False)]
 
 
 def sharded_unit() -> tuple[Unit, list[nn.Parameter]]:
+    """Its shards lie in memory of their own, as on several ranks."""
+    unit, parameters = make_unit(SPECS)
+    for bucket, _ in unit.buckets():
+        bucket.detach_shard()
+    unit.reshard()
+    return unit, parameters
+
+
+def test_at_one_rank_nothing_is_copied() -> None:
     unit, parameters = make_unit(SPECS)
     unit.detach_shards()
-    return unit, parameters
+    place = unit.arenas[0].flat.data_ptr()
+    for abandon in (False, True):
+        assert unit.state is Weights.SHARDED and all(p.isnan().all() for p in parameters)
+        unit.gather(collectives())
+        unit.await_full()
+        assert shows_contents(parameters) and unit.arenas[0].flat.data_ptr() == place
+        assert weight_bytes([unit]) == 4 * unit.elements
+        unit.reshard(abandon=abandon)
+    unit.gather(collectives())
+    unit.recover()
+    assert unit.state is Weights.SHARDED and weight_bytes([unit]) == 4 * unit.elements
 
 
 def shows_contents(parameters: list[nn.Parameter]) -> bool:

@@ -91,7 +91,7 @@ def steps(
     for number in range(engine.global_steps + 1, count + 1):
         engine.train()
         rate = engine.get_lr()[0]
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), engine.traffic()["exposed_s_total"]
         total = torch.zeros((), device=engine.device)
         window = global_mean.fetch(batches, engine.gradient_accumulation_steps(), together)
         for batch, weight in zip(window.batches, window.weights, strict=True):
@@ -102,8 +102,8 @@ def steps(
             total += loss.detach()
         mean = total.item() / engine.gradient_accumulation_steps()
         loss_sum, asked = together.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
-        seconds = time.perf_counter() - started
-        yield Progress(number, loss_sum / engine.world_size, rate, seconds, asked > 0, window.tokens)
+        seconds, waited = time.perf_counter() - started, engine.traffic()["exposed_s_total"] - waited
+        yield Progress(number, loss_sum / engine.world_size, rate, seconds, asked > 0, window.tokens, waited)
         if asked:
             return
 

@@ -25,7 +25,10 @@ from shardengine.engine import Engine
 
 @dataclass
 class Progress:
-    """What the loop knows after a step. ``loss``: mean over the global batch's valid tokens; ``tokens``: its size."""
+    """What the loop knows after a step. ``loss``: mean over the global batch's valid tokens; ``tokens``: its size.
+
+    ``waited``: the part of ``seconds`` for which this rank stood still for communication.
+    """
 
     step: int = 0
     loss: float = math.nan
@@ -33,6 +36,7 @@ class Progress:
     seconds: float = 0.0
     stopped: bool = False
     tokens: int = 0
+    waited: float = 0.0
 
 
 class Report:
@@ -107,7 +111,7 @@ class Report:
         tokens = progress.tokens
         self._tokens += tokens
         self._seconds += progress.seconds
-        self._waited += engine.traffic()["exposed_s_last_step"]
+        self._waited += progress.waited
         self._losses.append((progress.step, progress.loss))
         speed, norm, rate = tokens / progress.seconds, engine.get_global_grad_norm(), progress.lr
         self._record(
@@ -158,21 +162,21 @@ class Report:
             self._bar.close()
             self._bar = None
         memory, traffic = engine.memory(), engine.traffic()
+        made = progress.step - self._first
         how = "stopped at" if progress.stopped else "finished at"
         losses = [loss for _, loss in self._validations]
         output = self._settings.output
         rows = {
             how: f"step {progress.step} of {self._steps}, after {duration(time.monotonic() - self._started)}",
             "validation": f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "none in metrics.jsonl",
-            "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks"
-            if self._seconds
-            else "no step was made",
+            "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks" if made else "no step was made",
             "model state": f"{size(memory['measured_model_state_bytes'])} per rank measured, "
             f"{size(memory['predicted_model_state_bytes'])} predicted",
             "sent": f"{size(traffic['measured_bytes_last_step'])} per rank and step, "
             f"lower bound {size(traffic['formula_bytes_per_step'])}",
-            "waiting": f"{self._waited / self._seconds:.1%} of a step for communication, on rank 0"
-            if self._seconds
+            "waiting": f"{1e3 * self._waited / made:.1f} ms of a step ({self._waited / self._seconds:.1%}) "
+            "for communication, on rank 0"
+            if made
             else "-",
             "peak memory": f"{size(peak_bytes(engine))} on rank 0",
             "model": f"{output / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",

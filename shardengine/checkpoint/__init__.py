@@ -20,6 +20,7 @@ from shardengine.agreement import compare, together
 from shardengine.checkpoint import contents, files, index, state
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.inspection import Inspection
+from shardengine.recovery import announced
 
 __all__ = ["Checkpoint", "load", "save"]
 
@@ -36,6 +37,7 @@ class Checkpoint:
     client_state: dict[str, Any]
 
 
+@announced("save_checkpoint")
 def save(engine: Inspection, directory: str | Path, tag: str | None, client_state: dict[str, Any] | None) -> Path:
     """Write a checkpoint; its directory. See ``Engine.save_checkpoint``."""
     core, folder = engine._need_core(), Path(directory)
@@ -43,6 +45,8 @@ def save(engine: Inspection, directory: str | Path, tag: str | None, client_stat
     client = {} if client_state is None else client_state
 
     def prepare() -> tuple[str, dict[str, Any]]:
+        if engine.optimizer is not None:
+            engine.optimizer.require_whole()
         _require_rest(engine, "save_checkpoint")
         state.require_json(client, "client_state")
         name = index.check_tag(f"step-{engine.global_steps:08}" if tag is None else tag)
@@ -54,7 +58,8 @@ def save(engine: Inspection, directory: str | Path, tag: str | None, client_stat
     work = folder / f".tmp-{name}"
 
     def write() -> dict[str, Any]:
-        parts = list(contents.owned(core, engine.optimizer))
+        own_buffers = not engine.config.broadcast_buffers
+        parts = list(contents.owned(core, engine.optimizer, own_buffers=own_buffers))
         tensors = [(part.key, part.values) for part in parts] + state.random_states(core.mesh.device)
         written = files.write_tensors(work / index.file_of(rank), tensors)
         rows = [[p.name, p.state, str(p.values.dtype).removeprefix("torch."), p.first, p.end] for p in parts]
@@ -78,17 +83,23 @@ def save(engine: Inspection, directory: str | Path, tag: str | None, client_stat
     return folder / name
 
 
+@announced("load_checkpoint")
 def load(engine: Inspection, directory: str | Path, tag: str | None) -> Checkpoint:
-    """Verify a checkpoint on every rank, then fill the engine from it. See ``Engine.load_checkpoint``."""
+    """Verify a checkpoint on every rank, then fill the engine from it. See ``Engine.load_checkpoint``.
+
+    Also the way on after an update that nothing can finish (recovery: [Note: Back to one step]).
+    """
     core, folder = engine._need_core(), Path(directory)
     collectives, rank, ranks = core.collectives, core.mesh.rank, core.mesh.ranks
+    interrupted = _interrupted(engine)
     compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag)]})
     chosen = together(collectives, "finding the checkpoint", lambda: _find(engine, folder, tag) if rank == 0 else "")
     name = str(collectives.exchange_objects(chosen)[0])
     place = folder / name
 
     def verify() -> dict[str, Any]:
-        _require_rest(engine, "load_checkpoint")
+        if not interrupted:
+            _require_rest(engine, "load_checkpoint")
         saved = index.read(place)
         problems = index.differences(saved, index.describe(engine))
         if not problems:
@@ -107,11 +118,27 @@ def load(engine: Inspection, directory: str | Path, tag: str | None) -> Checkpoi
         collectives, f"loading checkpoint {place} (the engine is partly loaded)", lambda: _fill(engine, place, saved)
     )
     core.adopt_masters()
+    if engine.optimizer is not None:
+        engine.optimizer.end_window()
     engine._window.restart()
+    engine._buffers_sent = False
     counters = saved["counters"]
     engine._window.total = counters["micro_steps"]
     engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
     return Checkpoint(name, place, client_state=saved["client_state"], **counters)
+
+
+def _interrupted(engine: Inspection) -> bool:
+    """Whether an update was interrupted for good, so that an open window is no obstacle to loading."""
+    update = None if engine.optimizer is None else engine.optimizer.update
+    if update is None or not update.begun:
+        return False
+    if not update.lost and engine.world_size > 1:
+        raise UsageError(
+            "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
+            f"every rank first, because collectives of rank {engine.rank} may still be under way"
+        )
+    return True
 
 
 def _require_rest(engine: Inspection, call: str) -> None:
@@ -180,6 +207,7 @@ def _fill(engine: Inspection, place: Path, saved: dict[str, Any]) -> None:
 
     core = engine._core
     names = [spec.name for spec in core.layout.parameters]
+    mine = index.file_of(core.mesh.rank)
     opened: dict[str, Any] = {}
 
     def source(file: str) -> Any:
@@ -190,7 +218,7 @@ def _fill(engine: Inspection, place: Path, saved: dict[str, Any]) -> None:
     for part in contents.held(core, engine.optimizer):
         whole = part.values.is_contiguous()
         flat = part.values.view(-1) if whole else part.values.new_empty(part.values.numel())
-        for file, first, end in saved["tensors"][part.name][part.state]["pieces"]:
+        for file, first, end in _pieces(saved, part, mine):
             start, stop = max(first, part.first), min(end, part.end)
             key = contents.key_of(part.name, part.state, first, end)
             if part.values.numel() and start < stop:
@@ -202,6 +230,13 @@ def _fill(engine: Inspection, place: Path, saved: dict[str, Any]) -> None:
         state.restore_optimizer(engine.optimizer, saved["optimizer"], names)
     if engine.lr_scheduler is not None:
         state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"])
-    mine = source(index.file_of(core.mesh.rank))
-    states = {key: mine.get_tensor(key) for key in mine.keys() if key.startswith("rng/") and "[" not in key}  # noqa: SIM118
+    own = source(mine)
+    states = {key: own.get_tensor(key) for key in own.keys() if key.startswith("rng/") and "[" not in key}  # noqa: SIM118
     state.restore_random_states(states, core.mesh.device)
+
+
+def _pieces(saved: dict[str, Any], part: contents.Part, mine: str) -> list[tuple[str, int, int]]:
+    """(file, first, end) of what the files have of ``part``; this rank's own alone where every rank wrote all of it."""
+    pieces: list[tuple[str, int, int]] = saved["tensors"][part.name][part.state]["pieces"]
+    own = [piece for piece in pieces if piece[0] == mine] if part.state == contents.BUFFER else []
+    return own or pieces

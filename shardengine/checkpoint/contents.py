@@ -4,7 +4,8 @@ Owns: which rank writes which elements, and which views take them back. Must not
 
 A part is a flat interval of one parameter (state "weight", or the optimizer's name for it) or a whole buffer (state
 "buffer"). Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
-replicated ones (stage 0) cut by the same slices, frozen parameters outside of the arenas and buffers by rank 0.
+replicated ones (stage 0) cut by the same slices, frozen parameters outside of the arenas and buffers by rank 0. Where
+every rank has buffers of its own (``broadcast_buffers`` is off) each writes its own, and takes its own back.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def held(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
         yield Part(name, BUFFER, 0, buffer.detach())
 
 
-def owned(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
-    """What this rank writes: ``held``, cut to its slices; whole tensors on rank 0 alone."""
+def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) -> Iterator[Part]:
+    """What this rank writes: ``held``, cut to its slices; whole tensors on rank 0 alone, but for ``own_buffers``."""
     slices: dict[str, list[Piece]] = {}
     for arena in core.layout.arenas:
         for bucket in arena.buckets:
@@ -81,7 +82,7 @@ def owned(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
                     mine.append(cut)
     for part in held(core, optimizer):
         if part.state == BUFFER or part.name not in slices:
-            if core.mesh.rank == 0:
+            if core.mesh.rank == 0 or (part.state == BUFFER and own_buffers):
                 yield part
             continue
         for cut in slices[part.name]:

@@ -5,6 +5,7 @@ Owns: what counts as JSON, options of groups and scheduler, random states. Must 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -55,12 +56,14 @@ def plain(value: Any, path: str) -> Any:
 
 
 def like(value: Any, current: Any) -> Any:
-    """``value``, read from JSON, with the types of ``current``."""
-    if isinstance(current, tuple) and isinstance(value, list):
-        return tuple(value)
+    """``value``, read from JSON, with the types of ``current``, all the way down: schedulers hold other schedulers."""
+    if isinstance(current, tuple | list) and isinstance(value, list):
+        items = [like(item, beside) for item, beside in itertools.zip_longest(value, current[: len(value)])]
+        return tuple(items) if isinstance(current, tuple) else items
     if isinstance(current, dict) and isinstance(value, dict):
         integers = bool(current) and all(isinstance(key, int) for key in current)
         typed = {int(key) if integers else key: item for key, item in value.items()}
+        typed = {key: like(item, current.get(key)) for key, item in typed.items()}
         return Counter(typed) if isinstance(current, Counter) else typed
     return value
 

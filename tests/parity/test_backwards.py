@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import cases, oracle
 from tests import special_models as models
-from tests.parity.test_special_cases import RUNS, assert_equal
+from tests.comparing import assert_equal_to_truth
+from tests.parity.test_special_cases import RUNS
 from tests.ranks import RankPool
-from tests.special_losses import bare, frozen_block, gpt2, language, language_model, net, regression, start
+from tests.special_losses import bare, frozen_block, gpt2, language, language_model, net, regression, start, two_dtypes
 from tests.special_models import WIDTH, At, Block
 
 Losses = Tensor | list[Tensor]
@@ -166,26 +167,6 @@ def channels_last() -> nn.Module:
     return model
 
 
-class Low(Block):
-    """A block that computes in its own dtype."""
-
-    def forward(self, x: Tensor, choice: Any = None) -> Any:
-        return super().forward(x.to(self.up.weight.dtype)).float()
-
-
-def two_dtypes() -> nn.Module:
-    model = net(Low)
-    for block in model.blocks[:2]:
-        block.bfloat16()
-    model.blocks[2].down.bfloat16()  # a unit with parameters of both
-    model.blocks[2].forward = lambda x: mixed_block(model.blocks[2], x)
-    return model
-
-
-def mixed_block(block: Any, x: Tensor) -> Tensor:
-    return x + block.down(torch.tanh(block.up(x)).bfloat16()).float()
-
-
 CASES: dict[str, Case] = {
     "re-entrant: each block": Case(lambda: net(lambda: Block(dropout=0.2), reentrant), micros=2, ranks=(2, 3)),
     "re-entrant: blocks called several times": Case(lambda: net(TwiceBlock, reentrant_twice), ranks=(1, 2, 3)),
@@ -230,23 +211,18 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     zero = {"reduce_bucket_size": elements, **options.get("zero", {})}
     model = case.make()
     engine = cases.make_engine(model, cases.config_of(stage, case.micros, **{**options, "zero": zero}), kind)
-    losses, norms = [], []
-    for step in range(steps):
-        row = []
-        for micro in range(case.micros):
-            found = case.loss(engine, step, engine.rank, micro)
-            parts = found if isinstance(found, list) else [found]
-            backward(engine, case, [parts[0], parts[0]] if case.retained else parts)
-            row.append(sum(part.item() for part in parts))
-            if not case.raw or micro + 1 == case.micros:
-                engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        found = loss_of(engine, step, engine.rank, micro)
+        parts = found if isinstance(found, list) else [found]
+        backward(engine, case, [parts[0], parts[0]] if case.retained else parts)
+        if not case.raw or micro + 1 == case.micros:
+            engine.step()
+        return float(sum(part.item() for part in parts))
+
+    result = cases.run_steps(engine, steps, case.loss, run_micro_batch)
     engine.close()
-    strides = {key: parameter.stride() for key, parameter in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state, "strides": strides}
+    return {**result, "strides": {key: parameter.stride() for key, parameter in model.named_parameters()}}
 
 
 def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:
@@ -269,9 +245,10 @@ def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, 
     results = pools(ranks).run(train_all, name, stage, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
     for run, (kind, steps, _, options) in ALL_RUNS.items():
-        assert_equal(
+        assert_equal_to_truth(
             [result[run] for result in results],
             truth(name, kind, ranks, order, steps, "communication_data_type" in options),
+            run,
         )
     made = {key: parameter.stride() for key, parameter in CASES[name].make().named_parameters()}
     assert results[0][next(iter(RUNS))]["strides"] == made

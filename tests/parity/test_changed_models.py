@@ -15,7 +15,7 @@ from torch import nn
 
 import shardengine
 from tests import cases, oracle
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -108,25 +108,17 @@ def tell(story: str, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
     engine = engine_of(model, given, config)
     optimizer, held = engine.optimizer, engine.optimizer.param_groups
-    losses, norms = [], []
-    for step in range(STEPS * len(STORIES[story])):
+
+    def change(step: int) -> None:
         if step and step % STEPS == 0:
             changes[step // STEPS - 1](model, kind, add_to(engine, groups))
-        row = []
-        for micro in range(engine.gradient_accumulation_steps()):
-            loss = cases.loss_of(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
+
+    result = cases.run_steps(engine, STEPS * len(STORIES[story]), before=change)
     assert engine.optimizer is optimizer and optimizer.param_groups is held is given.param_groups
     assert all(mine is theirs for mine, theirs in zip(held, groups, strict=True))
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     traffic = engine.traffic()
     assert traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"]
-    weights = {name: cases.copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
-    result = {"losses": losses, "norms": norms, "weights": weights, "state": cases.local_state(engine)}
     engine.close()
     return result
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import shardengine
 from shardengine import collectives
 from tests import cases
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -28,11 +28,12 @@ LONGEST_S = 0.02
 
 @contextmanager
 def delayed(seed: int) -> Iterator[dict[str, int]]:
-    """One call in six, by chance, sleeps for 1 to 20 ms; how often per function."""
-    dice, slept = random.Random(seed), dict[str, int]()
+    """One of each function's first three calls, and by chance one in six, sleep 1 to 20 ms; how often per function."""
+    dice, slept, left = random.Random(seed), dict[str, int](), dict[str, int]()
 
     def doze(name: str) -> None:
-        if dice.random() < 1 / 6:
+        left[name] = left.get(name, dice.randrange(3)) - 1
+        if left[name] == -1 or dice.random() < 1 / 6:
             slept[name] = slept.get(name, 0) + 1
             time.sleep(dice.uniform(0.001, LONGEST_S))
 
@@ -61,11 +62,15 @@ def delayed(seed: int) -> Iterator[dict[str, int]]:
 
 
 def train_delayed(chosen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[dict[str, Any], dict[str, int]]]:
-    """Per (model, seed, config): what ``cases.train_engine`` gives, and where this rank slept."""
+    """Per (model, seed, config): what ``cases.train_engine`` gives, and where this rank slept in training."""
     found = []
-    for model, seed, config in chosen:
-        with delayed(1000 * seed + dist.get_rank()) as slept:
-            found.append((cases.train_engine(model, "AdamW", config, STEPS), slept))
+    for model, number, config in chosen:
+        seed = 1000 * number + dist.get_rank()
+        with delayed(seed + 500):
+            engine = cases.make_engine(cases.MODELS[model](), config)
+        with delayed(seed) as slept:
+            found.append((cases.run_steps(engine, STEPS), slept))
+        engine.close()
     return found
 
 
@@ -85,7 +90,7 @@ def test_delays_change_no_bit(pools: Pools, ranks: int, micros: int, options: di
     for number, stage in enumerate(cases.STAGES):
         order = cases.LETTER[stage] if micros > 1 else "full"
         truth = cases.truth("mlp", "AdamW", ranks, micros, order, STEPS, low=low)
-        assert_equal_to_truth([found[number][0] for found in by_rank], truth)
-    for found in by_rank:
-        slept = {name for _, names in found for name in names}
-        assert slept == {"gather", "reduce", "exchange", "step", "forward"}
+        assert_equal_to_truth([found[number][0] for found in by_rank], truth, f"stage {stage}")
+        for rank, found in enumerate(by_rank):
+            slept = found[number][1].keys()
+            assert slept == {"gather", "reduce", "exchange", "step", "forward"}, f"stage {stage}, rank {rank}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import cases
-from tests.parity.test_parity import assert_equal_to_truth
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]

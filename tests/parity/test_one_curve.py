@@ -1,7 +1,7 @@
 """One loss curve: a hash of every master weight and optimizer state is the same however the work is cut up.
 
-Owns: the comparison over stages, bucket sizes, overlap, prefetch and ways to end a window. Where the order of summation
-is declared, the hash is the oracle's. Must not know how the engine gets there.
+Owns: the comparison over stages, bucket sizes, overlap, prefetch, dtypes and ways to end a window. Where the order of
+summation is declared, the hash is the oracle's. Must not know how the engine gets there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from torch import Tensor, nn
 
 from shardengine import Engine
 from tests import cases, oracle
+from tests.comparing import expected_state
 from tests.ranks import RankPool
+from tests.special_losses import regression, two_dtypes
 
 Pools = Callable[[int], RankPool]
 
 STEPS = 3
 MICROS = 3
 SHORT_WINDOWS = (3, 1, 2)
+ORDERS = ("full", "sharded")
 NOTHING, ONE_UNIT, EVERYTHING = 0, 1, 10**9
+MODELS: dict[str, tuple[Callable[[], nn.Module], cases.LossOf]] = {
+    **{name: (make, cases.loss_of) for name, make in cases.MODELS.items()},
+    "two dtypes": (two_dtypes, regression),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def micro_batches_of(loop: str, step: int, micros: int) -> int:
     return SHORT_WINDOWS[step] if loop in ("boundary", "flush") else micros
 
 
-def run_window(engine: Engine, loop: str, step: int) -> list[float]:
+def run_window(engine: Engine, loop: str, step: int, loss_of: cases.LossOf) -> list[float]:
     """One window as a user with this habit writes it; the losses.
 
     every: step() after each backward · end: step() once per window · no_sync: all but the last micro-batch inside ·
@@ -71,7 +78,7 @@ def run_window(engine: Engine, loop: str, step: int) -> list[float]:
         if loop == "boundary" and last:
             engine.set_gradient_accumulation_boundary(True)
         with engine.no_sync() if quiet else nullcontext():
-            loss = cases.loss_of(engine, step, engine.rank, micro)
+            loss = loss_of(engine, step, engine.rank, micro)
             engine.backward(loss)
         losses.append(loss.item())
         if last or loop != "end":
@@ -84,11 +91,12 @@ def run_cases(model: str, kind: str, chosen: list[Case]) -> list[Outcome]:
     """One rank's part of ``chosen``, one after the other."""
     outcomes = []
     for case in chosen:
-        network = cases.MODELS[model]()
+        make, loss_of = MODELS[model]
+        network = make()
         engine = cases.make_engine(network, case.config(), kind)
         losses, norms = [], []
         for step in range(STEPS):
-            losses.append(run_window(engine, case.loop, step))
+            losses.append(run_window(engine, case.loop, step, loss_of))
             norms.append(engine.get_global_grad_norm())
         assert engine.global_steps == STEPS
         with engine.full_params():
@@ -102,16 +110,13 @@ def hash_of_weights(weights: dict[str, Any]) -> str:
     total = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         total.update(name.encode())
-        total.update(cases.copy_out(weight).contiguous().numpy().tobytes())
+        total.update(cases.copy_out(weight).float().contiguous().numpy().tobytes())
     return total.hexdigest()
 
 
 def hash_of_truth(truth: oracle.Trace) -> str:
     """The oracle's masters and states, hashed as ``cases.digest`` does."""
-    pieces = [(name, "weight", 0, value.reshape(-1).numpy()) for name, value in truth.parameters.items()]
-    for name, states in truth.states.items():
-        pieces.extend((name, key, 0, value.reshape(-1).numpy()) for key, value in states.items())
-    return cases.digest([pieces])
+    return cases.digest([[(name, key, 0, flat.numpy()) for (name, key), flat in expected_state(truth).items()]])
 
 
 def run(pools: Pools, ranks: int, model: str, chosen: list[Case]) -> list[tuple[Case, list[Outcome]]]:
@@ -145,20 +150,21 @@ def _hashable(finished: list[tuple[Case, list[Outcome]]]) -> list[tuple[str, lis
 
 def truth_of(model: str, ranks: int, micros: int, order: str, **options: Any) -> oracle.Trace:
     """The oracle's run with the clipping of ``cases.config_of``."""
-    network = cases.MODELS[model]()
+    make, loss_of = MODELS[model]
+    network = make()
     settings: dict[str, Any] = {
-        "loss_of": cases.loss_of, "groups": cases.groups_of(network, "AdamW"), "clip": cases.CLIP, "kind": "AdamW",
+        "loss_of": loss_of, "groups": cases.groups_of(network, "AdamW"), "clip": cases.CLIP, "kind": "AdamW",
         **options,
     }  # fmt: skip
     return oracle.train(network, ranks=ranks, micros=micros, steps=STEPS, order=order, **settings)
 
 
-def cut_up(stage: str, ways: Iterable[tuple[int, bool, int]]) -> list[Case]:
-    """``stage`` with each (bucket size, overlap, prefetch)."""
+def cut_up(stage: str, ways: Iterable[tuple[int, bool, int]], **options: Any) -> list[Case]:
+    """``stage`` with each (bucket size, overlap, prefetch); options: further ones of the config."""
     found = []
     for size, overlap, ahead in ways:
         zero = {"reduce_bucket_size": size, "stage3_prefetch_bucket_size": ahead}
-        found.append(Case(stage, options={"zero": zero, "overlap_comm": overlap}))
+        found.append(Case(stage, options={**options, "zero": zero, "overlap_comm": overlap}))
     return found
 
 
@@ -179,6 +185,52 @@ def test_one_micro_batch_has_one_hash_over_everything(pools: Pools, model: str, 
         else:
             chosen += cut_up(stage, SOME_WAYS if stage in ("3", "3k") else SOME_WAYS[::2] + SOME_WAYS[1:2])
     assert_truth(run(pools, ranks, model, chosen), truth_of(model, ranks, 1, "full"))
+
+
+FURTHER_POINTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("mlp", 2, {"bf16": {"enabled": True}}), ("mlp", 4, {}), ("two dtypes", 3, {}),
+    ("two dtypes", 2, {"communication_data_type": "bf16"}),
+]  # fmt: skip
+"""Other dtypes, and four ranks: (model, ranks, options). Sums of bf16 values are often exact, whatever their order."""
+
+
+def dtypes_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The oracle's words for ``options``."""
+    return {
+        "low": torch.bfloat16 if "bf16" in options else None,
+        "wire": torch.bfloat16 if "communication_data_type" in options else None,
+    }
+
+
+@pytest.mark.parametrize(("model", "ranks", "options"), FURTHER_POINTS)
+def test_further_points_have_one_hash(pools: Pools, model: str, ranks: int, options: dict[str, Any]) -> None:
+    chosen = [
+        case
+        for stage in cases.STAGES
+        for case in cut_up(stage, SOME_WAYS if stage == "3" else SOME_WAYS[:2] + SOME_WAYS[-1:], **options)
+    ]
+    chosen.append(Case("3", options={"debug": True, "zero": {"reduce_bucket_size": 600}, **options}))
+    truth = truth_of(model, ranks, 1, "full", **dtypes_of(options))
+    assert_truth(run(pools, ranks, model, chosen), truth)
+
+
+@pytest.mark.parametrize(("model", "ranks", "options"), FURTHER_POINTS)
+def test_further_points_have_one_hash_per_letter(pools: Pools, model: str, ranks: int, options: dict[str, Any]) -> None:
+    ways = ((True, ONE_UNIT, False), (False, EVERYTHING, True))
+    chosen = [
+        Case(stage, MICROS, options={
+            "gradient_accumulation": order, "overlap_comm": overlap, "debug": debug, **options,
+            "zero": {"reduce_bucket_size": 600, "stage3_prefetch_bucket_size": ahead},
+        })
+        for order in ORDERS for stage in cases.STAGES for overlap, ahead, debug in ways
+    ]  # fmt: skip
+    finished = run(pools, ranks, model, chosen)
+    hashes = set()
+    for order in ORDERS:
+        truth = truth_of(model, ranks, MICROS, order, **dtypes_of(options))
+        assert_truth([each for each in finished if each[0].options["gradient_accumulation"] == order], truth)
+        hashes.add(hash_of_truth(truth))
+    assert len(hashes) == 2, "the two orders of summation agree: this test cannot tell them apart"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -6,23 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from tests import cases, oracle
+from tests import cases
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
-
-
-def assert_equal_to_truth(results: list[dict[str, Any]], truth: oracle.Trace) -> None:
-    for step, losses in enumerate(truth.losses):
-        for rank, result in enumerate(results):
-            assert result["losses"][step] == losses[rank], f"loss of step {step}, rank {rank}"
-            assert result["norms"][step] == truth.norms[step], f"norm of step {step}, rank {rank}"
-    for name, expected in truth.parameters.items():
-        assert torch.equal(torch.from_numpy(results[0]["weights"][name]), expected.float()), f"parameter {name}"
-    for (name, key), flat in cases.assemble([result["state"] for result in results]).items():
-        held = "master" if key == "weight" and "master" in truth.states.get(name, {}) else key
-        expected = truth.parameters[name] if held == "weight" else truth.states[name][held]
-        assert torch.equal(torch.from_numpy(flat), expected.reshape(-1)), f"state {key} of {name}"
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])
@@ -36,3 +23,17 @@ def test_stage_equals_oracle(
     results = pools(ranks).run(cases.train_engine, model, kind, cases.config_of(stage, micros))
     order = cases.LETTER[stage] if micros > 1 else "full"
     assert_equal_to_truth(results, cases.truth(model, kind, ranks, micros, order))
+
+
+def train_at_every_stage(kind: str, micros: int) -> dict[str, dict[str, Any]]:
+    return {stage: cases.train_engine("mlp", kind, cases.config_of(stage, micros)) for stage in cases.STAGES}
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(2, 1), (3, 3)])
+def test_adam_adds_weight_decay_to_the_gradient(pools: Callable[[int], RankPool], ranks: int, micros: int) -> None:
+    results = pools(ranks).run(train_at_every_stage, "Adam", micros)
+    for stage in cases.STAGES:
+        order = cases.LETTER[stage] if micros > 1 else "full"
+        truth = cases.truth("mlp", "Adam", ranks, micros, order)
+        assert_equal_to_truth([result[stage] for result in results], truth, stage)
+        assert truth.losses[-1] != cases.truth("mlp", "AdamW", ranks, micros, order).losses[-1]

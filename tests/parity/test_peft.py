@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import cases, oracle
-from tests.parity.test_special_cases import assert_equal
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
 peft = pytest.importorskip("peft")
@@ -37,22 +37,11 @@ def make_lora(base: str) -> Any:
 def train(base: str, kind: str, stage: str, micros: int, directory: str | None) -> dict[str, Any]:
     config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600})
     engine = cases.make_engine(make_lora(base), config, kind)
-    losses, norms = [], []
-    for step in range(STEPS):
-        row = []
-        for micro in range(micros):
-            loss = cases.loss_of(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
+    result = cases.run_steps(engine, STEPS)
     if directory is not None:
         engine.save_pretrained(directory)
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
     engine.close()
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+    return result
 
 
 @functools.lru_cache(maxsize=100)
@@ -70,7 +59,7 @@ def truth(base: str, kind: str, ranks: int, micros: int, order: str) -> oracle.T
 def test_lora_equals_oracle(pools: Pools, stage: str, base: str, kind: str, micros: int, ranks: int) -> None:
     results = pools(ranks).run(train, base, kind, stage, micros, None)
     order = cases.LETTER[stage] if micros > 1 else "full"
-    assert_equal(results, truth(base, kind, ranks, micros, order))
+    assert_equal_to_truth(results, truth(base, kind, ranks, micros, order))
 
 
 @pytest.mark.parametrize("stage", ["0", "3"])

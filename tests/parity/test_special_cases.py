@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests import cases, oracle
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.special_losses import CASES, Case
 
 RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "AdamW, buckets of 600 elements": ("AdamW", 3, 600, {}),
     "SGD, large buckets, no overlap, no prefetch": (
-        "SGD", 2, 1_000_000, {"overlap_comm": False, "zero": {"stage3_prefetch_bucket_size": 0}}
+        "SGD", 3, 1_000_000, {"overlap_comm": False, "zero": {"stage3_prefetch_bucket_size": 0}}
     ),
 }  # fmt: skip
 """name → optimizer, steps, elements per bucket, config"""
@@ -34,29 +33,13 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     case = CASES[name]
     model = case.make()
     engine = cases.make_engine(model, config_of(case, stage, run), RUNS[run][0])
-    losses, norms = [], []
-    for step in range(RUNS[run][1]):
-        row = []
-        for micro in range(case.micros):
-            loss = case.loss(engine, step, engine.rank, micro)
-            engine.backward(loss)
-            row.append(loss.item())
-            engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
+    result = cases.run_steps(engine, RUNS[run][1], case.loss)
     engine.close()
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+    return result
 
 
 def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:
-    return {run: train_case(name, stage, run) for run in runs_at(stage)}
-
-
-def runs_at(stage: str) -> list[str]:
-    """All runs at the two ends of the stage table, the one with tiny buckets between them."""
-    return list(RUNS) if stage in ("0", "3") else list(RUNS)[:1]
+    return {run: train_case(name, stage, run) for run in RUNS}
 
 
 @functools.lru_cache(maxsize=1000)
@@ -69,37 +52,10 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int) -> oracle.Tr
     )  # fmt: skip
 
 
-def assert_equal(results: list[dict[str, Any]], expected: oracle.Trace) -> None:
-    for rank, result in enumerate(results):
-        assert result["losses"] == [row[rank] for row in expected.losses], f"losses of rank {rank}"
-        assert result["norms"] == expected.norms, f"norms of rank {rank}"
-    for name, value in {**expected.parameters, **expected.buffers}.items():
-        ours = torch.from_numpy(results[0]["weights"][name])
-        assert torch.equal(ours, value.float()), f"{name}: {(ours != value.float()).sum()} of {value.numel()} differ"
-    pieces = cases.assemble([result["state"] for result in results])
-    for (name, key), flat in pieces.items():
-        states = expected.states.get(name, {})
-        if key == "weight":
-            wanted = states.get("master", expected.parameters[name])
-        else:
-            wanted = states.get(key, torch.zeros(flat.shape))
-        assert torch.equal(torch.from_numpy(flat), in_memory_order(wanted)), f"{key} of {name}"
-    trained = {name for name, states in expected.states.items() if expected.parameters[name].numel()}
-    assert trained <= {name for name, _ in pieces}
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Flat, as it lies in memory: states of a channels_last weight lie as the weight does."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
-    return tensor.permute(order).reshape(-1)
-
-
 @pytest.mark.parametrize("stage", list(cases.STAGES))
 @pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name, case in CASES.items() for ranks in case.ranks])
 def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, stage: str) -> None:
     results = pools(ranks).run(train_all, name, stage, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
-    for run in runs_at(stage):
-        kind, steps, _, _ = RUNS[run]
-        assert_equal([result[run] for result in results], truth(name, kind, ranks, order, steps))
+    for run, (kind, steps, _, _) in RUNS.items():
+        assert_equal_to_truth([result[run] for result in results], truth(name, kind, ranks, order, steps), run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from tests import cases, oracle
 from tests import special_models as models
-from tests.parity.test_special_cases import assert_equal
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.special_losses import net, regression
 
@@ -26,23 +27,36 @@ def make() -> Any:
 
 def train(stage: str, kind: str, bucket: int) -> dict[str, Any]:
     engine = cases.make_engine(make(), cases.config_of(stage, MICROS, zero={"reduce_bucket_size": bucket}), kind)
-    losses, norms, seen = [], [], {}
-    for step in range(STEPS):
-        row = []
-        for micro in range(MICROS):
-            with engine.no_sync() if micro + 1 < MICROS else nullcontext():
-                loss = regression(engine, step, engine.rank, micro)
-                engine.backward(loss)
-            row.append(loss.item())
-        with engine.full_grads() as gradients:
-            seen = {name: g.clone().numpy() for name, g in gradients.items() if g is not None}
-        engine.step()
-        losses.append(row)
-        norms.append(engine.get_global_grad_norm())
-    weights = {key: value.float().numpy() for key, value in engine.state_dict().items()}
-    state = cases.local_state(engine)
+    seen: list[dict[str, Any]] = []
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        last = micro + 1 == MICROS
+        with nullcontext() if last else engine.no_sync():
+            loss = loss_of(engine, step, engine.rank, micro)
+            engine.backward(loss)
+        if last:
+            with engine.full_grads() as gradients:
+                seen.append({name: g.clone().numpy() for name, g in gradients.items() if g is not None})
+            engine.step()
+        return float(loss.item())
+
+    result = cases.run_steps(engine, STEPS, regression, run_micro_batch)
     engine.close()
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state, "gradients": seen}
+    return {**result, "gradients": seen}
+
+
+@functools.cache
+def truths(ranks: int, kind: str) -> list[oracle.Trace]:
+    """The oracle after each of the steps: a trace holds the gradients of its last one."""
+    found = []
+    for steps in range(1, STEPS + 1):
+        model = make()
+        trace = oracle.train(
+            model, regression, ranks=ranks, micros=MICROS, steps=steps, kind=kind,
+            groups=cases.groups_of(model, kind), order="full", clip=cases.CLIP,
+        )  # fmt: skip
+        found.append(trace)
+    return found
 
 
 @pytest.mark.parametrize(("kind", "bucket"), [("AdamW", 600), ("SGD", 10**6)])
@@ -51,15 +65,12 @@ def train(stage: str, kind: str, bucket: int) -> dict[str, Any]:
 def test_used_in_an_unsynchronised_micro_batch_of_one_rank(
     pools: Pools, ranks: int, stage: str, kind: str, bucket: int
 ) -> None:
-    model = make()
-    truth = oracle.train(
-        model, regression, ranks=ranks, micros=MICROS, steps=STEPS, kind=kind,
-        groups=cases.groups_of(model, kind), order="full", clip=cases.CLIP,
-    )  # fmt: skip
+    truth = truths(ranks, kind)[-1]
     results = pools(ranks).run(train, stage, kind, bucket)
-    assert_equal(results, truth)
+    assert_equal_to_truth(results, truth)
     assert truth.gradients[ONLY_THERE].any()
     for result in results:
-        assert result["gradients"].keys() == truth.gradients.keys()
-        for name, gradient in truth.gradients.items():
-            assert (result["gradients"][name] == gradient.numpy()).all(), name
+        for step, (found, expected) in enumerate(zip(result["gradients"], truths(ranks, kind), strict=True)):
+            assert found.keys() == expected.gradients.keys()
+            for name, gradient in expected.gradients.items():
+                assert (found[name] == gradient.numpy()).all(), f"{name} in step {step}"
