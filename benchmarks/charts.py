@@ -1,8 +1,9 @@
-"""Charts of the results of ``step.py``, for the README.
+"""Charts and tables of the results of ``step.py``, for the README.
 
 ``python -m benchmarks.charts`` draws ``step-<machine>.json`` (and ``step_rss-<machine>.json``, if it is there) as
 ``step-<machine>.svg`` (time × DDP, peak memory) and ``parts-<machine>.svg`` (where the time of a step goes), beside
-them. ``--ranks 4`` draws the run of four ranks. Measures nothing.
+them. ``--ranks 4`` draws the run of four ranks. ``--markdown`` prints the README's table instead, which holds nothing
+else (a test compares). Measures nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +51,34 @@ def subtitle(result: Mapping[str, Any]) -> str:
         f"GPT-2, {setting['parameters'] / 1e6:.0f}M parameters, fp32, {setting['ranks']} ranks × 1 thread{shared}, "
         f"{result['machine']['processor']}, torch {result['machine']['torch']}, {result['rounds']} rounds"
     )
+
+
+def markdown(folder: Path, name: str) -> str:
+    """The README's table: time on two and four ranks, waiting, bytes, peak memory; "" where nothing was measured."""
+
+    def variants(kind: str) -> dict[str, Any]:
+        path = folder / f"{kind}-{name}.json"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["variants"] if path.exists() else {}
+        return found
+
+    memory, four = variants("step_rss"), variants("step-n4")
+    header = "|step time × DDP, 2 ranks|target|over the limit, ms|blocked in waits, ms|MB sent|peak MiB|4 ranks"
+    lines = [f"| {' | '.join(header.split('|'))} |", "|" + "---|" * 8]
+    for variant, row in variants("step").items():
+        ratio, sent = row["ratio"], row["sent_bytes_per_step"]
+        exact = variant == BASE
+        cells = [
+            f"**{label(variant)}**" if VARIANTS[variant].family == "shardengine" else label(variant),
+            "1" if exact else f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
+            f"{row['target']:.2f}: {row['verdict']}" if "target" in row else "",
+            f"{row['over_limit_ms']:.0f}",
+            "" if VARIANTS[variant].waits_in_cpp else f"{row['parts_ms']['exposed communication']:.0f}",
+            "" if sent is None else f"{sent / 1e6:.1f}",
+            f"{memory[variant]['own_peak_bytes'] / 2**20:.0f}" if variant in memory else "",
+            ("1" if exact else f"{four[variant]['ratio']['median']:.2f}") if variant in four else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
 
 
 def draw(times: Mapping[str, Any], rss: Mapping[str, Any] | None, folder: Path) -> list[Path]:
@@ -134,8 +163,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.charts", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=REFERENCE.ranks, help="of which run (default 2)")
     parser.add_argument("--machine", default=None, help="short name in the file's name (default: this machine)")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table instead of drawing")
     options = parser.parse_args(argv)
     place = {"machine": {"name": options.machine or machine()["name"]}}
+    if options.markdown:
+        print(markdown(RESULTS, place["machine"]["name"]))
+        return 0
     suffix = f"-n{options.ranks}" if options.ranks != REFERENCE.ranks else ""
     files = [result_path(f"{name}{suffix}", place) for name in ("step", "step_rss")]
     if not files[0].exists():

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.charts import draw
+from benchmarks.charts import draw, markdown
 from benchmarks.import_time import import_ms
 from benchmarks.peers import DEEPSPEED_INSTALL
 from benchmarks.phases import PARTS, BlockedClock, StepTimes, breakdown, slowest
 from benchmarks.ranks import groups_of
-from benchmarks.reporting import Ratio, paired_ratio, short_cpu_name, table, verdict, write_result
+from benchmarks.reporting import RESULTS, Ratio, paired_ratio, short_cpu_name, table, verdict, write_result
 from benchmarks.step import check_losses, chosen_variants, default_targets, parse, summarise, write
 from benchmarks.variants import VARIANTS, missing
 from benchmarks.workload import REFERENCE, Setting, batch_of, make_model
@@ -219,6 +219,11 @@ def test_what_is_not_installed_is_left_out_by_default_and_refused_by_name(
     assert "left out: deepspeed-0, deepspeed-1, deepspeed-2, deepspeed-3" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"deepspeed-3 needs deepspeed.*pip install"):
         chosen_variants(TINY, ["ddp", "deepspeed-3"])
+
+
+def test_the_readme_holds_the_table_of_the_results() -> None:
+    """``python -m benchmarks.charts --markdown`` prints it."""
+    assert markdown(RESULTS, "epyc-2core") in (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_smaller_run_does_not_replace_a_larger_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
