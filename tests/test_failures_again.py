@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,15 @@ import pytest
 import torch
 
 import shardengine
-from shardengine import collectives, faults
 from shardengine.collectives import Purpose
 from shardengine.errors import CommunicationError, UsageError
 from tests import cases
 from tests.ranks import RankPool
-from tests.test_recovery import Boom, check, fail_once, make_engine, raise_in, train_through
+from tests.test_recovery import Boom, check, fail_once, listening_closely, make_engine, raise_in, train_through
 
 Pools = Callable[[int], RankPool]
 SOON_S = 20
 """Far below the engines' ``timeout_s``, far above what a loaded machine needs."""
-
-
-@contextmanager
-def listening() -> Iterator[None]:
-    """Notices count after a shorter time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "STANDS_S", 0.3)
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=0.1))
-        yield
 
 
 def threads() -> set[threading.Thread]:
@@ -70,7 +58,7 @@ def tear_and_load(stage: str, folder: str, **options: Any) -> dict[str, Any]:
         if engine.world_size > 1:
             engine._core.collectives.faults.news()  # as in a long wait: the new groups have a thread, too
 
-    with listening():
+    with listening_closely():
         result = train_through(engine, go_wrong, recover)
     result["weights"].pop("table", None)  # the oracle has no such buffer; ranks above 0 have no weights
     deadline = time.monotonic() + SOON_S
@@ -118,7 +106,7 @@ def fail_again(stage: str) -> dict[str, Any]:
         if engine.rank == 1:
             raise_in(engine, "forward")
 
-    with listening():
+    with listening_closely():
         return {**train_through(engine, lambda engine: raise_in(engine, "forward"), recover), "said": said}
 
 
@@ -188,7 +176,7 @@ def fail_in_calls(stage: str, folder: str) -> dict[str, Any]:
     def recover(_engine: Any, error: Exception) -> None:
         raise error
 
-    with listening():
+    with listening_closely():
         return {**train_through(engine, go_wrong, recover), "said": said, "unnamed": unnamed}
 
 
