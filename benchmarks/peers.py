@@ -73,7 +73,7 @@ class DeepSpeed(EngineLoop):
     Its config is the documented default except where another value was measured faster here, or as fast: torch's AdamW
     (DeepSpeed's own CPU Adam was no faster), ``overlap_comm`` on, reduce buckets of 8 million elements (with the
     default of 500 million this model is one bucket, and nothing overlaps) and at stage 3 no parameters kept whole for
-    being small (3% faster here than the default threshold of 100,000 elements).
+    being small (instead of those below 100,000 elements).
     """
 
     def __init__(self, model: nn.Module, setting: Setting, *, stage: int) -> None:

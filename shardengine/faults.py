@@ -12,7 +12,7 @@ takes the notice back. Nor does a notice count of an attempt in which this rank 
 how many calls of its kind there were, since ranks make the same calls: a later failure at the same place counts again.
 
 When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
-for the same collective. Nothing of this is touched while all goes well.
+for the same collective. A wait shorter than one slice touches nothing of this.
 
 [Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. Every
 operation therefore runs in a thread, over a connection of its own, and is waited for ``_OPERATION_S`` at most. Where a

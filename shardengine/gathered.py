@@ -178,7 +178,8 @@ def _broadcast_outside(core: Core, names: list[str]) -> None:
         if id(parameter) in wanted:
             values = parameter.data.contiguous()
             core.collectives.broadcast(values, [name], Purpose.WHOLE_WEIGHTS)
-            parameter.data.copy_(values)
+            if not parameter.is_contiguous():
+                parameter.data.copy_(values)
 
 
 def _stream(core: Core, unit: Unit) -> dict[int, Tensor]:

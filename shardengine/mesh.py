@@ -146,7 +146,7 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(0, 1, device)
+        return Mesh(0, 1, device, made_default_group=made)
     gather, reduce, control = _new_groups(backend, timeout_s)
     return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, made, timeout_s)
 

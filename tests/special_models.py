@@ -29,6 +29,10 @@ class At:
 Route = Callable[[Any, Tensor, At], Tensor]
 
 
+class Boom(ArithmeticError):
+    """The exception that is raised on purpose."""
+
+
 class Explode(torch.autograd.Function):
     """The identity, whose backward raises."""
 
@@ -38,7 +42,7 @@ class Explode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
+        raise Boom("on purpose")
 
 
 class Block(nn.Module):

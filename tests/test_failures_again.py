@@ -16,7 +16,8 @@ from shardengine.collectives import Purpose
 from shardengine.errors import CommunicationError, UsageError
 from tests import cases
 from tests.ranks import RankPool
-from tests.test_recovery import Boom, check, fail_once, listening_closely, make_engine, raise_in, train_through
+from tests.special_models import Boom
+from tests.test_recovery import check, fail_once, listening_closely, make_engine, raise_in, train_through
 
 Pools = Callable[[int], RankPool]
 SOON_S = 20

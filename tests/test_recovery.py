@@ -24,28 +24,13 @@ from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
+from tests.special_models import Boom, Explode
 
 Pools = Callable[[int], RankPool]
 STAGES = list(cases.STAGES)
 STEPS = 4
 FAULTY = 1
 """The step in which something goes wrong."""
-
-
-class Boom(ArithmeticError):
-    """The exception that is raised on purpose."""
-
-
-class Explode(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise Boom("on purpose")
 
 
 def make_engine(stage: str, timeout_s: float, micros: int = 1, **options: Any) -> Any:
