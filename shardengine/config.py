@@ -103,7 +103,20 @@ class AutocastConfig:
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
 
-_SECTIONS: dict[str, type] = {"zero_optimization": ZeroConfig, "bf16": Bf16Config, "torch_autocast": AutocastConfig}
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``async_save``: write behind training. ``keep_last``: how many checkpoints stay, None: all."""
+
+    async_save: bool = False
+    keep_last: int | None = None
+
+
+_SECTIONS: dict[str, type] = {
+    "zero_optimization": ZeroConfig,
+    "bf16": Bf16Config,
+    "torch_autocast": AutocastConfig,
+    "checkpoint": CheckpointConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,7 @@ class Config:
     zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
     bf16: Bf16Config = field(default_factory=Bf16Config)
     torch_autocast: AutocastConfig = field(default_factory=AutocastConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     communication_data_type: Literal["fp32", "bf16"] | None = None
     overlap_comm: bool = True
     overlap_param_gather: bool = False

@@ -124,6 +124,14 @@ _ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Run the module's forward under torch.autocast."),
     "dtype": (choice("bfloat16", "float16"), "bfloat16", "What autocast computes in; float16 is not available yet."),
 }
+_ACTIVE_CHECKPOINT: dict[str, tuple[Kind, Any, str]] = {
+    "async_save": (BOOL, False, "save_checkpoint returns when the shards are copied to host memory."),
+    "keep_last": (
+        optional(COUNT, "all"),
+        None,
+        "How many checkpoints stay; older ones go when a new one is whole. Tags that were given by name always stay.",
+    ),
+}
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "": {
         "static_graph": (BOOL, False),
@@ -145,7 +153,6 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "bf16": {"stochastic_rounding": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
-        "elastic_checkpoint": (BOOL, False),
         "zero_hpz_partition_size": (COUNT, 1),
         "shard_group_size": (GROUP_SIZE, "all"),
         "zero_quantized_weights": (BOOL, False),
@@ -173,7 +180,6 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
     "activation_checkpointing": {"enabled": (BOOL, False), "cpu_offload": (BOOL, False)},
     "aio": {"block_size": (COUNT, 1048576), "queue_depth": (COUNT, 8), "thread_count": (COUNT, 1)},
-    "checkpoint": {"async_save": (BOOL, False), "keep_last": (COUNT, None), "load_universal": (BOOL, False)},
     "monitor.jsonl": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
     "monitor.csv": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
     "monitor.tensorboard": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
@@ -200,6 +206,7 @@ _REFUSED = dict.fromkeys(
 }
 _ONE_LAYOUT = "gradients always lie in contiguous buckets and every rank owns a slice of each"
 _ONE_HOLD = "a unit is gathered just before it is used and freed just after"
+_ANY_TOPOLOGY = "every checkpoint loads at any number of ranks and stage"
 _NO_PARTITION = "checkpointed activations stay whole on their rank"
 _NO_EFFECT: dict[str, dict[str, str]] = {
     "": {
@@ -213,6 +220,7 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
     },
     "optimizer": {"legacy_fusion": "there is one optimizer arithmetic"},
     "zero_optimization": {
+        "elastic_checkpoint": _ANY_TOPOLOGY,
         "allgather_partitions": "the stage decides what is gathered",
         "allgather_bucket_size": "weights are gathered in the buckets that gradients are reduced in",
         "reduce_scatter": "the stage decides how gradients are reduced",
@@ -251,6 +259,7 @@ _NO_EFFECT: dict[str, dict[str, str]] = {
         "tag_validation": "ranks always compare what they save",
         "use_node_local_storage": "the output directory is the caller's choice",
         "parallel_write": "every rank writes its own shard",
+        "load_universal": _ANY_TOPOLOGY,
     },
 }
 
@@ -261,6 +270,7 @@ KEYS: dict[str, Key] = {
         _rows(Status.ACTIVE, "zero_optimization", _ACTIVE_ZERO),
         _rows(Status.ACTIVE, "bf16", _ACTIVE_BF16),
         _rows(Status.ACTIVE, "torch_autocast", _ACTIVE_AUTOCAST),
+        _rows(Status.ACTIVE, "checkpoint", _ACTIVE_CHECKPOINT),
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
         _rows(Status.REFUSED, "", _REFUSED),
         *(_rows(Status.NO_EFFECT, section, keys) for section, keys in _NO_EFFECT.items()),

@@ -15,15 +15,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import checkpoint, gathered, lr_schedules, recovery, relayout, whole
 from shardengine import core as core_module
+from shardengine import gathered, lr_schedules, recovery, relayout, whole
 from shardengine import mesh as mesh_module
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
+from shardengine.checkpointing import Checkpointing
 from shardengine.collectives import Collectives
 from shardengine.config import Config, load_config, timeout_of
 from shardengine.errors import UsageError
-from shardengine.inspection import Inspection, Report, attached
+from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.optimizer_forms import groups_for
@@ -57,7 +58,7 @@ def initialize(
     return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh)
 
 
-class Engine(Inspection):
+class Engine(Checkpointing):
     """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
 
     def __init__(
@@ -321,26 +322,6 @@ class Engine(Inspection):
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
 
-    # Checkpoints
-
-    def save_checkpoint(
-        self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
-    ) -> Path:
-        """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
-
-        Between steps only. tag: default ``step-<global_steps>``; one that is there is replaced once the new one is
-        whole. client_state: JSON, rank 0's is kept. A failure raises on every rank and leaves the previous one intact.
-        """
-        return checkpoint.save(self, directory, tag, client_state)
-
-    def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> checkpoint.Checkpoint:
-        """Go on from ``directory/tag`` (default: what ``latest`` names), bit for bit; collective.
-
-        Same model, optimizer class, stage and number of ranks. Verified on every rank before anything is changed. Also
-        the way on where ``reset()`` says that it has none.
-        """
-        return checkpoint.load(self, directory, tag)
-
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
@@ -363,11 +344,14 @@ class Engine(Inspection):
         """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective."""
         if self.module not in attached:
             return
-        self._core.dissolve()
-        if self._owns_mesh:
-            self._core.mesh.destroy()
-        attached.discard(self.module)
-        self.optimizer = None
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            self._core.dissolve()
+            if self._owns_mesh:
+                self._core.mesh.destroy()
+            attached.discard(self.module)
+            self.optimizer = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:

@@ -63,6 +63,8 @@ class Inspection:
     _report: Report
     _applied: bool
     _buffers_sent: bool
+    _saves: Any = None
+    """What is written behind training (checkpoint.saving.Background), from the first save on."""
 
     @property
     def device(self) -> torch.device:

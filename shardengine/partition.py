@@ -50,9 +50,12 @@ class Partition:
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the arenas with their first names."""
-        chosen = {id(parameter) for parameter in self.outside}
-        first = {id(parameter): name for name, parameter in reversed(self.names.items()) if id(parameter) in chosen}
+        first = self.first_names()
         return [(first[id(parameter)], parameter) for parameter in self.outside]
+
+    def first_names(self) -> dict[int, str]:
+        """id(parameter) → the name under which it was registered first."""
+        return {id(parameter): name for name, parameter in reversed(self.names.items())}
 
 
 def analyse(
@@ -324,7 +327,7 @@ def facts(
         for name, p in found.names.items()
     ]
     buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
-    name_of = {id(p): name for name, p in reversed(found.names.items())}
+    name_of = found.first_names()
     members = [f"group {number}: {name_of[id(p)]}" for number, group in enumerate(groups) for p in group["params"]]
     settings = [f"{key} = {describe(value)}" for key, value in sorted(config.items())]
     return {

@@ -104,7 +104,7 @@ def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: 
 
     try:
         found = together(core.collectives, "add_param_group()", append)
-        names = {id(parameter): name for name, parameter in reversed(core.partition.names.items())}
+        names = core.partition.first_names()
         new = [names[id(parameter)] for parameter in group["params"]]
         compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
     except BaseException:
@@ -137,7 +137,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
 def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:
     """``UsageError`` for a parameter that is given twice, or is in a group already."""
     number_of = {id(parameter): number for number, old in enumerate(groups) for parameter in old["params"]}
-    names = {id(parameter): name for name, parameter in reversed(core.partition.names.items())}
+    names = core.partition.first_names()
     tensors = [item[1] if isinstance(item, tuple) else item for item in given]
     for parameter in tensors:
         if id(parameter) in number_of:

@@ -27,13 +27,13 @@ IMPORT_ORDER = (
     "prediction", "schedule",
     "hooks", "optimizer_forms", "optimizer",
     "core", "gathered", "whole", "relayout", "inspection", "recovery",
-    "checkpoint",
+    "checkpoint", "checkpointing",
     "engine", "__init__",
     "app", "cli", "__main__",
 )  # fmt: skip
 LAZY_IMPORTS_ALLOWED = ("app", "cli")
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
-LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ()
+LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ("checkpointing.py",)
 """Single files with the same right, as paths under the package, each with its reason beside it."""
 
 DATA_OPERATIONS = frozenset(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardengine.checkpoint import files
+from shardengine.checkpoint import directory, tensor_file
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from tests import cases
 from tests.ranks import RankPool
@@ -175,34 +175,32 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(pools: Pools, tmp_path: P
 def test_what_does_not_fit_is_listed_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(saves, str(tmp_path))
     for text, same in pools(2).run(refusal, str(tmp_path), "2", "mlp", "SGD"):
-        assert same and "stage 3 (SSSS)" in text and "not available yet" in text and "has AdamW with 2" in text
+        assert same and "optimizer: the checkpoint has AdamW, the engine SGD" in text and "weights_only=True" in text
     for text, same in pools(2).run(refusal, str(tmp_path), "3", "llama"):
         assert same and "only in the checkpoint" in text and "inp.weight" in text and "not in the checkpoint" in text
-    [(text, same)] = pools(1).run(refusal, str(tmp_path))
-    assert same and "saved by 2 rank(s), there are 1" in text
 
 
 def fails_on_one(folder: str, where: str) -> str:
     """A save in which rank 1 finds the disk full, or rank 0 does at the end."""
     engine = make("mlp", "AdamW", "3")
     engine.global_steps = 2
-    names = {"write": ("write_tensors", 1), "rename": ("finish", 0)}
-    name, rank = names[where]
-    original = getattr(files, name)
+    names: dict[str, tuple[Any, str, int]] = {"write": (tensor_file, "write", 1), "rename": (directory, "finish", 0)}
+    module, name, rank = names[where]
+    original = getattr(module, name)
 
     def full(*args: Any) -> None:
         original(*args) if where == "write" else None
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if engine.rank == rank:
-        setattr(files, name, full)
+        setattr(module, name, full)
     try:
         engine.save_checkpoint(folder)
         text = "no error"
     except ShardEngineError as error:
         text = str(error)
     finally:
-        setattr(files, name, original)
+        setattr(module, name, original)
     assert engine._core.collectives.faults._told is None, "every rank raised: nothing is told besides"
     engine.load_checkpoint(folder)
     text += f" {engine.global_steps}"
@@ -247,9 +245,9 @@ def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="middle of a step"):
         engine.save_checkpoint(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(CheckpointError, match="latest"):
-        engine.load_checkpoint(tmp_path)
     engine.zero_grad()
+    with pytest.raises(CheckpointError, match="it has none"):
+        engine.load_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path)
     engine.backward(cases.loss_of(engine, 0, 0, 0))
     with pytest.raises(UsageError, match="middle of a step"):
@@ -265,5 +263,6 @@ def test_files_are_ordinary_safetensors_and_json(tmp_path: Path) -> None:
     tensors = load_file(place / "rank-00000.safetensors")
     assert tensors["scale/weight[0:1]"].item() == 1.25
     index = json.loads((place / "index.json").read_text(encoding="utf-8"))["index"]
-    assert index["tensors"]["scale"]["exp_avg"] == {"dtype": "float32", "pieces": [["rank-00000.safetensors", 0, 1]]}
+    stored = index["tensors"]["scale"]["exp_avg"]
+    assert stored["dtype"] == "float32" and stored["pieces"][0][:3] == ["rank-00000.safetensors", 0, 1]
     assert sorted(path.name for path in place.iterdir()) == ["index.json", "rank-00000.safetensors"]

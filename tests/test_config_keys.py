@@ -21,7 +21,8 @@ def load(**keys: Any) -> Config:
 
 FROZEN = {
     "ACTIVE": """
-        bf16.enabled bf16.master_weights broadcast_buffers communication_data_type debug
+        bf16.enabled bf16.master_weights broadcast_buffers checkpoint.async_save checkpoint.keep_last
+        communication_data_type debug
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
         gradient_clipping optimizer.params optimizer.type overlap_comm overlap_param_gather reproducible
         scheduler.params scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
@@ -33,8 +34,7 @@ FROZEN = {
     """,
     "LATER": """
         activation_checkpointing.cpu_offload activation_checkpointing.enabled aio.block_size aio.queue_depth
-        aio.thread_count bf16.stochastic_rounding checkpoint.async_save
-        checkpoint.keep_last checkpoint.load_universal
+        aio.thread_count bf16.stochastic_rounding
         comm_hook.name comm_hook.params comms_logger.debug comms_logger.enabled
         comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose
         data_types.grad_accum_dtype data_types.reduce_dtype fp16.auto_cast fp16.consecutive_hysteresis
@@ -44,7 +44,7 @@ FROZEN = {
         monitor.tensorboard.enabled monitor.tensorboard.job_name monitor.tensorboard.output_path
         monitor.wandb.enabled monitor.wandb.group monitor.wandb.project monitor.wandb.team
         static_graph torch_autocast.lower_precision_safe_modules
-        wall_clock_breakdown zero_allow_untested_optimizer zero_optimization.elastic_checkpoint
+        wall_clock_breakdown zero_allow_untested_optimizer
         zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.fast_init
         zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
@@ -65,13 +65,13 @@ FROZEN = {
         activation_checkpointing.contiguous_memory_optimization activation_checkpointing.number_checkpoints
         activation_checkpointing.partition_activations activation_checkpointing.profile
         activation_checkpointing.synchronize_checkpoint_boundary aio.overlap_events aio.single_submit
-        aio.use_gds checkpoint.parallel_write checkpoint.tag_validation
+        aio.use_gds checkpoint.load_universal checkpoint.parallel_write checkpoint.tag_validation
         checkpoint.use_node_local_storage dataloader_drop_last disable_allgather dump_state
         gradient_predivide_factor memory_breakdown optimizer.legacy_fusion prescale_gradients
         zero_force_ds_cpu_optimizer zero_optimization.allgather_bucket_size
         zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
         zero_optimization.cpu_offload_use_pin_memory
-        zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1
+        zero_optimization.elastic_checkpoint zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1
         zero_optimization.load_from_fp32_weights zero_optimization.log_trace_cache_warnings
         zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
         zero_optimization.reduce_scatter zero_optimization.round_robin_gradients

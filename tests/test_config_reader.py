@@ -111,9 +111,6 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
         ({"tensorboard": {"enabled": True}}, "tensorboard"),
         ({"activation_checkpointing": {"enabled": True}}, "activation_checkpointing.enabled"),
         ({"aio": {"queue_depth": 32}}, "aio.queue_depth"),
-        ({"checkpoint": {"keep_last": 3}}, "checkpoint.keep_last"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
-        ({"zero_optimization": {"elastic_checkpoint": True}}, "zero_optimization.elastic_checkpoint"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
     ],
 )

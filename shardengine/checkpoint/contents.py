@@ -92,7 +92,11 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
 
 
 def parameter_table(core: Core) -> list[dict[str, Any]]:
-    """Every parameter of the model, in registration order: all its names, shape, dtype, optimizer group."""
+    """Every parameter of the model, in registration order: all its names, shape, dtype, optimizer group.
+
+    order: its dimensions from the outermost in memory to the innermost, [] where that is their own order; the elements
+    of its weight and states are counted in that order.
+    """
     specs = {id(p): spec for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True)}
     rows: dict[int, dict[str, Any]] = {}
     for name, parameter in core.partition.names.items():
@@ -102,6 +106,7 @@ def parameter_table(core: Core) -> list[dict[str, Any]]:
             {
                 "names": [],
                 "shape": list(parameter.shape),
+                "order": [] if spec is None else list(spec.order),
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "trainable": spec is not None and spec.trainable,
                 "group": -1 if spec is None else spec.group,

@@ -1,44 +1,42 @@
-"""The index of a checkpoint: one JSON file that says what is where. Owns: its form, reading it, comparing it.
+"""The index of a checkpoint: one JSON file that says what is where. Owns: its form, making, reading and checking it.
 
-Must not know: how tensors are written or filled.
+Must not know: how tensors are written, whether they fit an engine.
+
+Nothing in it is believed before ``read`` has checked every type, range and name that others rely on: a checkpoint may
+come from anybody. The form is described in docs/checkpoints.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardengine.checkpoint import contents, state
+from shardengine.checkpoint import contents, model_facts, state
+from shardengine.checkpoint.directory import INDEX
+from shardengine.checkpoint.tensor_file import CHUNK_BYTES, DTYPES
 from shardengine.core import Core
-from shardengine.errors import CheckpointError, UsageError
+from shardengine.errors import CheckpointError
 from shardengine.inspection import Inspection
 from shardengine.version import __version__
 
-INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
+MAX_BYTES = 1 << 32
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
-_KEYS = "format world_size stage parameters buffers optimizer lr_scheduler counters client_state files tensors".split()
+_LARGEST = 1 << 60
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 def file_of(rank: int) -> str:
     """The file that ``rank`` writes."""
     return f"rank-{rank:05}.safetensors"
-
-
-def check_tag(tag: str) -> str:
-    """``tag``; ``UsageError`` unless it is a plain name."""
-    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == "latest":
-        raise UsageError(
-            f"checkpoint tag {tag!r}: expected a plain name of letters, digits and . _ + = - (and not 'latest')"
-        )
-    return tag
 
 
 def describe(engine: Inspection) -> dict[str, Any]:
@@ -47,26 +45,30 @@ def describe(engine: Inspection) -> dict[str, Any]:
     letters = (
         core.stage.weights_after_forward, core.stage.weights_after_backward, core.stage.gradients, core.stage.state,
     )  # fmt: skip
-    names = [spec.name for spec in core.layout.parameters]
     return {
-        "format": FORMAT,
-        "versions": {"shardengine": __version__, "torch": str(torch.__version__)},
         "world_size": core.mesh.ranks,
         "stage": {"name": core.stage.name, "letters": "".join(letter.value for letter in letters)},
+        "batch": {
+            "train_batch_size": engine.train_batch_size(),
+            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        },
+        "own_buffers": not engine.config.broadcast_buffers,
+        "model": model_facts.describe(engine.module),
         "parameters": contents.parameter_table(core),
         "buffers": contents.buffer_table(core),
-        "optimizer": state.optimizer_state(engine.optimizer, names),
+        "optimizer": state.optimizer_state(engine.optimizer, core),
         "lr_scheduler": state.scheduler_state(engine.lr_scheduler),
-        "counters": {
-            "global_steps": engine.global_steps,
-            "global_samples": engine.global_samples,
-            "micro_steps": engine.micro_steps,
-        },
+        "loss_scaler": None,
+        "comm_hook": None,
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
     }
 
 
-def to_text(index: dict[str, Any]) -> str:
-    """The index as a file: with a checksum of its own."""
+def to_text(facts: dict[str, Any]) -> str:
+    """The index as a file: with its form's number, versions and a checksum of its own."""
+    versions = {"shardengine": __version__, "torch": str(torch.__version__)}
+    index = {"format": FORMAT, "versions": versions, "chunk_bytes": CHUNK_BYTES, **facts}
     return json.dumps({"sha256": _digest(index), "index": index})
 
 
@@ -74,78 +76,139 @@ def read(directory: Path) -> dict[str, Any]:
     """The index of the checkpoint in ``directory``; ``CheckpointError`` if it is missing, damaged or not ours."""
     path = directory / INDEX
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
         whole = json.loads(path.read_text(encoding="utf-8"))
-        index = whole["index"]
-        fine = whole["sha256"] == _digest(index) and all(key in index for key in _KEYS)
-        fine = fine and all(_FILE.fullmatch(name) for name in index["files"])
+        _expect(isinstance(whole, dict) and isinstance(whole.get("index"), dict), "index: expected an object")
+        index: dict[str, Any] = whole["index"]
+        _expect(whole.get("sha256") == _digest(index), "its checksum differs")
+        if index.get("format") != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {directory}: format {index.get('format')!r}, this version reads {FORMAT}"
+            )
+        _check(index)
     except OSError as error:
         raise CheckpointError(f"checkpoint {directory}: cannot read {INDEX}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        fine, index = False, {}
-    if not fine:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {directory}: {INDEX} is damaged or not of shardengine; load another checkpoint"
+            f"checkpoint {directory}: {INDEX} is damaged or not of shardengine ({str(error)[:200]}); load another "
+            "checkpoint"
+        ) from None
+    return index
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Elements [first, end) of a tensor lie in ``file`` from byte ``offset`` on."""
+
+    file: str
+    first: int
+    end: int
+    offset: int
+
+
+def entries(index: dict[str, Any]) -> Iterator[tuple[str, str, torch.dtype, list[Stored]]]:
+    """Every tensor of the model and the optimizer: (name, state, dtype, where its elements are)."""
+    for name, kinds in index["tensors"].items():
+        for kind, row in kinds.items():
+            yield name, kind, DTYPES[row["dtype"]], [Stored(*piece) for piece in row["pieces"]]
+
+
+def names_at(index: dict[str, Any], file: str, start: int, end: int) -> list[str]:
+    """The tensors ("name (state)") that have some of the bytes [start, end) of ``file``, in the order of the index."""
+    found = [
+        f"{name} ({kind})"
+        for name, kind, dtype, pieces in entries(index)
+        if any(
+            p.file == file and p.offset < end and start < p.offset + (p.end - p.first) * dtype.itemsize for p in pieces
         )
-    if index["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {directory}: format {index['format']}, this version reads {FORMAT}")
-    return dict(index)
-
-
-def differences(saved: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Every reason why a checkpoint does not fit the engine, one sentence each."""
-    later = "; that is not available yet in this version"
-    found = []
-    if saved["world_size"] != ours["world_size"]:
-        found.append(f"it was saved by {saved['world_size']} rank(s), there are {ours['world_size']}{later}")
-    if saved["stage"]["letters"] != ours["stage"]["letters"]:
-        texts = [f"{side['stage']['name']} ({side['stage']['letters']})" for side in (saved, ours)]
-        found.append(f"it was saved at stage {texts[0]}, the engine has stage {texts[1]}{later}")
-    for kind in ("parameter", "buffer"):
-        found += _table_differences(kind, saved[f"{kind}s"], ours[f"{kind}s"])
-    texts = [_optimizer_text(side["optimizer"]) for side in (saved, ours)]
-    if texts[0] != texts[1]:
-        found.append(f"optimizer: the checkpoint has {texts[0]}, the engine {texts[1]}")
-    texts = [side["lr_scheduler"]["type"] if side["lr_scheduler"] else "none" for side in (saved, ours)]
-    if texts[0] != texts[1]:
-        found.append(f"lr_scheduler: the checkpoint has {texts[0]}, the engine {texts[1]}")
-    return found
-
-
-def missing(index: dict[str, Any], parts: Iterable[contents.Part]) -> list[str]:
-    """Parts that the files do not cover, or cover in another dtype."""
-    found = []
-    for part in parts:
-        entry = index["tensors"].get(part.name, {}).get(part.state)
-        dtype = str(part.values.dtype).removeprefix("torch.")
-        if entry is None or entry["dtype"] != dtype:
-            there = "nothing" if entry is None else entry["dtype"]
-            found.append(f"{part.name} ({part.state}): expected {dtype}, the checkpoint has {there}")
-            continue
-        reached = part.first
-        for _, first, end in sorted(entry["pieces"], key=lambda piece: int(piece[1])):
-            reached = max(reached, end) if first <= reached else reached
-        if reached < part.end:
-            found.append(f"{part.name} ({part.state}): elements from {reached} on are in no file")
-    return found
-
-
-def _table_differences(kind: str, saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
-    def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {row["names"][0] if "names" in row else row["name"]: row for row in rows}
-
-    there, here = by_name(saved), by_name(ours)
-    found = [f"{kind} {name}: only in the checkpoint" for name in there if name not in here]
-    found += [f"{kind} {name}: not in the checkpoint" for name in here if name not in there]
-    for name in here.keys() & there.keys():
-        for key, value in here[name].items():
-            if there[name].get(key) != value:
-                found.append(f"{kind} {name}: {key} is {there[name].get(key)} in the checkpoint, {value} here")
-    return sorted(found)
-
-
-def _optimizer_text(optimizer: dict[str, Any] | None) -> str:
-    return "none" if optimizer is None else f"{optimizer['kind']} with {len(optimizer['groups'])} group(s)"
+    ]
+    return found + [
+        f"random state {name!r}" for name, rows in index["random"].items()
+        if any(f == file and at < end and start < at + count for f, at, count in rows)
+    ]  # fmt: skip
 
 
 def _digest(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+# What is checked of an index
+
+
+def _expect(fine: bool, what: str) -> None:
+    if not fine:
+        raise ValueError(what)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _check(index: dict[str, Any]) -> None:
+    _expect(_is_count(index["world_size"]) and index["world_size"] >= 1, "world_size")
+    _expect(_is_count(index["chunk_bytes"]) and index["chunk_bytes"] >= 512, "chunk_bytes")
+    _expect(all(_is_count(index["counters"][name]) for name in _COUNTERS), "counters")
+    _expect(isinstance(index["own_buffers"], bool), "own_buffers")
+    _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")
+    _expect(all(_is_count(value) for value in index["batch"].values()), "batch")
+    _expect(isinstance(index["client_state"], dict), "client_state")
+    for file, facts in index["files"].items():
+        _expect(_FILE.fullmatch(file) is not None, f"file name {file[:80]!r}")
+        _expect(_is_count(facts["bytes"]), f"size of {file}")
+        count = -(-facts["bytes"] // index["chunk_bytes"])
+        _expect(isinstance(facts["chunks"], list) and len(facts["chunks"]) == count, f"chunks of {file}")
+        _expect(all(_is_count(value) for value in facts["chunks"]), f"chunks of {file}")
+    sizes = _check_tables(index)
+    for name, kinds in index["tensors"].items():
+        for kind, row in kinds.items():
+            _expect(name in sizes and row["dtype"] in DTYPES, f"tensor {name} ({kind})")
+            for piece in row["pieces"]:
+                _check_piece(index, piece, DTYPES[row["dtype"]].itemsize, sizes[name], f"pieces of {name} ({kind})")
+    for name, rows in index["random"].items():
+        _expect(len(rows) == index["world_size"], f"random state {name}")
+        for file, offset, count in rows:
+            _check_piece(index, [file, 0, count, offset], 1, 1 << 24, f"random state {name}")
+    _check_optimizer(index["optimizer"])
+    scheduler = index["lr_scheduler"]
+    _expect(
+        scheduler is None or (isinstance(scheduler["type"], str) and isinstance(scheduler["state"], dict)),
+        "lr_scheduler",
+    )
+
+
+def _check_piece(index: dict[str, Any], piece: Sequence[Any], itemsize: int, size: int, what: str) -> None:
+    file, first, end, offset = piece
+    _expect(file in index["files"] and all(map(_is_count, (first, end, offset))), what)
+    _expect(first <= end <= size and offset + (end - first) * itemsize <= index["files"][file]["bytes"], what)
+
+
+def _check_tables(index: dict[str, Any]) -> dict[str, int]:
+    """Name of each parameter (its first) and buffer → number of elements."""
+    sizes: dict[str, int] = {}
+    for table in ("parameters", "buffers"):
+        for row in index[table]:
+            names = row["names"] if table == "parameters" else [row["name"]]
+            _expect(_are_names(names) and bool(names) and names[0] not in sizes, f"names in {table}")
+            shape, what = row["shape"], f"{table[:-1]} {names[0][:200]}"
+            _expect(isinstance(shape, list) and len(shape) <= 64 and all(map(_is_count, shape)), f"shape of {what}")
+            _expect(math.prod(shape) <= _LARGEST and row["dtype"] in DTYPES, f"shape or dtype of {what}")
+            if table == "parameters":
+                order = row["order"]
+                _expect(order == [] or sorted(order) == list(range(len(shape))), f"order of {what}")
+                _expect(isinstance(row["trainable"], bool) and isinstance(row["group"], int), what)
+            sizes[names[0]] = math.prod(shape)
+    return sizes
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is None:
+        return
+    _expect(isinstance(optimizer["kind"], str) and isinstance(optimizer["groups"], list), "optimizer")
+    for group in optimizer["groups"]:
+        _expect(_are_names(group["params"]) and isinstance(group["options"], dict), "optimizer groups")
+    _expect(all(_is_count(count) for count in optimizer["steps"].values()), "optimizer steps")

@@ -5,6 +5,7 @@ Owns: what counts as JSON, options of groups and scheduler, random states. Must 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optimizer import ShardedOptimizer
 
@@ -68,22 +70,44 @@ def like(value: Any, current: Any) -> Any:
     return value
 
 
-def optimizer_state(optimizer: ShardedOptimizer | None, names: list[str]) -> dict[str, Any] | None:
-    """Class, options of every group, steps of every parameter."""
+def is_like(value: Any, current: Any) -> bool:
+    """Whether ``value``, read from JSON, can stand for ``current``: None for all, numbers for numbers, all the way."""
+    if value is None or current is None:
+        return True
+    if isinstance(current, tuple | list):
+        return isinstance(value, list) and len(value) == len(current) and all(map(is_like, value, current))
+    if isinstance(current, dict) or isinstance(value, dict | list):
+        return isinstance(current, dict) and isinstance(value, dict)
+    numbers = [isinstance(each, int | float) and not isinstance(each, bool) for each in (value, current)]
+    return all(numbers) or (not any(numbers) and type(value) is type(current))
+
+
+def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str, Any] | None:
+    """Class; the parameters (first names) and options of every group; steps of every parameter."""
     if optimizer is None:
         return None
+    first = core.partition.first_names()
     groups = [
-        plain({key: value for key, value in group.items() if key != "params"}, f"optimizer.param_groups[{index}]")
+        {
+            "params": [first[id(parameter)] for parameter in group["params"]],
+            "options": plain(options_of(group), f"optimizer.param_groups[{index}]"),
+        }
         for index, group in enumerate(optimizer.param_groups)
     ]
+    names = [spec.name for spec in core.layout.parameters]
     return {"kind": optimizer.kind, "groups": groups, "steps": dict(zip(names, optimizer.steps, strict=True))}
 
 
-def restore_optimizer(optimizer: ShardedOptimizer, saved: dict[str, Any], names: list[str]) -> None:
-    """The opposite. The groups stay the same dicts: schedulers and the user's own optimizer hold them."""
-    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({key: like(value, group.get(key)) for key, value in options.items()})
-    optimizer.steps[:] = [int(saved["steps"][name]) for name in names]
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def restore_optimizer(optimizer: ShardedOptimizer, groups: list[dict[str, Any] | None], steps: list[int]) -> None:
+    """The opposite; None keeps a group's own options. The groups stay the same dicts: schedulers hold them."""
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: like(value, group[key]) for key, value in (options or {}).items()})
+    optimizer.steps[:] = steps
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
@@ -94,9 +118,10 @@ def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
 
 
 def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
-    """The opposite."""
+    """The opposite. What the scheduler does not have itself is left out."""
     current = scheduler.state_dict()
-    scheduler.load_state_dict({key: like(value, current.get(key)) for key, value in saved["state"].items()})
+    known = {key: like(value, current[key]) for key, value in saved["state"].items() if key in current}
+    scheduler.load_state_dict(known)
 
 
 def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
@@ -110,18 +135,32 @@ def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    return [(f"rng/{name}", state) for name, state in states.items()]
+    return list(states.items())
 
 
 def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     """The opposite. ``states``: name → uint8 tensor."""
-    torch.set_rng_state(states["rng/torch"])
-    version, numbers, gauss = _decode(states["rng/python"])
-    random.setstate((version, tuple(numbers), gauss))
-    key, position, has_gauss, cached = _decode(states["rng/numpy"])
-    numpy.random.set_state(("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_gauss, cached))
-    if device.type == "cuda" and "rng/cuda" in states:
-        torch.cuda.set_rng_state(states["rng/cuda"], device)
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        version, numbers, gauss = _decode(states["python"])
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in states:
+        key, position, has_gauss, cached = _decode(states["numpy"])
+        numpy.random.set_state(("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def seed_anew(states: dict[str, Tensor], rank: int) -> None:
+    """Random states for a rank that the checkpoint does not have, from those of another: the same ones every time."""
+    digest = hashlib.sha256(str(rank).encode())
+    for name in sorted(states):
+        digest.update(bytes(states[name].tolist()))
+    seed = int.from_bytes(digest.digest()[:4], "little")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
 
 
 def _encode(value: Any) -> Tensor:

@@ -1,0 +1,222 @@
+"""Whether a checkpoint fits an engine, and what then goes where. Owns: names, groups and dtypes on both sides.
+
+Must not know: files, ranks. Everything is found before anything is changed: a plan has problems, or it can be carried
+out. What two layouts have in common are names and flat intervals; who held them is no matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardengine.checkpoint import contents, index, state
+from shardengine.checkpoint.contents import BUFFER, WEIGHT
+from shardengine.core import Core
+from shardengine.inspection import Inspection
+
+Source = tuple[str, int, int, int]
+"""(file, byte offset, first and one past the last element in the part that is filled)."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A part of the engine's memory, and where its elements come from, in which dtype."""
+
+    part: contents.Part
+    dtype: torch.dtype
+    sources: list[Source]
+
+
+@dataclass
+class Plan:
+    """What loading would do. problems: why it cannot.
+
+    missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · fresh: parts that
+    begin anew, at zero · groups: per optimizer group its saved options, None to keep its own · steps: per parameter
+    """
+
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    fillings: list[Filling] = field(default_factory=list)
+    fresh: list[contents.Part] = field(default_factory=list)
+    groups: list[dict[str, Any] | None] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    scheduler: bool = False
+
+
+class _Saved:
+    """A checkpoint's tables by name. Tied weights are found under each of their names."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self.rows = {row["names"][0]: row for row in saved["parameters"]}
+        self.rows |= {row["name"]: row for row in saved["buffers"]}
+        self.alias = {name: row["names"][0] for row in saved["parameters"] for name in row["names"]}
+        self.alias |= {row["name"]: row["name"] for row in saved["buffers"]}
+        self.tensors: dict[tuple[str, str], tuple[torch.dtype, list[index.Stored]]] = {
+            (name, kind): (dtype, pieces) for name, kind, dtype, pieces in index.entries(saved)
+        }
+        optimizer = saved["optimizer"] or {"kind": None, "groups": [], "steps": {}}
+        self.kind: str | None = optimizer["kind"]
+        self.groups: list[dict[str, Any]] = optimizer["groups"]
+        self.steps: dict[str, int] = optimizer["steps"]
+        self.ranks: int = saved["world_size"]
+        self.own_buffers: bool = saved["own_buffers"]
+        self.scheduler = saved["lr_scheduler"]
+
+
+def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool) -> Plan:
+    """How ``engine`` takes over the checkpoint whose index is ``saved``; local, changes nothing."""
+    there, core, found = _Saved(saved), engine._core, Plan()
+    sources = _match(there, core, found, strict=strict)
+    if not weights_only:
+        _compare_optimizers(there, engine, found, sources, strict=strict)
+    for part in contents.held(core, engine.optimizer):
+        if part.name not in sources or (weights_only and part.state not in (WEIGHT, BUFFER)):
+            continue
+        entry = there.tensors.get((sources[part.name], part.state))
+        if entry is None:
+            _without_source(part, sources[part.name], found, strict=strict)
+            continue
+        dtype, pieces = entry
+        if part.state == BUFFER and there.own_buffers:
+            pieces = [piece for piece in pieces if piece.file == index.file_of(core.mesh.rank % there.ranks)]
+        filling = Filling(part, dtype, list(_overlaps(part, pieces, dtype)))
+        if _covers(filling):
+            found.fillings.append(filling)
+        else:
+            found.problems.append(f"{part.name} ({part.state}): some of its elements are in no file of the checkpoint")
+        if dtype != part.values.dtype and part.name not in found.converted:
+            found.converted.append(part.name)
+    return found
+
+
+def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str, str]:
+    """Name of each tensor here → its first name in the checkpoint, for all that are in both and fit."""
+    sources: dict[str, str] = {}
+    rows = [(row["names"], row) for row in contents.parameter_table(core)]
+    rows += [([row["name"]], row) for row in contents.buffer_table(core)]
+    for names, row in rows:
+        origins = list(dict.fromkeys(there.alias[name] for name in names if name in there.alias))
+        if not origins:
+            found.missing.append(names[0])
+        elif len(origins) > 1:
+            found.problems.append(f"{names[0]}: one tensor here, several in the checkpoint: {', '.join(origins)}")
+        elif problem := _difference(there.rows[origins[0]], row):
+            found.problems.append(f"{names[0]}: {problem}")
+        else:
+            sources[names[0]] = origins[0]
+    here = {name for names, _ in rows for name in names}
+    found.unexpected += [first for first, row in there.rows.items() if not here & set(row.get("names", [first]))]
+    if strict:
+        found.problems += [f"{name}: not in the checkpoint" for name in found.missing]
+        found.problems += [f"{name}: only in the checkpoint" for name in found.unexpected]
+    return sources
+
+
+def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Why a tensor cannot be taken over; "" if it can. Every floating-point dtype can become any other."""
+    if ("names" in saved) != ("names" in ours):
+        kinds = ["parameter" if "names" in row else "buffer" for row in (saved, ours)]
+        return f"a {kinds[0]} in the checkpoint, a {kinds[1]} here"
+    if saved["shape"] != ours["shape"]:
+        return f"its shape is {saved['shape']} in the checkpoint, {ours['shape']} here"
+    if saved.get("order", []) != ours.get("order", []):
+        return f"its order in memory is {saved['order']} in the checkpoint, {ours['order']} here ([]: the shape's own)"
+    floating = [getattr(torch, row["dtype"]).is_floating_point for row in (saved, ours)]
+    if saved["dtype"] != ours["dtype"] and not all(floating):
+        return f"its dtype is {saved['dtype']} in the checkpoint, {ours['dtype']} here"
+    return ""
+
+
+def _without_source(part: contents.Part, origin: str, found: Plan, *, strict: bool) -> None:
+    """The checkpoint has the parameter, but not this state of it: it was frozen, or had no momentum."""
+    if part.state == BUFFER or part.state == WEIGHT:
+        found.problems.append(f"{part.name} ({part.state}): the checkpoint names {origin}, but has nothing of it")
+    elif strict:
+        found.problems.append(f"{part.name}: no {part.state} in the checkpoint (it was not stepped there)")
+    else:
+        found.fresh.append(part)
+
+
+def _overlaps(
+    part: contents.Part, pieces: list[index.Stored], dtype: torch.dtype
+) -> Iterator[tuple[str, int, int, int]]:
+    for piece in pieces:
+        start, stop = max(piece.first, part.first), min(piece.end, part.end)
+        if start < stop:
+            offset = piece.offset + (start - piece.first) * dtype.itemsize
+            yield piece.file, offset, start - part.first, stop - part.first
+
+
+def _covers(filling: Filling) -> bool:
+    reached = 0
+    for _, _, start, stop in sorted(filling.sources, key=lambda source: source[2]):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= filling.part.values.numel()
+
+
+def _compare_optimizers(
+    there: _Saved, engine: Inspection, found: Plan, sources: dict[str, str], *, strict: bool
+) -> None:
+    """Groups are the same where they hold the same parameters, in whatever order they come."""
+    optimizer, core = engine.optimizer, engine._core
+    if there.kind is None or optimizer is None or there.kind != optimizer.kind:
+        kinds = [there.kind or "none", "none" if optimizer is None else optimizer.kind]
+        if kinds[0] != kinds[1]:
+            found.problems.append(
+                f"optimizer: the checkpoint has {kinds[0]}, the engine {kinds[1]} (weights_only=True takes the weights)"
+            )
+        return
+    first = core.partition.first_names()
+    open_groups = {frozenset(group["params"]): group for group in there.groups}
+    for number, group in enumerate(optimizer.param_groups):
+        names = [sources.get(first[id(p)], first[id(p)]) for p in group["params"]]
+        match = open_groups.pop(frozenset(names), None)
+        found.groups.append(None if match is None else match["options"])
+        if match is not None:
+            found.problems += _option_problems(number, match["options"], group)
+        elif strict:
+            text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            found.problems.append(f"optimizer group {number}: no group of the checkpoint holds just {text}")
+    if strict:
+        found.problems += [
+            f"optimizer: the engine has no group that holds just {', '.join(group['params'][:4])}"
+            + (f" and {len(group['params']) - 4} more" if len(group["params"]) > 4 else "")
+            for group in open_groups.values()
+        ]
+    for row in contents.parameter_table(core):
+        before = there.rows.get(sources.get(row["names"][0], ""), row)["trainable"]
+        if strict and before != row["trainable"]:
+            texts = [("frozen", "trained")[trained] for trained in (before, row["trainable"])]
+            found.problems.append(f"{row['names'][0]}: {texts[0]} in the checkpoint, {texts[1]} here")
+    found.steps = [there.steps.get(sources.get(spec.name, ""), 0) for spec in core.layout.parameters]
+    _compare_schedulers(there, engine, found, strict=strict)
+
+
+def _option_problems(number: int, saved: dict[str, Any], group: dict[str, Any]) -> list[str]:
+    """Options that are no such thing here: names that the class does not have, values of another kind."""
+    ours = state.options_of(group)
+    unknown = [f"optimizer group {number}: {key!r} is no option of the engine's" for key in saved if key not in ours]
+    return unknown + [
+        f"optimizer group {number}: {key} is {str(value)[:80]!r} in the checkpoint, {ours[key]!r} here"
+        for key, value in saved.items()
+        if key in ours and not state.is_like(value, ours[key])
+    ]
+
+
+def _compare_schedulers(there: _Saved, engine: Inspection, found: Plan, *, strict: bool) -> None:
+    kinds = [
+        there.scheduler["type"] if there.scheduler else "none",
+        type(engine.lr_scheduler).__name__ if engine.lr_scheduler is not None else "none",
+    ]
+    if kinds[0] == kinds[1]:
+        found.scheduler = engine.lr_scheduler is not None and None not in found.groups
+    elif strict:
+        found.problems.append(f"lr_scheduler: the checkpoint has {kinds[0]}, the engine {kinds[1]}")

@@ -1,0 +1,278 @@
+"""Filling an engine from a checkpoint of any number of ranks, stage and precision. Owns: the order of a load.
+
+Must not know: the form of files and index, how names and intervals are matched.
+
+1. choose   rank 0 lists what is there; the first checkpoint that every rank finds whole is taken
+2. verify   every rank verifies the chunks that it needs, before anything is changed on any rank
+3. fill     every rank reads its intervals into its own memory; one buffer of a few MiB is all that comes on top
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from shardengine.agreement import compare, together
+from shardengine.checkpoint import directory, fit, index, saving, state
+from shardengine.checkpoint.tensor_file import Reader
+from shardengine.collectives import Collectives
+from shardengine.core import Core
+from shardengine.errors import CheckpointError, ShardEngineError, UsageError
+from shardengine.inspection import Inspection
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded, from where. missing, unexpected: tensors that only the model, or only the checkpoint has."""
+
+    tag: str
+    directory: Path
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    client_state: dict[str, Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass
+class _Candidate:
+    """A checkpoint as one rank sees it. unfit, damaged: why it is not loaded."""
+
+    place: Path
+    saved: dict[str, Any] = field(default_factory=dict)
+    plan: fit.Plan = field(default_factory=fit.Plan)
+    unfit: str = ""
+    damaged: str = ""
+
+
+def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: bool, weights_only: bool) -> Checkpoint:
+    """Verify a checkpoint on every rank, then fill the engine from it. See ``Engine.load_checkpoint``.
+
+    Also the way on after an update that nothing can finish (recovery: [Note: Back to one step]).
+    """
+    core = engine._core
+    collectives, rank = core.collectives, core.mesh.rank
+    interrupted = _interrupted(engine)
+    saving.finish(engine)
+    compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag), f"{strict} {weights_only}"]})
+
+    def listed() -> list[str]:
+        if not interrupted:
+            saving.require_rest(engine, "load_checkpoint")
+        place = directory.check_folder(folder)
+        return _candidates(place, tag) if rank == 0 else []
+
+    names = collectives.exchange_objects(together(collectives, "finding the checkpoint", listed))[0]
+    chosen = _choose(engine, Path(folder), names, strict=strict, weights_only=weights_only)
+    core.await_weights()
+    core.schedule.rest()
+    core.reducer.release()
+    try:
+        what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
+        together(collectives, what, lambda: _fill(engine, chosen, weights_only=weights_only))
+    except BaseException:
+        if engine.optimizer is not None:
+            engine.optimizer.end_window(lost=True)
+        raise
+    core.adopt_masters()
+    if engine.optimizer is not None:
+        engine.optimizer.end_window()
+    engine._window.restart()
+    engine._buffers_sent = False
+    counters = chosen.saved["counters"]
+    if not weights_only:
+        engine._window.total = counters["micro_steps"]
+        engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
+    if rank == 0:
+        _say(engine, chosen, weights_only=weights_only)
+    plan = chosen.plan
+    return Checkpoint(
+        chosen.place.name,
+        chosen.place,
+        client_state=chosen.saved["client_state"],
+        missing=tuple(plan.missing),
+        unexpected=tuple(plan.unexpected),
+        **counters,
+    )
+
+
+def _interrupted(engine: Inspection) -> bool:
+    """Whether an update was interrupted for good, so that an open window is no obstacle to loading."""
+    update = None if engine.optimizer is None else engine.optimizer.update
+    if update is None or not update.begun:
+        return False
+    if not update.lost and engine.world_size > 1:
+        raise UsageError(
+            "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
+            f"every rank first, because collectives of rank {engine.rank} may still be under way"
+        )
+    return True
+
+
+# 1. choose
+
+
+def _candidates(folder: Path, tag: str | None) -> list[str]:
+    """The checkpoints to try, in order: the given one alone, or what ``latest`` names, then all others from the newest.
+
+    Also ends what a killed run began.
+    """
+    if tag is not None:
+        directory.recover(folder, directory.check_tag(tag))
+        if not (folder / tag).is_dir():
+            there = ", ".join(directory.saved(folder)[:8])
+            raise CheckpointError(f"{folder} has no checkpoint {tag!r}; there are: {there or 'none'}")
+        return [tag]
+    found, newest = directory.saved(folder), directory.latest(folder)
+    names = [newest, *found] if newest is not None else found
+    if not names:
+        raise CheckpointError(f"{folder}: expected a directory of checkpoints, it has none (no readable 'latest')")
+    return list(dict.fromkeys(names))
+
+
+def _choose(engine: Inspection, folder: Path, names: list[str], *, strict: bool, weights_only: bool) -> _Candidate:
+    """The first candidate that all ranks find whole; raises, on all ranks, where it does not fit or there is none."""
+    collectives, rank = engine._core.collectives, engine.rank
+    rejected: list[str] = []
+    for name in names:
+        candidate = _examine(engine, folder / name, strict=strict, weights_only=weights_only)
+        views = collectives.exchange_objects([candidate.unfit, candidate.damaged])
+        unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
+        if unfit:
+            _raise_everywhere(collectives, UsageError(unfit))
+        if not damaged:
+            if rejected and rank == 0:
+                text = "; ".join(rejected)
+                warnings.warn(f"load_checkpoint goes back to {folder / name}, because {text}", stacklevel=5)
+            return candidate
+        rejected.append(damaged)
+    others = together(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
+    others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
+    offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else "there is no other checkpoint"
+    _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}"))
+
+
+def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
+    """Raise what every rank raises now, so that nobody needs to be told."""
+    collectives.faults.know(error)
+    raise error
+
+
+def _examine(engine: Inspection, place: Path, *, strict: bool, weights_only: bool) -> _Candidate:
+    """Read the index, compare it, verify this rank's part of the files; never raises for what may be wrong with it."""
+    candidate = _Candidate(place)
+    try:
+        candidate.saved = index.read(place)
+        candidate.plan = fit.plan(candidate.saved, engine, strict=strict, weights_only=weights_only)
+    except CheckpointError as error:
+        candidate.damaged = str(error)
+        return candidate
+    if candidate.plan.problems:
+        text = "\n  - ".join(dict.fromkeys(candidate.plan.problems))
+        hint = "" if not strict else "\nstrict=False takes what fits, weights_only=True the weights and buffers alone"
+        candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint}"
+        return candidate
+    core = engine._core
+    with _reader(candidate) as reader:
+        for file, ranges in sorted(_needed(candidate, core, weights_only=weights_only).items()):
+            damage = reader.damage(file, ranges)
+            if damage is not None:
+                names = index.names_at(candidate.saved, file, damage.start, damage.end)
+                more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+                inside = f"it holds {', '.join(names[:4])}{more}" if names else "nothing that is needed is in that part"
+                candidate.damaged = f"{place / file} {damage.what}; {inside}"
+                break
+    return candidate
+
+
+def _needed(candidate: _Candidate, core: Core, *, weights_only: bool) -> dict[str, list[tuple[int, int]]]:
+    """File → the byte ranges that this rank verifies: what it reads, and the heads of its share of the files."""
+    files: dict[str, list[tuple[int, int]]] = {}
+    for number, file in enumerate(sorted(candidate.saved["files"])):
+        if number % core.mesh.ranks == core.mesh.rank:
+            files[file] = [(0, 8)]
+    for filling in candidate.plan.fillings:
+        for file, offset, start, stop in filling.sources:
+            files.setdefault(file, []).append((offset, offset + (stop - start) * filling.dtype.itemsize))
+    if not weights_only:
+        for file, offset, count in _random_places(candidate.saved, core.mesh.rank).values():
+            files.setdefault(file, []).append((offset, offset + count))
+    return files
+
+
+def _random_places(saved: dict[str, Any], rank: int) -> dict[str, tuple[str, int, int]]:
+    """Name → (file, byte offset, bytes) of the random states of ``rank``, or of the one that it begins from."""
+    return {name: tuple(rows[rank % saved["world_size"]]) for name, rows in saved["random"].items()}
+
+
+def _reader(candidate: _Candidate) -> Reader:
+    files = {file: (facts["bytes"], facts["chunks"]) for file, facts in candidate.saved["files"].items()}
+    return Reader(candidate.place, files, candidate.saved["chunk_bytes"])
+
+
+# 3. fill
+
+
+@torch.no_grad()
+def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
+    """Write every view that this rank holds, then everything that is no tensor."""
+    core, plan, saved = engine._core, chosen.plan, chosen.saved
+    with _reader(chosen) as reader:
+        _fill_parts(reader, plan.fillings)
+        for part in plan.fresh:
+            part.values.zero_()
+        if weights_only:
+            return
+        states = {}
+        for name, (file, offset, count) in _random_places(saved, core.mesh.rank).items():
+            states[name] = torch.empty(count, dtype=torch.uint8)
+            reader.read(file, offset, states[name], torch.uint8)
+    if engine.optimizer is not None:
+        state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
+    if plan.scheduler:
+        state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"])
+    try:
+        if core.mesh.rank < saved["world_size"]:
+            state.restore_random_states(states, core.mesh.device)
+        else:
+            state.seed_anew(states, core.mesh.rank)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{chosen.place}: its random states cannot be used: {error}") from error
+
+
+def _fill_parts(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
+    for filling in fillings:
+        values = filling.part.values
+        whole = values.is_contiguous()
+        flat = values.view(-1) if whole else values.new_empty(values.numel())
+        for file, offset, start, stop in filling.sources:
+            reader.read(file, offset, flat[start:stop], filling.dtype)
+        if not whole:
+            values.copy_(flat.view(values.shape))
+
+
+def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
+    """Warn of what a user may not have meant."""
+    plan, notes = chosen.plan, []
+    before, now = chosen.saved["batch"].get("train_batch_size"), engine.train_batch_size()
+    if before != now and not weights_only:
+        notes.append(
+            f"the global batch was {before} samples, now it is {now}: set train_batch_size to {before} (with "
+            "train_micro_batch_size_per_gpu) to keep it at any number of ranks"
+        )
+    for names, what in ((plan.converted, "dtypes were converted"), (plan.missing, "are not in the checkpoint"),
+                        (plan.unexpected, "are only in the checkpoint")):  # fmt: skip
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            notes.append(f"{what}: {', '.join(names[:4])}{more}")
+    kept = [str(number) for number, options in enumerate(plan.groups) if options is None]
+    if kept:
+        notes.append(f"optimizer group(s) {', '.join(kept)} keep their own options, the checkpoint has no such group")
+    for note in notes:
+        warnings.warn(f"load_checkpoint of {chosen.place}: {note}", stacklevel=6)
