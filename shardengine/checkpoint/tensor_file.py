@@ -106,6 +106,8 @@ class Stream:
     def __exit__(self, kind: Any, *_: object) -> None:
         try:
             if kind is None:
+                if self._filled % CHUNK_BYTES:
+                    self._sum(self._filled - self._filled % CHUNK_BYTES)
                 self._flush()
                 self._finish()
                 os.ftruncate(self._file, self._written)
@@ -119,15 +121,20 @@ class Stream:
         start = 0
         while start < data.numel():
             block = self._blocks[0]
-            count = min(data.numel() - start, block.numel() - self._filled)
+            count = min(data.numel() - start, CHUNK_BYTES - self._filled % CHUNK_BYTES)
             block[self._filled : self._filled + count].copy_(data[start : start + count])
             start, self._filled = start + count, self._filled + count
+            if self._filled % CHUNK_BYTES == 0:
+                self._sum(self._filled - CHUNK_BYTES)
             if self._filled == block.numel():
                 self._flush()
 
+    def _sum(self, start: int) -> None:
+        """Take the checksum of the chunk that was filled last, while it is still in the processor's cache."""
+        self.chunks.append(zlib.crc32(memoryview(self._maps[0])[start : self._filled]))
+
     def _flush(self) -> None:
         count, block = self._filled, memoryview(self._maps[0])
-        self.chunks += [zlib.crc32(block[at : min(at + CHUNK_BYTES, count)]) for at in range(0, count, CHUNK_BYTES)]
         self._finish()
         padded = -(-count // _ALIGNMENT) * _ALIGNMENT
         self._under_way = self._thread.submit(self._write, block[:padded], self._written)
