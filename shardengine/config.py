@@ -176,7 +176,10 @@ class Config:
         shown = " * ".join("?" if factor is None else str(factor) for factor in (micro, steps, world_size))
         if total % known or (micro is not None and steps is not None and total != known):
             result = f"{known}" if "?" not in shown else f"{known} * ?, and {total} / {known} is not an integer"
-            raise ConfigError(f"{EQUATION}, but {total} != {shown} = {result}; change one of them or leave one out")
+            fitting = "" if steps is not None or micro is None else _fitting_ranks(total, micro)
+            raise ConfigError(
+                f"{EQUATION}, but {total} != {shown} = {result}; change one of them or leave one out{fitting}"
+            )
         micro = total // known if micro is None else micro
         steps = total // known if steps is None else steps
         sizes: dict[str, int] = dict(zip(TRIPLE, (total, micro, steps), strict=True))
@@ -210,6 +213,12 @@ class Config:
                     yield prefix + name, value, self.sources.get(prefix + name, "default")
 
         return list(rows(self.to_dict(), ""))
+
+
+def _fitting_ranks(total: int, micro: int) -> str:
+    """The end of a sentence: the numbers of ranks at which a global batch of ``total`` samples is whole."""
+    counts = [ranks for ranks in range(1, min(total // micro, 1 << 16) + 1) if total % (micro * ranks) == 0]
+    return f". Numbers of ranks that fit: {', '.join(map(str, counts[:32]))}" if counts else ""
 
 
 _MISSING_TRIPLE = (

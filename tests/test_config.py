@@ -113,6 +113,7 @@ def test_a_triple_that_fits_no_world_size_is_refused_before_it_is_known() -> Non
         ),
         ({"train_batch_size": 30}, "30 != ? * 1 * 4 = 4 * ?, and 30 / 4 is not an integer"),
         ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 5}, "30 != 5 * ? * 4 = 20 * ?"),
+        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 5}, "Numbers of ranks that fit: 1, 2, 3, 6"),
     ],
 )
 def test_a_triple_that_does_not_fit_shows_the_numbers(source: dict[str, Any], message: str) -> None:
