@@ -3,7 +3,7 @@
 ``python -m benchmarks.charts`` draws ``step-<machine>.json`` (and ``step_rss-<machine>.json``, if it is there) as
 ``step-<machine>.svg`` (time × DDP, peak memory) and ``parts-<machine>.svg`` (where the time of a step goes), beside
 them. ``--ranks 4`` draws the run of four ranks. ``--markdown`` prints the README's table instead, which holds nothing
-else (a test compares). Measures nothing.
+else (a test compares), and below it the table of ``checkpoint.py``, if that has run. Measures nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoint import DISK, HEADER, best_ways, cells
 from benchmarks.phases import PARTS
 from benchmarks.reporting import RESULTS, machine, result_path
 from benchmarks.variants import BASE, VARIANTS
@@ -82,6 +83,27 @@ def markdown(folder: Path, name: str) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+CHECKPOINT_LABELS = {
+    "torch.save": "torch.save (DDP)",
+    "dcp": "torch DCP (FSDP2)",
+    "dcp async": "torch DCP async (FSDP2)",
+    DISK: "*the disk*",
+}
+
+
+def checkpoint_markdown(folder: Path, name: str) -> str:
+    """The table of ``checkpoint.py`` and what the disk is in it; "" where nothing was measured."""
+    path = folder / f"checkpoint-{name}.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    lines = [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
+    for first, *rest in cells(result):
+        called = CHECKPOINT_LABELS.get(first) or label(first)
+        lines.append(f"| {' | '.join([f'**{called}**' if first.startswith('ours') else called, *rest])} |")
+    return "\n".join([*lines, "", f"{best_ways(result)}."])
 
 
 def draw(times: Mapping[str, Any], rss: Mapping[str, Any] | None, folder: Path) -> list[Path]:
@@ -170,7 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     place = {"machine": {"name": options.machine or machine()["name"]}}
     if options.markdown:
-        print(markdown(RESULTS, place["machine"]["name"]))
+        for text in (printer(RESULTS, place["machine"]["name"]) for printer in (markdown, checkpoint_markdown)):
+            print(text, end="\n\n" if text else "")
         return 0
     suffix = f"-n{options.ranks}" if options.ranks != REFERENCE.ranks else ""
     files = [result_path(f"{name}{suffix}", place) for name in ("step", "step_rss")]

@@ -1,7 +1,7 @@
 """The rank processes of ``step.py``: a group for some variants, what every rank measures, and which variants fit.
 
-Owns: starting and pinning ranks, the measuring loop, peak memory, and the division of variants into groups. Knows
-nothing of ratios and reports.
+Owns: starting and pinning ranks (``checkpoint.py``'s, too), the measuring loop, peak memory, and the division of
+variants into groups. Knows nothing of ratios and reports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -155,29 +156,41 @@ def measure(plan: Plan, clock: BlockedClock) -> dict[str, Any]:
     return outcome
 
 
-def rank_main(rank: int, plan: Plan) -> None:
-    """One rank from start to end: join the group, measure, leave what it found in ``plan.folder``."""
+@contextmanager
+def joined(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """This process as one rank of a gloo group that meets in ``folder``: pinned to a core, silent on stdout."""
     os.dup2(2, 1)  # libraries that print: standard output is the report's
     warnings.simplefilter("ignore", FutureWarning)  # the peers' use of torch
     pin(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{plan.folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=plan.setting.ranks)
-    clock = BlockedClock()
-    with clock.watching():
-        outcome = measure(plan, clock)
-    Path(plan.folder, f"rank{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def leave(rank: int, folder: str, outcome: dict[str, Any]) -> None:
+    """Put what a rank found where ``collected`` looks for it."""
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def collected(main: Callable[[int, Any], None], plan: Any, ranks: int, folder: str) -> list[dict[str, Any]]:
+    """Run ``main(rank, plan)`` in a process per rank; what each left in ``folder``, in rank order."""
+    spawn(main, args=(plan,), nprocs=ranks)
+    return [json.loads(Path(folder, f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def rank_main(rank: int, plan: Plan) -> None:
+    """One rank from start to end: join the group, measure, leave what it found in ``plan.folder``."""
+    clock = BlockedClock()
+    with joined(rank, plan.setting.ranks, plan.folder), clock.watching():
+        leave(rank, plan.folder, measure(plan, clock))
 
 
 def run_group(setting: Setting, variants: Sequence[str], rounds: int, warmup: int) -> list[dict[str, Any]]:
     """Start a group of ranks for ``variants`` and return what each rank found, in rank order."""
     with tempfile.TemporaryDirectory(prefix="shardengine-bench-") as folder:
-        plan = Plan(setting, tuple(variants), rounds, warmup, folder)
-        spawn(rank_main, args=(plan,), nprocs=setting.ranks)
-        files = [Path(folder, f"rank{rank}.json") for rank in range(setting.ranks)]
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        found = collected(rank_main, Plan(setting, tuple(variants), rounds, warmup, folder), setting.ranks, folder)
     for rank in found:
         rank["times"] = {
             name: [StepTimes(tuple(step["spent"]), tuple(step["blocked"])) for step in steps]

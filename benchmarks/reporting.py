@@ -19,7 +19,7 @@ import numpy as np
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TARGET_SLACK = 0.02
-"""A target is reached if the interval's upper end is at most this far above it (docs/limits.md)."""
+"""A target is reached if the worse end of the interval misses it by at most this (docs/limits.md)."""
 MIN_ROUNDS = 20
 """Fewer paired rounds than this are reported, but decide nothing."""
 
@@ -53,16 +53,20 @@ def paired_ratio(ours: Sequence[float], base: Sequence[float], *, resamples: int
     return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))
 
 
-def verdict(ratio: Ratio, target: float) -> Verdict:
+def verdict(ratio: Ratio, target: float, *, at_least: bool = False) -> Verdict:
     """Say "reached" if the upper end is at most ``target`` + 0.02, "missed" if the lower end is above that.
 
-    Else, and with fewer than 20 rounds, "not decided".
+    at_least: the target is a lower bound: reached if the lower end is at least ``target`` − 0.02, missed if the upper
+    end is below that. Else, and with fewer than 20 rounds, "not decided".
     """
     if ratio.rounds < MIN_ROUNDS:
         return "not decided"
-    if ratio.high <= target + TARGET_SLACK:
+    best, worst, bound = ratio.low, ratio.high, target + TARGET_SLACK
+    if at_least:
+        best, worst, bound = -ratio.high, -ratio.low, TARGET_SLACK - target
+    if worst <= bound:
         return "reached"
-    if ratio.low > target + TARGET_SLACK:
+    if best > bound:
         return "missed"
     return "not decided"
 

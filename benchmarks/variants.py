@@ -7,7 +7,7 @@ it in ``VARIANTS``; nothing else changes.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 import shardengine
 from benchmarks.peers import DEEPSPEED_INSTALL, DeepSpeed, TorchDDP, TorchFSDP2, TorchZero1
 from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, EngineLoop, PlainLoop, Setting, Variant
+from shardengine.mesh import Mesh
 from shardengine.stages import STAGES
 
 LIMIT, BASE = "compute", "ddp"
@@ -24,17 +25,26 @@ LIMIT, BASE = "compute", "ddp"
 
 
 class Ours(EngineLoop):
-    """shardengine at one stage."""
+    """shardengine at one stage. more: further keys of the config; mesh: other ranks than all."""
 
-    def __init__(self, model: nn.Module, setting: Setting, *, zero: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        *,
+        zero: dict[str, Any],
+        more: Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         config = {
             "train_micro_batch_size_per_gpu": setting.batch,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": zero,
+            **(more or {}),
         }
-        self.engine = shardengine.initialize(model, config)
+        self.engine = shardengine.initialize(model, config, mesh=mesh)
 
     def traffic(self) -> dict[str, float] | None:
         """The engine's own counter beside the stage's formula."""
