@@ -14,13 +14,16 @@ from typing import Any, TypeVar
 import torch
 
 from shardengine.collectives import Collectives
-from shardengine.errors import MismatchError
+from shardengine.errors import CheckpointError, MismatchError
 
 _T = TypeVar("_T")
 
 
 def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
-    """Run ``work`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others."""
+    """Run ``work`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
+
+    A ``CheckpointError`` is one on every rank, so that all can do the same about it.
+    """
     failure: BaseException | None = None
     result: list[_T] = []
     try:
@@ -34,7 +37,10 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
             collectives.faults.know(failure)
             raise failure
         rank = flags.index(1)
-        raise MismatchError(f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})")
+        text = f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})"
+        raised = (CheckpointError if texts[rank].startswith("CheckpointError: ") else MismatchError)(text)
+        collectives.faults.know(raised)  # every rank raises
+        raise raised
     return result[0]
 
 

@@ -44,6 +44,9 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add to a number that begins at 0; the new one."""
 
+    def delete_key(self, key: str) -> bool:
+        """Forget a key."""
+
 
 @dataclass(frozen=True)
 class Mesh:

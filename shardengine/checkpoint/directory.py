@@ -13,15 +13,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 
-from shardengine.errors import UsageError
+from shardengine.errors import CheckpointError, UsageError
 
 INDEX, LATEST = "index.json", "latest"
+_WORK, _OLD = ".tmp-", ".old-"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 _AUTOMATIC = re.compile(r"step-\d{8,}")
 _MAX_TAG = 200
+_under_way: set[Path] = set()
+"""What engines of this process are writing: several may save behind training, into one directory."""
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def tag_of(step: int) -> str:
@@ -48,15 +53,16 @@ def check_folder(directory: str | Path) -> Path:
 
 def saved(directory: Path) -> list[str]:
     """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first."""
+    for old in _begins_with(directory, _OLD):
+        with suppress(OSError):
+            recover(directory, old.name.removeprefix(_OLD))
     found = []
     with suppress(OSError):
-        for old in directory.glob(".old-*"):
-            recover(directory, old.name.removeprefix(".old-"))
         for path in directory.iterdir():
             with suppress(OSError):
                 if _TAG.fullmatch(path.name):
-                    found.append((-(path / INDEX).stat().st_mtime_ns, path.name))
-    return [name for _, name in sorted(found)]
+                    found.append(((path / INDEX).stat().st_mtime_ns, path.name))
+    return [name for _, name in sorted(found, reverse=True)]
 
 
 def latest(directory: Path) -> str | None:
@@ -72,10 +78,15 @@ def begin(directory: Path, tag: str) -> Path:
     """The empty directory to write ``tag`` into; what killed runs left unfinished is removed."""
     directory.mkdir(parents=True, exist_ok=True)
     recover(directory, tag)
-    for left in directory.glob(".tmp-*"):
-        shutil.rmtree(left)
-    work = work_of(directory, tag)
-    work.mkdir()
+    with _ONE_AT_A_TIME:
+        work = work_of(directory, tag)
+        if work.absolute() in _under_way:
+            raise CheckpointError(f"{directory / tag} is being written by another engine: give it another tag")
+        for left in _begins_with(directory, _WORK):
+            if left.absolute() not in _under_way:
+                _remove(left)
+        work.mkdir()
+        _under_way.add(work.absolute())
     return work
 
 
@@ -86,34 +97,43 @@ def finish(directory: Path, tag: str) -> Path:
     """
     work, target, old = work_of(directory, tag), directory / tag, _old(directory, tag)
     sync_directory(work)
-    if target.exists():
-        target.rename(old)
-    try:
-        work.rename(target)
-        sync_directory(directory)
-        write_text(directory / LATEST, tag + "\n")
-    except BaseException:
-        if target.exists():
-            target.rename(work)
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    with _ONE_AT_A_TIME:
+        _make_newest(directory, work)
+        if os.path.lexists(target):
+            target.rename(old)
+        try:
+            work.rename(target)
+            sync_directory(directory)
+            write_text(directory / LATEST, tag + "\n")
+        except BaseException:
+            if not os.path.lexists(work):
+                target.rename(work)
+            if os.path.lexists(old):
+                old.rename(target)
+            raise
+        _under_way.discard(work.absolute())
+    with suppress(OSError):
+        _remove(old)
     return target
 
 
 def keep_last(directory: Path, count: int) -> None:
-    """Remove all but the last ``count`` checkpoints with automatic tags; those that somebody named stay."""
+    """Remove all but the last ``count`` checkpoints with automatic tags; those that somebody named stay.
+
+    The last ones are those that were written last, which need not be those of the highest steps.
+    """
     for tag in [name for name in saved(directory) if _AUTOMATIC.fullmatch(name)][count:]:
-        gone = directory / f".tmp-removed-{tag}"
+        gone = directory / f"{_WORK}removed-{tag}"
         with suppress(OSError):
             (directory / tag).rename(gone)  # so that half of it is never taken for a checkpoint
-            shutil.rmtree(gone)
+            _remove(gone)
 
 
 def abandon(directory: Path, tag: str) -> None:
-    """Remove what was written so far; never raises."""
-    shutil.rmtree(work_of(directory, tag), ignore_errors=True)
+    """Remove what was written so far, after ``begin``; never raises."""
+    work = work_of(directory, tag)
+    shutil.rmtree(work, ignore_errors=True)
+    _under_way.discard(work.absolute())
     with suppress(OSError):
         recover(directory, tag)
 
@@ -121,12 +141,13 @@ def abandon(directory: Path, tag: str) -> None:
 def recover(directory: Path, tag: str) -> None:
     """End what a killed run began when it replaced ``tag``."""
     old = _old(directory, tag)
-    if not old.exists():
-        return
-    if (directory / tag).exists():
-        shutil.rmtree(old)
-    else:
-        old.rename(directory / tag)
+    with _ONE_AT_A_TIME:
+        if not os.path.lexists(old):
+            return
+        if os.path.lexists(directory / tag):
+            _remove(old)
+        else:
+            old.rename(directory / tag)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -155,8 +176,32 @@ def sync_directory(path: Path) -> None:
 
 def work_of(directory: Path, tag: str) -> Path:
     """Where ``tag`` is written until it is whole."""
-    return directory / f".tmp-{tag}"
+    return directory / f"{_WORK}{tag}"
 
 
 def _old(directory: Path, tag: str) -> Path:
-    return directory / f".old-{tag}"
+    return directory / f"{_OLD}{tag}"
+
+
+def _begins_with(directory: Path, prefix: str) -> list[Path]:
+    """The entries of ``directory`` with such names; none where it cannot be read."""
+    with suppress(OSError):
+        return [path for path in directory.iterdir() if path.name.startswith(prefix)]
+    return []
+
+
+def _remove(path: Path) -> None:
+    """A whole directory, or a file or link that somebody has put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _make_newest(directory: Path, work: Path) -> None:
+    """Date the index in ``work`` after all others: clocks tick slowly, may be set back, and differ between machines."""
+    tags = saved(directory)
+    newest = (directory / tags[0] / INDEX).stat().st_mtime_ns if tags else 0
+    ours = (work / INDEX).stat()
+    if ours.st_mtime_ns <= newest:
+        os.utime(work / INDEX, ns=(ours.st_atime_ns, newest + 1))

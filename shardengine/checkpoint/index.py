@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from shardengine.version import __version__
 
 FORMAT = 2
 MAX_BYTES = 1 << 32
+MAX_CHUNK_BYTES = 1 << 24
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _LARGEST = 1 << 60
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
@@ -76,8 +78,9 @@ def read(directory: Path) -> dict[str, Any]:
     """The index of the checkpoint in ``directory``; ``CheckpointError`` if it is missing, damaged or not ours."""
     path = directory / INDEX
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
+        facts = path.stat()
+        _expect(stat.S_ISREG(facts.st_mode), "expected a regular file")
+        _expect(facts.st_size <= MAX_BYTES, f"more than {MAX_BYTES} bytes")
         whole = json.loads(path.read_text(encoding="utf-8"))
         _expect(isinstance(whole, dict) and isinstance(whole.get("index"), dict), "index: expected an object")
         index: dict[str, Any] = whole["index"]
@@ -151,7 +154,7 @@ def _are_names(value: Any) -> bool:
 
 def _check(index: dict[str, Any]) -> None:
     _expect(_is_count(index["world_size"]) and index["world_size"] >= 1, "world_size")
-    _expect(_is_count(index["chunk_bytes"]) and index["chunk_bytes"] >= 512, "chunk_bytes")
+    _expect(_is_count(index["chunk_bytes"]) and 512 <= index["chunk_bytes"] <= MAX_CHUNK_BYTES, "chunk_bytes")
     _expect(all(_is_count(index["counters"][name]) for name in _COUNTERS), "counters")
     _expect(isinstance(index["own_buffers"], bool), "own_buffers")
     _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")

@@ -10,13 +10,11 @@ after that waits. What goes wrong is warned of at once and raised, on all ranks,
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,8 @@ _Meet = Callable[[str, Callable[[], Any]], list[Any]]
 """Run something on every rank: every rank's result on rank 0 at least; where it raises on one, it raises on all."""
 
 _LONGEST_POLL_S = 0.05
+_PATIENCE = 1.25
+"""A verdict is waited for so much longer than the answers of which it is made."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     compare(collectives, {"place given to save_checkpoint": [str(place), name]})
     job = _job(engine, place, name, facts)
     if engine.config.checkpoint.async_save:
+        job = together(collectives, "copying a checkpoint to host memory", lambda: background.copy(job))
         background.submit(job, core.mesh)
     else:
         _write(job, _by_collectives(collectives))
@@ -116,7 +117,12 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> J
 
 def _write(job: Job, meet: _Meet) -> None:
     """The order of a save: an empty directory, every rank's file, the index, one rename ([directory: Atomic])."""
-    first = job.rank == 0
+    first, begun = job.rank == 0, False
+
+    def begin() -> None:
+        nonlocal begun
+        directory.begin(job.folder, job.tag)
+        begun = True
 
     def conclude(entries: list[dict[str, Any]]) -> None:
         work = directory.work_of(job.folder, job.tag)
@@ -125,14 +131,15 @@ def _write(job: Job, meet: _Meet) -> None:
         if job.keep_last:
             directory.keep_last(job.folder, job.keep_last)
 
+    def meet_readably(what: str, work: Callable[[], Any]) -> list[Any]:
+        return meet(what, lambda: _readably(job.folder, work))
+
     try:
-        with _readable(job.folder):
-            begin: Callable[[], Any] = lambda: directory.begin(job.folder, job.tag) if first else None  # noqa: E731
-            meet("making a checkpoint's directory", lambda: str(begin()))
-            entries = meet("writing a checkpoint", lambda: _write_file(job))
-            meet("concluding a checkpoint", lambda: conclude(entries) if first else None)
+        meet_readably("making a checkpoint's directory", lambda: begin() if first else None)
+        entries = meet_readably("writing a checkpoint", lambda: _write_file(job))
+        meet_readably("concluding a checkpoint", lambda: conclude(entries) if first else None)
     except BaseException:
-        if first:
+        if begun:
             directory.abandon(job.folder, job.tag)
         raise
 
@@ -166,10 +173,9 @@ def _tables(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {"files": files, "tensors": tensors, "random": random}
 
 
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _readably(folder: Path, work: Callable[[], Any]) -> Any:
     try:
-        yield
+        return work()
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {folder}: {error.strerror or error}; the previous one is intact"
@@ -197,37 +203,45 @@ class _ByStore:
             result = work()
         except Exception as error:
             failure = error
-        if self._store is None:
-            if failure is not None:
-                raise failure
-            return [result]
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        self._store.set(f"{self._prefix}/{what}/{self._rank}", json.dumps([text, result]))
-        rows: list[Any] = [["", None]]
+        rows: list[Any] = [[None if failure is None else str(failure), result]]
         verdict = ""
-        if self._rank == 0:
-            with contextlib.suppress(CheckpointError):
-                rows = [json.loads(self._get(f"{what}/{rank}", what)) for rank in range(self._ranks)]
-            texts = [f"rank {rank}: {row[0]}" for rank, row in enumerate(rows) if row[0]]
-            verdict = "; ".join(texts) if len(rows) == self._ranks else f"{what}: a rank did not answer in time"
-            self._store.set(f"{self._prefix}/{what}/verdict", verdict)
-        else:
-            verdict = self._get(f"{what}/verdict", what)
+        if self._store is not None:
+            try:
+                rows, verdict = self._exchange(self._store, what, rows[0])
+            except RuntimeError as error:  # the store's own: its host is gone
+                failure = failure or CheckpointError(f"{what}: no answer from rank 0 ({str(error).splitlines()[0]})")
         if failure is not None:
             raise failure
         if verdict:
             raise CheckpointError(f"{what} failed on {verdict} (this is rank {self._rank})")
         return [row[1] for row in rows]
 
-    def _get(self, key: str, what: str) -> str:
-        assert self._store is not None
-        deadline, pause = time.monotonic() + self._timeout_s, 0.001
-        while not self._store.check([f"{self._prefix}/{key}"]):
+    def _exchange(self, store: Store, what: str, mine: list[Any]) -> tuple[list[Any], str]:
+        """Every rank's [error, result] on rank 0, nothing elsewhere; what rank 0 says of the errors."""
+        if self._rank:
+            store.set(f"{self._prefix}/{what}/{self._rank}", json.dumps(mine))
+            verdict = self._get(store, f"{what}/verdict", _PATIENCE * self._timeout_s)
+            return [], f"rank 0: no answer within {self._timeout_s:g} s" if verdict is None else verdict
+        rows = [mine]
+        deadline = time.monotonic() + self._timeout_s
+        for rank in range(1, self._ranks):
+            text = self._get(store, f"{what}/{rank}", deadline - time.monotonic())
+            if text is not None:
+                store.delete_key(f"{self._prefix}/{what}/{rank}")
+            rows.append([f"no answer within {self._timeout_s:g} s", None] if text is None else json.loads(text))
+        verdict = "; ".join(f"rank {rank}: {row[0]}" for rank, row in enumerate(rows) if row[0] is not None)
+        store.set(f"{self._prefix}/{what}/verdict", verdict)
+        return rows, verdict
+
+    def _get(self, store: Store, key: str, seconds: float) -> str | None:
+        """A text; None if it does not come."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while not store.check([f"{self._prefix}/{key}"]):
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{what}: no answer within {self._timeout_s:g} s (this is rank {self._rank})")
+                return None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
-        return self._store.get(f"{self._prefix}/{key}").decode()
+        return store.get(f"{self._prefix}/{key}").decode()
 
 
 class Background:
@@ -236,21 +250,27 @@ class Background:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._store: Store | None = None
+        self._prefix = ""
         self._running: list[tuple[int, Future[None]]] = []
         self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._count = 0
         self._told: set[int] = set()
 
+    def copy(self, job: Job) -> Job:
+        """``job`` with copies of its tensors, in the memory that nothing is being written from."""
+        return replace(job, tensors=self._copy(job.tensors))
+
     def submit(self, job: Job, mesh: Mesh) -> None:
-        """Copy ``job``'s tensors and write the copies later."""
+        """Write ``job``, which ``copy`` has made, later."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoint")  # the end of the process waits for it
             self._store = mesh.store()
+            if self._store is not None:  # engines may share a mesh; every rank makes them in the same order
+                self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
         self._count += 1
-        meet = _ByStore(self._store, mesh, f"checkpoint/{self._count}")
         self._memory.reverse()
-        copied = replace(job, tensors=self._copy(job.tensors))
-        self._running.append((self._count, self._thread.submit(_run, copied, meet)))
+        meet = _ByStore(self._store, mesh, f"{self._prefix}/{self._count}")
+        self._running.append((self._count, self._thread.submit(_run, job, meet)))
 
     def surface(self, collectives: Collectives, *, wait: bool = False) -> None:
         """Raise, on all ranks, what went wrong on any. wait: for all; otherwise only where both memories are in use."""
@@ -258,18 +278,21 @@ class Background:
             return
         errors = []
         while self._running and (wait or len(self._running) > 1 or self._running[0][1].done()):
-            number, future = self._running.pop(0)
+            number, future = self._running[0]
             error = future.exception()
+            del self._running[0]
             errors += [] if error is None or number in self._told else [(number, str(error))]
-        found = [row for rows in collectives.exchange_objects(errors) for row in rows]
-        self._told |= {number for number, _ in found}  # here it may still run, and will say the same
+        found: dict[int, str] = {}
+        for number, text in (row for rows in collectives.exchange_objects(errors) for row in rows):
+            found.setdefault(number, text)
+        self._told |= found.keys()  # here it may still run, and will say the same
         if found:
-            error = CheckpointError(f"an earlier save_checkpoint failed: {found[0][1]}")
+            error = CheckpointError(f"an earlier save_checkpoint failed: {'; '.join(found.values())}")
             collectives.faults.know(error)  # all ranks raise it
             raise error
 
     def _copy(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Copies in one of the two memories, each tensor at a multiple of 64 bytes."""
+        """Each tensor at a multiple of 64 bytes."""
         starts, total = [], 0
         for _, tensor in tensors:
             starts.append(total)

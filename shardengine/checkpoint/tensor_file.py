@@ -17,6 +17,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -137,7 +138,10 @@ class Stream:
         count, block = self._filled, memoryview(self._maps[0])
         self._finish()
         padded = -(-count // _ALIGNMENT) * _ALIGNMENT
-        self._under_way = self._thread.submit(self._write, block[:padded], self._written)
+        try:
+            self._under_way = self._thread.submit(self._write, block[:padded], self._written)
+        except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
+            self._write(block[:padded], self._written)
         self._written, self._filled = self._written + count, 0
         self._maps.reverse()
         self._blocks.reverse()
@@ -191,7 +195,10 @@ class Reader:
         """The first thing that is wrong with ``file`` in the chunks that hold the bytes of ``ranges``."""
         size, sums = self._files[file]
         try:
-            found = (self._directory / file).stat().st_size
+            facts = (self._directory / file).stat()
+            found = facts.st_size
+            if not stat.S_ISREG(facts.st_mode):
+                return Damage(file, 0, size, "is no regular file")
             if found != size:
                 return Damage(file, min(found, size), size, f"has {found} bytes, expected {size}")
             for first, last in _runs(ranges, self._chunk):
