@@ -352,6 +352,8 @@ class Engine(Checkpointing):
                 self._core.mesh.destroy()
             attached.discard(self.module)
             self.optimizer = None
+            if self._saves is not None:
+                self._saves.close()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:

@@ -1,6 +1,7 @@
 """Checkpoints: every rank's shards as safetensors and one JSON index, whole or not there, for any topology; no pickle.
 
-saving     write aside, fsync, rename; at once or behind training      loading    choose, verify, fill
+saving     write aside, fsync, rename                                  loading    choose, verify, fill
+background the same behind training
 contents   what an engine holds, by name and flat interval             fit        what of it is where in a checkpoint
 index      the JSON form, checked before it is believed                state      what is no tensor
 tensor_file, directory   bytes and names on disk                       model_facts   what Hugging Face wants to know

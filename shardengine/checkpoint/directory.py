@@ -76,7 +76,9 @@ def latest(directory: Path) -> str | None:
 
 def begin(directory: Path, tag: str) -> Path:
     """The empty directory to write ``tag`` into; what killed runs left unfinished is removed."""
-    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        sync_directory(directory.parent)
     recover(directory, tag)
     with _ONE_AT_A_TIME:
         work = work_of(directory, tag)

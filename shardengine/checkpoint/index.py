@@ -20,51 +20,22 @@ from typing import Any
 
 import torch
 
-from shardengine.checkpoint import contents, model_facts, state
 from shardengine.checkpoint.directory import INDEX
 from shardengine.checkpoint.tensor_file import CHUNK_BYTES, DTYPES
-from shardengine.core import Core
 from shardengine.errors import CheckpointError
-from shardengine.inspection import Inspection
 from shardengine.version import __version__
 
 FORMAT = 2
-MAX_BYTES = 1 << 32
+MAX_BYTES = 1 << 28
 MAX_CHUNK_BYTES = 1 << 24
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _LARGEST = 1 << 60
-_COUNTERS = ("global_steps", "global_samples", "micro_steps")
+COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 def file_of(rank: int) -> str:
     """The file that ``rank`` writes."""
     return f"rank-{rank:05}.safetensors"
-
-
-def describe(engine: Inspection) -> dict[str, Any]:
-    """What a checkpoint of ``engine`` says, without files and client state."""
-    core: Core = engine._core
-    letters = (
-        core.stage.weights_after_forward, core.stage.weights_after_backward, core.stage.gradients, core.stage.state,
-    )  # fmt: skip
-    return {
-        "world_size": core.mesh.ranks,
-        "stage": {"name": core.stage.name, "letters": "".join(letter.value for letter in letters)},
-        "batch": {
-            "train_batch_size": engine.train_batch_size(),
-            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        },
-        "own_buffers": not engine.config.broadcast_buffers,
-        "model": model_facts.describe(engine.module),
-        "parameters": contents.parameter_table(core),
-        "buffers": contents.buffer_table(core),
-        "optimizer": state.optimizer_state(engine.optimizer, core),
-        "lr_scheduler": state.scheduler_state(engine.lr_scheduler),
-        "loss_scaler": None,
-        "comm_hook": None,
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-    }
 
 
 def to_text(facts: dict[str, Any]) -> str:
@@ -155,7 +126,7 @@ def _are_names(value: Any) -> bool:
 def _check(index: dict[str, Any]) -> None:
     _expect(_is_count(index["world_size"]) and index["world_size"] >= 1, "world_size")
     _expect(_is_count(index["chunk_bytes"]) and 512 <= index["chunk_bytes"] <= MAX_CHUNK_BYTES, "chunk_bytes")
-    _expect(all(_is_count(index["counters"][name]) for name in _COUNTERS), "counters")
+    _expect(all(_is_count(index["counters"][name]) for name in COUNTERS), "counters")
     _expect(isinstance(index["own_buffers"], bool), "own_buffers")
     _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")
     _expect(all(_is_count(value) for value in index["batch"].values()), "batch")

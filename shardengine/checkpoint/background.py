@@ -1,0 +1,166 @@
+"""Saves behind training. Owns: host copies, the thread that writes them, how ranks meet without collectives.
+
+Must not know: the form of files and index, engines.
+
+[Note: Behind training] With ``async_save`` a save copies this rank's tensors to host memory and returns; a thread
+writes the copies. Ranks then meet through the process group's store: collectives belong to training, and a thread must
+not issue any. There are two sets of host memory: while one is being written the next save may fill the other, and the
+one after that waits. What goes wrong is warned of at once, and raised on all ranks by the next call that saves (its own
+save is under way by then), loads or waits: ranks know of it at different times, so they exchange it, and tell it once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from shardengine.collectives import Collectives
+from shardengine.errors import CheckpointError
+from shardengine.mesh import Mesh, Store
+
+Meet = Callable[[str, Callable[[], None]], None]
+"""Run something on every rank and wait for all; where it raises on one, it raises on all."""
+
+_LONGEST_POLL_S = 0.05
+_PATIENCE = 1.25
+"""A verdict is waited for so much longer than the answers of which it is made."""
+_SLOWEST_DISK = 16 << 20
+"""Bytes per second; so much longer than the group's timeout a large save may take."""
+
+
+class Background:
+    """One per engine, idle unless ``async_save`` ([Note: Behind training])."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._store: Store | None = None
+        self._prefix = ""
+        self._running: list[tuple[int, Future[None]]] = []
+        self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._count = 0
+        self._told: set[int] = set()
+
+    def copy(self, tensors: list[tuple[str, Tensor]], mesh: Mesh) -> list[tuple[str, Tensor]]:
+        """``tensors`` in the memory that nothing is being written from; waits until there is one.
+
+        Everything that may fail on one rank alone is done here, not in ``submit``.
+        """
+        if self._thread is None:
+            if mesh.ranks > 1:
+                self._store = mesh.store()
+                if self._store is None:
+                    raise CheckpointError("async_save: expected the process group's store, there is none")
+                # engines may share a mesh; every rank makes them in the same order
+                self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
+            self._thread = ThreadPoolExecutor(1, "checkpoint")  # the end of the process waits for it
+        if len(self._running) > 1:
+            self._running[-2][1].exception()
+        return self._copy(tensors)
+
+    def submit(self, write: Callable[[Meet], None], mesh: Mesh, largest: int) -> None:
+        """Write later what ``copy`` has copied. largest: bytes of the rank that has most."""
+        if self._thread is None:
+            raise CheckpointError("async_save: expected copy() before submit()")
+        self._count += 1
+        self._memory.reverse()
+        limit = mesh.timeout_s + largest / _SLOWEST_DISK
+        meet = _ByStore(self._store, mesh, f"{self._prefix}/{self._count}", limit)
+        self._running.append((self._count, self._thread.submit(write, meet)))
+
+    def surface(self, collectives: Collectives, *, wait: bool = False) -> None:
+        """Raise, on all ranks, what went wrong on any. wait: for all that is under way. Collective."""
+        errors = []
+        while self._running and (wait or self._running[0][1].done()):
+            number, future = self._running[0]
+            error = future.exception()
+            del self._running[0]
+            errors += [] if error is None or number in self._told else [(number, str(error))]
+        found: dict[int, str] = {}
+        for number, text in (row for rows in collectives.exchange_objects(errors) for row in rows):
+            found.setdefault(number, text)
+        self._told |= found.keys()  # where it still runs, it ends in the same failure
+        if found:
+            failure = CheckpointError(f"an earlier save_checkpoint failed: {'; '.join(found.values())}")
+            collectives.faults.know(failure)  # all ranks raise it
+            raise failure
+
+    def close(self) -> None:
+        """Nothing is under way: end the thread, give the memory back."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+        self._memory.clear()
+
+    def _copy(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Each tensor at a multiple of 64 bytes."""
+        starts, total = [], 0
+        for _, tensor in tensors:
+            starts.append(total)
+            total += -(-tensor.nbytes // 64) * 64
+        cuda = any(tensor.is_cuda for _, tensor in tensors)
+        if self._memory[0].numel() < total:
+            self._memory[0] = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._memory[0] = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
+        copies = []
+        for start, (key, tensor) in zip(starts, tensors, strict=True):
+            copy = self._memory[0][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append((key, copy.copy_(tensor.detach(), non_blocking=cuda)))
+        if cuda:
+            torch.cuda.synchronize()
+        return copies
+
+
+class _ByStore:
+    """Ranks meet through the store: each leaves its error or none, rank 0 reads them all and leaves a verdict."""
+
+    def __init__(self, store: Store | None, mesh: Mesh, prefix: str, limit_s: float) -> None:
+        self._store, self._prefix, self._limit_s = store, prefix, limit_s
+        self._rank, self._ranks = mesh.rank, mesh.ranks
+
+    def __call__(self, what: str, work: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        verdict = ""
+        if self._store is not None:
+            try:
+                verdict = self._verdict(self._store, what, "" if failure is None else str(failure) or repr(failure))
+            except RuntimeError as error:  # the store's own: its host is gone
+                failure = failure or CheckpointError(f"{what}: no answer from rank 0 ({str(error).splitlines()[0]})")
+        if failure is not None:
+            raise failure
+        if verdict:
+            raise CheckpointError(f"{what} failed on {verdict} (this is rank {self._rank})")
+
+    def _verdict(self, store: Store, what: str, mine: str) -> str:
+        """What rank 0 says of all ranks' errors; "" if there are none."""
+        silence = f"no answer within {self._limit_s:.3g} s"
+        if self._rank:
+            store.set(f"{self._prefix}/{what}/{self._rank}", mine)
+            verdict = self._get(store, f"{what}/verdict", _PATIENCE * self._limit_s)
+            return f"rank 0: {silence}" if verdict is None else verdict
+        texts = [mine]
+        deadline = time.monotonic() + self._limit_s
+        for rank in range(1, self._ranks):
+            text = self._get(store, f"{what}/{rank}", deadline - time.monotonic())
+            texts.append(silence if text is None else text)
+            if text is not None:
+                store.delete_key(f"{self._prefix}/{what}/{rank}")
+        verdict = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        store.set(f"{self._prefix}/{what}/verdict", verdict)
+        return verdict
+
+    def _get(self, store: Store, key: str, seconds: float) -> str | None:
+        """A text; None if it does not come."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while not store.check([f"{self._prefix}/{key}"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        return store.get(f"{self._prefix}/{key}").decode()
