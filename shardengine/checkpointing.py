@@ -51,9 +51,9 @@ class Checkpointing(Inspection):
 
         tag: default what ``latest`` names; where that one is damaged, the newest that is whole, with a warning.
         At the same number of ranks training goes on bit for bit; at another one weights and states are the same bits.
-        strict: UsageError lists everything that the model and the checkpoint do not have in common; False takes what
-        fits, the rest keeps its values, and states of what was not stepped before begin at zero. weights_only: no
-        optimizer, scheduler, counters and random states.
+        strict: UsageError lists everything that the model and the checkpoint do not have in common. False takes what
+        fits, the rest keeps its values, and states of what was not stepped before begin at zero; another shape, kind of
+        dtype or optimizer is refused all the same. weights_only: no optimizer, scheduler, counters and random states.
 
         CheckpointError: damaged. Both are found on every rank before anything is changed. Also the way on where
         ``reset()`` says that it has none.

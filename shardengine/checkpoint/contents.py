@@ -19,13 +19,14 @@ from torch import Tensor
 from shardengine.core import Core
 from shardengine.layout import Piece
 from shardengine.optimizer import ShardedOptimizer
+from shardengine.partition import memory_order
 
 WEIGHT, BUFFER = "weight", "buffer"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [first, end) of a tensor. ``values`` is a view of the engine's own memory, flat unless it is a whole."""
+    """Elements [first, end) of a tensor. ``values``: a view of the engine's own memory, flat but for buffers."""
 
     name: str
     state: str
@@ -65,7 +66,8 @@ def held(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
                 if (cut := _clip(piece, start, start + flat.numel())) is not None:
                     yield Part(names[cut.parameter], WEIGHT, cut.offset, flat[cut.start - start : cut.end - start])
     for name, outside in core.partition.named_outside():
-        yield Part(name, WEIGHT, 0, outside.data)
+        order = memory_order(outside) or tuple(range(outside.dim()))
+        yield Part(name, WEIGHT, 0, outside.data.permute(order).view(-1))
     for name, buffer in core.buffers.named(persistent_only=True).items():
         yield Part(name, BUFFER, 0, buffer.detach())
 
@@ -106,7 +108,7 @@ def parameter_table(core: Core) -> list[dict[str, Any]]:
             {
                 "names": [],
                 "shape": list(parameter.shape),
-                "order": [] if spec is None else list(spec.order),
+                "order": list(memory_order(parameter) if spec is None else spec.order),
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "trainable": spec is not None and spec.trainable,
                 "group": -1 if spec is None else spec.group,

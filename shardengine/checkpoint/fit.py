@@ -16,6 +16,7 @@ from shardengine.checkpoint import contents, index, state
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.core import Core
 from shardengine.inspection import Inspection
+from shardengine.optimizer import ShardedOptimizer
 
 Source = tuple[str, int, int, int]
 """(file, byte offset, first and one past the last element in the part that is filled)."""
@@ -35,7 +36,8 @@ class Plan:
     """What loading would do. problems: why it cannot.
 
     missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · fresh: parts that
-    begin anew, at zero · groups: per optimizer group its saved options, None to keep its own · steps: per parameter
+    begin anew, at zero · groups: per optimizer group the options to take over, None to keep its own · origins: each
+    group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words
     """
 
     problems: list[str] = field(default_factory=list)
@@ -45,6 +47,7 @@ class Plan:
     fillings: list[Filling] = field(default_factory=list)
     fresh: list[contents.Part] = field(default_factory=list)
     groups: list[dict[str, Any] | None] = field(default_factory=list)
+    origins: list[int | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     scheduler: bool = False
 
@@ -60,6 +63,7 @@ class _Saved:
         self.tensors: dict[tuple[str, str], tuple[torch.dtype, list[index.Stored]]] = {
             (name, kind): (dtype, pieces) for name, kind, dtype, pieces in index.entries(saved)
         }
+        self.states = {kind for _, kind in self.tensors} - {WEIGHT, BUFFER}
         optimizer = saved["optimizer"] or {"kind": None, "groups": [], "steps": {}}
         self.kind: str | None = optimizer["kind"]
         self.groups: list[dict[str, Any]] = optimizer["groups"]
@@ -74,13 +78,14 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
     there, core, found = _Saved(saved), engine._core, Plan()
     sources = _match(there, core, found, strict=strict)
     if not weights_only:
+        found.problems += _ties(there, core) if strict else []
         _compare_optimizers(there, engine, found, sources, strict=strict)
     for part in contents.held(core, engine.optimizer):
         if part.name not in sources or (weights_only and part.state not in (WEIGHT, BUFFER)):
             continue
         entry = there.tensors.get((sources[part.name], part.state))
         if entry is None:
-            _without_source(part, sources[part.name], found, strict=strict)
+            _without_source(part, sources[part.name], there, found)
             continue
         dtype, pieces = entry
         if part.state == BUFFER and there.own_buffers:
@@ -90,8 +95,6 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
             found.fillings.append(filling)
         else:
             found.problems.append(f"{part.name} ({part.state}): some of its elements are in no file of the checkpoint")
-        if dtype != part.values.dtype and part.name not in found.converted:
-            found.converted.append(part.name)
     return found
 
 
@@ -110,12 +113,22 @@ def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str,
             found.problems.append(f"{names[0]}: {problem}")
         else:
             sources[names[0]] = origins[0]
+            dtypes = there.rows[origins[0]]["dtype"], row["dtype"]
+            if dtypes[0] != dtypes[1]:
+                found.converted.append(f"{names[0]} ({dtypes[0]} to {dtypes[1]})")
     here = {name for names, _ in rows for name in names}
     found.unexpected += [first for first, row in there.rows.items() if not here & set(row.get("names", [first]))]
     if strict:
         found.problems += [f"{name}: not in the checkpoint" for name in found.missing]
         found.problems += [f"{name}: only in the checkpoint" for name in found.unexpected]
     return sources
+
+
+def _ties(there: _Saved, core: Core) -> list[str]:
+    """Names that share a tensor in the checkpoint and do not here: training would not go on as it did there."""
+    here = {name: row["names"][0] for row in contents.parameter_table(core) for name in row["names"]}
+    shared = [list(dict.fromkeys(here[n] for n in row.get("names", ()) if n in here)) for row in there.rows.values()]
+    return [f"{', '.join(names)}: one tensor in the checkpoint, {len(names)} here" for names in shared if names[1:]]
 
 
 def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
@@ -125,7 +138,7 @@ def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
         return f"a {kinds[0]} in the checkpoint, a {kinds[1]} here"
     if saved["shape"] != ours["shape"]:
         return f"its shape is {saved['shape']} in the checkpoint, {ours['shape']} here"
-    if saved.get("order", []) != ours.get("order", []):
+    if _order(saved) != _order(ours):
         return f"its order in memory is {saved['order']} in the checkpoint, {ours['order']} here ([]: the shape's own)"
     floating = [getattr(torch, row["dtype"]).is_floating_point for row in (saved, ours)]
     if saved["dtype"] != ours["dtype"] and not all(floating):
@@ -133,12 +146,16 @@ def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
     return ""
 
 
-def _without_source(part: contents.Part, origin: str, found: Plan, *, strict: bool) -> None:
-    """The checkpoint has the parameter, but not this state of it: it was frozen, or had no momentum."""
-    if part.state == BUFFER or part.state == WEIGHT:
+def _order(row: dict[str, Any]) -> list[int]:
+    """A tensor's order in memory; dimensions of one element have no place in it."""
+    dimensions = row.get("order") or range(len(row["shape"]))
+    return [dimension for dimension in dimensions if row["shape"][dimension] != 1]
+
+
+def _without_source(part: contents.Part, origin: str, there: _Saved, found: Plan) -> None:
+    """The checkpoint has the parameter, but not this state of it: it was frozen, or there was no momentum."""
+    if part.state in (BUFFER, WEIGHT) or (there.rows[origin]["trainable"] and part.state in there.states):
         found.problems.append(f"{part.name} ({part.state}): the checkpoint names {origin}, but has nothing of it")
-    elif strict:
-        found.problems.append(f"{part.name}: no {part.state} in the checkpoint (it was not stepped there)")
     else:
         found.fresh.append(part)
 
@@ -165,58 +182,96 @@ def _covers(filling: Filling) -> bool:
 def _compare_optimizers(
     there: _Saved, engine: Inspection, found: Plan, sources: dict[str, str], *, strict: bool
 ) -> None:
-    """Groups are the same where they hold the same parameters, in whatever order they come."""
     optimizer, core = engine.optimizer, engine._core
-    if there.kind is None or optimizer is None or there.kind != optimizer.kind:
-        kinds = [there.kind or "none", "none" if optimizer is None else optimizer.kind]
-        if kinds[0] != kinds[1]:
-            found.problems.append(
-                f"optimizer: the checkpoint has {kinds[0]}, the engine {kinds[1]} (weights_only=True takes the weights)"
-            )
+    kinds = [there.kind or "none", "none" if optimizer is None else optimizer.kind]
+    if kinds[0] != kinds[1]:
+        found.problems.append(
+            f"optimizer: the checkpoint has {kinds[0]}, the engine {kinds[1]} (weights_only=True takes the weights)"
+        )
+    if optimizer is None or kinds[0] != kinds[1]:
         return
-    first = core.partition.first_names()
-    open_groups = {frozenset(group["params"]): group for group in there.groups}
-    for number, group in enumerate(optimizer.param_groups):
-        names = [sources.get(first[id(p)], first[id(p)]) for p in group["params"]]
-        match = open_groups.pop(frozenset(names), None)
-        found.groups.append(None if match is None else match["options"])
-        if match is not None:
-            found.problems += _option_problems(number, match["options"], group)
-        elif strict:
-            text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            found.problems.append(f"optimizer group {number}: no group of the checkpoint holds just {text}")
-    if strict:
-        found.problems += [
-            f"optimizer: the engine has no group that holds just {', '.join(group['params'][:4])}"
-            + (f" and {len(group['params']) - 4} more" if len(group["params"]) > 4 else "")
-            for group in open_groups.values()
-        ]
+    _match_groups(there, optimizer, core, found, sources, strict=strict)
+    states = {name for tensors in optimizer.bucket_states for name in tensors}
+    if states != there.states and strict:
+        texts = [f"with{'' if names else 'out'} momentum" for names in (there.states, states)]
+        found.problems.append(f"optimizer: {kinds[0]} {texts[0]} in the checkpoint, {texts[1]} here")
+    schedulers = _compare_schedulers(there, engine, found, strict=strict)
+    for number, (options, group) in enumerate(zip(found.groups, optimizer.param_groups, strict=True)):
+        if options is not None:
+            fitting, problems = _fitting_options(number, options, group, schedulers=schedulers)
+            if states != there.states:
+                fitting.pop("momentum", None)
+            found.groups[number] = fitting
+            found.problems += problems if strict else []
     for row in contents.parameter_table(core):
         before = there.rows.get(sources.get(row["names"][0], ""), row)["trainable"]
         if strict and before != row["trainable"]:
             texts = [("frozen", "trained")[trained] for trained in (before, row["trainable"])]
             found.problems.append(f"{row['names'][0]}: {texts[0]} in the checkpoint, {texts[1]} here")
-    found.steps = [there.steps.get(sources.get(spec.name, ""), 0) for spec in core.layout.parameters]
-    _compare_schedulers(there, engine, found, strict=strict)
-
-
-def _option_problems(number: int, saved: dict[str, Any], group: dict[str, Any]) -> list[str]:
-    """Options that are no such thing here: names that the class does not have, values of another kind."""
-    ours = state.options_of(group)
-    unknown = [f"optimizer group {number}: {key!r} is no option of the engine's" for key in saved if key not in ours]
-    return unknown + [
-        f"optimizer group {number}: {key} is {str(value)[:80]!r} in the checkpoint, {ours[key]!r} here"
-        for key, value in saved.items()
-        if key in ours and not state.is_like(value, ours[key])
+    found.steps = [
+        there.steps.get(sources[spec.name], 0) if spec.name in sources else now
+        for spec, now in zip(core.layout.parameters, optimizer.steps, strict=True)
     ]
 
 
-def _compare_schedulers(there: _Saved, engine: Inspection, found: Plan, *, strict: bool) -> None:
+def _match_groups(
+    there: _Saved, optimizer: ShardedOptimizer, core: Core, found: Plan, sources: dict[str, str], *, strict: bool
+) -> None:
+    """Groups are the same where they hold the same parameters, in whatever order they come."""
+    first = core.partition.first_names()
+    open_groups: dict[frozenset[str], list[int]] = {}
+    for number, group in enumerate(there.groups):
+        open_groups.setdefault(frozenset(group["params"]), []).append(number)
+    for number, group in enumerate(optimizer.param_groups):
+        names = [sources.get(first[id(p)], first[id(p)]) for p in group["params"]]
+        matches = open_groups.get(frozenset(names), [])
+        found.origins.append(matches.pop(0) if matches else None)
+        origin = found.origins[-1]
+        found.groups.append(None if origin is None else there.groups[origin]["options"])
+        if strict and origin is None:
+            found.problems.append(f"optimizer group {number}: no group of the checkpoint holds just {_some(names)}")
+    left = [number for matches in open_groups.values() for number in matches] if strict else []
+    found.problems += [
+        f"optimizer: the engine has no group that holds just {_some(there.groups[number]['params'])}"
+        for number in sorted(left)
+    ]
+
+
+def _some(names: list[str]) -> str:
+    """The first few of ``names``, for a message."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more if names else "no parameter"
+
+
+def _fitting_options(
+    number: int, saved: dict[str, Any], group: dict[str, Any], *, schedulers: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The options that can be taken over, and what is wrong with the others: unknown here, or of another kind.
+
+    schedulers: whether both sides have the same one; otherwise options that are unknown here belong to the other one.
+    """
+    ours = state.options_of(group)
+    fitting = {key: value for key, value in saved.items() if key in ours and state.is_like(value, ours[key])}
+    problems = [
+        f"optimizer group {number}: {key} is {str(value)[:80]!r} in the checkpoint, {ours[key]!r} here"
+        if key in ours
+        else f"optimizer group {number}: {key!r} is no option of the engine's"
+        for key, value in saved.items()
+        if key not in fitting and (key in ours or schedulers)
+    ]
+    return fitting, problems
+
+
+def _compare_schedulers(there: _Saved, engine: Inspection, found: Plan, *, strict: bool) -> bool:
+    """Whether both sides have the same scheduler, or none."""
+    scheduler = engine.lr_scheduler
     kinds = [
         there.scheduler["type"] if there.scheduler else "none",
-        type(engine.lr_scheduler).__name__ if engine.lr_scheduler is not None else "none",
+        type(scheduler).__name__ if scheduler is not None else "none",
     ]
+    problems = [f"lr_scheduler: the checkpoint has {kinds[0]}, the engine {kinds[1]}"]
     if kinds[0] == kinds[1]:
-        found.scheduler = engine.lr_scheduler is not None and None not in found.groups
-    elif strict:
-        found.problems.append(f"lr_scheduler: the checkpoint has {kinds[0]}, the engine {kinds[1]}")
+        problems = [] if scheduler is None else state.scheduler_problems(scheduler, there.scheduler, found.origins)
+        found.scheduler = scheduler is not None and not problems
+    found.problems += problems if strict else []
+    return kinds[0] == kinds[1]

@@ -175,8 +175,11 @@ def _examine(engine: Inspection, place: Path, *, strict: bool, weights_only: boo
         return candidate
     if candidate.plan.problems:
         text = "\n  - ".join(dict.fromkeys(candidate.plan.problems))
-        hint = "" if not strict else "\nstrict=False takes what fits, weights_only=True the weights and buffers alone"
-        candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint}"
+        hint = (
+            "\nstrict=False leaves out what only one side has (names, groups, options, a scheduler), weights_only=True "
+            "takes the weights and buffers alone"
+        )
+        candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint if strict else ''}"
         return candidate
     core = engine._core
     with _reader(candidate) as reader:
@@ -236,7 +239,7 @@ def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None
     if engine.optimizer is not None:
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
     if plan.scheduler:
-        state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"])
+        state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"], plan.origins)
     try:
         if core.mesh.rank < saved["world_size"]:
             state.restore_random_states(states, core.mesh.device)
@@ -274,5 +277,7 @@ def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
     kept = [str(number) for number, options in enumerate(plan.groups) if options is None]
     if kept:
         notes.append(f"optimizer group(s) {', '.join(kept)} keep their own options, the checkpoint has no such group")
+    if engine.lr_scheduler is not None and not plan.scheduler and not weights_only:
+        notes.append("the scheduler is another one than in the checkpoint and begins anew")
     for note in notes:
         warnings.warn(f"load_checkpoint of {chosen.place}: {note}", stacklevel=6)

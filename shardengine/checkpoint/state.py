@@ -21,6 +21,10 @@ from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optimizer import ShardedOptimizer
 
+_NESTED = "_schedulers"
+_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
+"""What torch's schedulers keep as a list with one entry per optimizer group."""
+
 
 def require_json(value: Any, path: str) -> None:
     """``UsageError`` with the path of the first value that JSON would not give back as it is."""
@@ -45,14 +49,14 @@ def require_json(value: Any, path: str) -> None:
 
 
 def plain(value: Any, path: str) -> Any:
-    """``value`` as JSON: tuples become lists and integer keys strings; ``like`` turns them back."""
+    """``value`` as JSON: tuples become lists, integer keys strings and tensors of one element numbers; see ``like``."""
     if isinstance(value, dict):
         names = {str(k) if isinstance(k, int) and not isinstance(k, bool) else k: v for k, v in value.items()}
         result: Any = {key: plain(item, f"{path}.{key}") for key, item in names.items()}
     elif isinstance(value, tuple | list):
         result = [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     else:
-        result = value
+        result = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     require_json(result, path)
     return result
 
@@ -67,7 +71,7 @@ def like(value: Any, current: Any) -> Any:
         typed = {int(key) if integers else key: item for key, item in value.items()}
         typed = {key: like(item, current.get(key)) for key, item in typed.items()}
         return Counter(typed) if isinstance(current, Counter) else typed
-    return value
+    return torch.full_like(current, value) if isinstance(current, Tensor) and value is not None else value
 
 
 def is_like(value: Any, current: Any) -> bool:
@@ -78,7 +82,7 @@ def is_like(value: Any, current: Any) -> bool:
         return isinstance(value, list) and len(value) == len(current) and all(map(is_like, value, current))
     if isinstance(current, dict) or isinstance(value, dict | list):
         return isinstance(current, dict) and isinstance(value, dict)
-    numbers = [isinstance(each, int | float) and not isinstance(each, bool) for each in (value, current)]
+    numbers = [isinstance(each, int | float | Tensor) and not isinstance(each, bool) for each in (value, current)]
     return all(numbers) or (not any(numbers) and type(value) is type(current))
 
 
@@ -117,11 +121,47 @@ def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
     return {"type": type(scheduler).__name__, "state": plain(scheduler.state_dict(), "lr_scheduler")}
 
 
-def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
+def scheduler_problems(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> list[str]:
+    """Why ``scheduler`` cannot go on from the state of another one of its class. origins: as in ``fit.Plan``."""
+    current = scheduler.state_dict()
+    return _differences(_regrouped(saved["state"], current, origins), current, "lr_scheduler")
+
+
+def _differences(saved: dict[str, Any], current: dict[str, Any], path: str) -> list[str]:
+    found = []
+    for key in current.keys() & saved.keys():
+        if not is_like(saved[key], current[key]):
+            texts = [str(side[key])[:80] for side in (saved, current)]
+            found.append(f"{path}.{key} is {texts[0]} in the checkpoint, {texts[1]} here")
+        elif key == _NESTED:
+            for number, (theirs, ours) in enumerate(zip(saved[key], current[key], strict=True)):
+                place = f"{path}.{key}[{number}]"
+                same = theirs.keys() == ours.keys()
+                found += _differences(theirs, ours, place) if same else [f"{place} is another schedule here"]
+    return sorted(found)
+
+
+def _regrouped(saved: dict[str, Any], current: dict[str, Any], origins: list[int | None]) -> dict[str, Any]:
+    """A scheduler's state with what it keeps per group in the order of the groups here; new groups keep their own."""
+    found = dict(saved)
+    for key in saved.keys() & current.keys():
+        theirs, ours = saved[key], current[key]
+        if key == _NESTED and is_like(theirs, ours):
+            found[key] = [_regrouped(one, other, origins) for one, other in zip(theirs, ours, strict=True)]
+        elif key in _PER_GROUP and isinstance(theirs, list):
+            kept = dict(enumerate(theirs))
+            found[key] = [
+                plain(own, key) if at is None else kept.get(at, plain(own, key))
+                for at, own in zip(origins, ours, strict=False)  # a group that joined later may have no entry
+            ]
+    return found
+
+
+def restore_scheduler(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> None:
     """The opposite. What the scheduler does not have itself is left out."""
     current = scheduler.state_dict()
-    known = {key: like(value, current[key]) for key, value in saved["state"].items() if key in current}
-    scheduler.load_state_dict(known)
+    state = _regrouped(saved["state"], current, origins)
+    scheduler.load_state_dict({key: like(value, current[key]) for key, value in state.items() if key in current})
 
 
 def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
