@@ -67,8 +67,11 @@ def saved(directory: Path) -> list[str]:
 
 def latest(directory: Path) -> str | None:
     """The tag that ``latest`` names; None where it is missing or says nothing of use."""
+    path = directory / LATEST
     try:
-        name = (directory / LATEST).read_text(encoding="utf-8").strip()
+        if not path.is_file() or path.stat().st_size > 2 * _MAX_TAG:
+            return None
+        name = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
     return name if _TAG.fullmatch(name) else None
