@@ -20,6 +20,7 @@ from shardengine.cli import main
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import deepspeed, unsharded, writing
 from shardengine.interchange.foreign import Foreign, ForeignParameter
+from shardengine.interchange.shards import Part, rows_by_group, rows_by_parameter
 from tests import cases
 from tests.data import make_deepspeed as made
 from tests.ranks import RankPool
@@ -171,7 +172,7 @@ def test_a_file_that_is_missing_or_cut_off_is_named(name: str, tmp_path: Path):
         data = victim.read_bytes()
         for count in (len(data) - 30, 200, 0):
             victim.write_bytes(data[:count])
-            with pytest.raises(CheckpointError, match=path.name):
+            with pytest.raises(CheckpointError, match=f"{path.name} is cut off.*expected a zip archive"):
                 deepspeed.read(victim.parents[1])
         victim.unlink()
         only = sum(other.name.endswith(path.name[-15:]) for other in paths) == 1
@@ -249,13 +250,47 @@ def test_what_a_whole_optimizer_steps_is_found_by_shapes():
 
 def test_what_a_whole_optimizer_steps_is_found_by_flat_master_weights():
     """The form of DeepSpeed's FusedAdam at stage 0 in half precision: one vector per group, the step in the group."""
-    weights = {name: torch.rand(shape).half() for name, shape in (("a", (4, 3)), ("b", (3,)), ("c", (4, 3)))}
+    shapes = {"a": (4, 3), "b": (3,), "c": (4, 3), "d": (3, 4)}
+    weights = {name: torch.rand(shape).half() for name, shape in shapes.items()}
     masters = [torch.cat([weights["a"].reshape(-1), weights["c"].reshape(-1)]).float() * (1 + 1e-5)]
     inner = {"state": {0: {"exp_avg": torch.rand(24)}}, "param_groups": [{"params": [0], "lr": 0.1, "step": 7}]}
     rows = unsharded.rows_of({"optimizer_state_dict": inner, "fp32_groups_flat": masters}, weights, 0)
     assert rows is not None and list(rows) == ["a", "c"] and rows["c"].steps == 7
     assert torch.equal(rows["c"].read("weight"), masters[0][12:].reshape(4, 3))
     assert torch.equal(rows["c"].read("exp_avg"), inner["state"][0]["exp_avg"][12:].reshape(4, 3))  # type: ignore[index]
+
+
+# Shards
+
+
+def part(tensors: list[Tensor], states: list[dict[str, Any]]) -> Part:
+    groups = [{"params": [number]} for number in range(len(states))]
+    base = {"state": dict(enumerate(states)), "param_groups": groups}
+    return Part(Path("file.pt"), {"single_partition_of_fp32_groups": tensors, "fp32_flat_groups": tensors,
+                                  "base_optimizer_state": base})  # fmt: skip
+
+
+@pytest.mark.parametrize("rows_of", [rows_by_group, rows_by_parameter])
+def test_vectors_of_another_length_are_refused(rows_of: Any):
+    shapes: Any = [{"a": (3, 3), "b": (2,)}]
+    for weights, states, text in (
+        ([6, 6], [6, 6], ""),
+        ([6, 4], [6, 6], r"weight of .* elements, expected"),
+        ([6, 6], [6, 4], r"exp_avg of .* elements, expected"),
+        ([8, 8], [8, 8], r"weight of .* elements, expected"),
+    ):
+        parts = [part([torch.rand(n)], [{"exp_avg": torch.rand(m)}]) for n, m in zip(weights, states, strict=True)]
+        if not text:
+            assert rows_of(parts, shapes, 5)["b"].steps == 5
+            continue
+        with pytest.raises(CheckpointError, match=text):
+            rows_of(parts, shapes, 5)
+    short = [part([torch.rand(6)], [{}]), part([], [{}])]
+    with pytest.raises(CheckpointError, match="fewer flat vectors"):
+        rows_of(short, shapes, 0)
+    apart = [part([torch.rand(6)], [{"step": torch.tensor(float(step))}]) for step in (3, 4)]
+    with pytest.raises(CheckpointError, match=r"disagree about the steps taken: \[3, 4\]"):
+        rows_of(apart, shapes, 0)
 
 
 # Writing
@@ -289,3 +324,18 @@ def test_states_that_torch_makes_at_the_first_step_begin_at_zero(tmp_path: Path)
     with pytest.raises(UsageError, match="no exp_avg in the checkpoint"):
         engine.load_checkpoint(tmp_path, "torn")
     engine.close()
+
+
+def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path):
+    def broken(state: str) -> Tensor:
+        return torch.rand(5).reshape(2, 3)
+
+    good = parameter("bias", torch.rand(2))
+    for read, text in ((broken, "its files are damaged"), (lambda state: torch.rand(3, 2), r"came float32 \(3, 2\)")):
+        bad = ForeignParameter(("weight",), (2, 3), torch.float32, True, 0, 0, ("weight",), read)
+        foreign = Foreign("nowhere", [good, bad], {}, "AdamW", [{"lr": 0.5}], 4, 8, 4, None, [])
+        with pytest.raises(
+            CheckpointError, match=rf"weight \(weight\): expected float32 \(2, 3\) from nowhere, {text}"
+        ):
+            writing.write(foreign, tmp_path)
+        assert not list(tmp_path.iterdir())

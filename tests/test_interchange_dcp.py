@@ -135,6 +135,13 @@ def test_pieces_of_several_ranks_are_put_together(tmp_path: Path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert torch.equal(dcp.read(tmp_path).parameters[0].read("weight"), value)
 
+    rows["a"].size, absurd = torch.Size([1 << 40, 1 << 40]), [torch.Size([0, 0]), torch.Size([1 << 40, 1 << 40])]
+    rows["a"].chunks.append(type(rows["a"].chunks[0])(*absurd))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: whole cannot have the size"):
+        dcp.read(tmp_path).parameters[0].read("weight")
+    rows["a"].size = torch.Size([7, 5])
+    rows["a"].chunks.pop()
     rows["a"].chunks.pop()
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"\.metadata is damaged.*do not cover it"):
@@ -149,8 +156,9 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path):
         place = tmp_path / f"bad-{name}-{data is None}"
         shutil.copytree(tmp_path / "good", place)
         (place / name).unlink() if data is None else (place / name).write_bytes(data)
-        with pytest.raises(CheckpointError, match=name):
-            writing.write(dcp.read(place), tmp_path / "out")
+        with pytest.raises(CheckpointError, match=f"{name} is missing" if data is None else name):
+            foreign = dcp.read(place)
+            writing.write(foreign, tmp_path / "out")
 
 
 # Pickles that want to run something

@@ -147,7 +147,10 @@ class _Store(FileSystemReader):
     def tensor(self, key: str) -> Tensor:
         """The whole tensor, put together from its pieces."""
         meta = self.tensors[key]
-        target = torch.empty(meta.size, dtype=meta.properties.dtype)
+        try:
+            target = torch.empty(meta.size, dtype=meta.properties.dtype)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.metadata_path}: {key} cannot have the size {list(meta.size)}") from error
         self._load({key: target}, key)
         return target
 

@@ -52,13 +52,7 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
         with Stream(work / file) as stream:
             stream.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
             for entry in entries:
-                value = entry.read()
-                if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
-                    raise CheckpointError(
-                        f"{entry.name} ({entry.state}): expected {entry.dtype} {entry.shape}, {foreign.source} has "
-                        f"{value.dtype} {tuple(value.shape)}"
-                    )
-                stream.put(value.detach().contiguous().reshape(-1).view(torch.uint8))
+                stream.put(_bytes_of(entry, foreign.source))
         tensors: dict[str, dict[str, Any]] = {}
         for entry in entries:
             dtype, piece = _text(entry.dtype), [file, 0, prod(entry.shape), offsets[entry.key]]
@@ -73,6 +67,19 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
         if isinstance(error, OSError) and not isinstance(error, ShardEngineError):
             raise CheckpointError(f"{place / name} could not be written: {error.strerror or error}") from error
         raise
+
+
+def _bytes_of(entry: _Entry, source: str) -> Tensor:
+    expected = f"{entry.name} ({entry.state}): expected {_text(entry.dtype)} {entry.shape} from {source}"
+    try:
+        value = entry.read().detach()
+    except ShardEngineError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{expected}, its files are damaged ({type(error).__name__}: {error})") from error
+    if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+        raise CheckpointError(f"{expected}, came {_text(value.dtype)} {tuple(value.shape)}")
+    return value.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _entries(foreign: Foreign) -> Iterator[_Entry]:
