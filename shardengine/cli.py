@@ -1,4 +1,4 @@
-"""The command line: `shardengine train | env | config`. Owns: options, help, exit codes of wrong usage.
+"""The command line: `shardengine train | env | config | import`. Owns: options, help, exit codes of wrong usage.
 
 Must not know: what the commands do; each is imported when it is used, so that help and a wrong option answer at once.
 Exit codes: 0 done · 1 failure · 2 wrong usage or config, with the message only.
@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _train(options)
         if options.command == "env":
             return _env()
+        if options.command == "import":
+            return _import(options)
         return _config(options)
     except (ConfigError, UsageError) as error:
         print(f"shardengine {options.command}: {error}", file=sys.stderr)
@@ -36,6 +38,12 @@ def _train(options: argparse.Namespace) -> int:
     from shardengine.app import command
 
     return command.run(options)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from shardengine.app import convert
+
+    return convert.run_import(options)
 
 
 def _env() -> int:
@@ -80,7 +88,31 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--resolved", action="store_true", help="every value with its source, defaults too")
     what.add_argument("--schema", action="store_true", help="JSON Schema of the config")
     config.add_argument("--ranks", metavar="N", type=_positive, help="also work out the batch sizes for N ranks")
+    _add_import(commands)
     return parser
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "import",
+        help="take over a checkpoint of DeepSpeed or torch.distributed.checkpoint",
+        description="Write a checkpoint of another program as one of shardengine's, optimizer state included; any "
+        "stage and number of ranks loads it. Pickles in it are read without running anything.",
+    )
+    command.add_argument("source", metavar="SOURCE", help="directory of the checkpoint, or of several with 'latest'")
+    command.add_argument("out", metavar="OUT", help="directory of checkpoints to write to, for load_checkpoint(OUT)")
+    command.add_argument(
+        "--from", dest="form", choices=["deepspeed", "dcp"], help="what SOURCE is (default: its files tell)"
+    )
+    command.add_argument("--tag", metavar="TAG", help="which checkpoint of SOURCE (default: what 'latest' names)")
+    command.add_argument(
+        "--buffer",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="dcp: a floating-point buffer of the model, which the format does not tell from a frozen parameter; may "
+        "be repeated",
+    )
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

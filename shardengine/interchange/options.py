@@ -1,0 +1,94 @@
+"""Which optimizer of ours another program's is, and the options of its groups, as torch names them.
+
+Must not know: files, tensors of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardengine.errors import CheckpointError, UsageError
+from shardengine.optimizer import STATE_NAMES
+from shardengine.optimizer_forms import check_options
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+_TAKEN = {
+    "AdamW": _ADAM,
+    "Adam": _ADAM,
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "Lion": ("lr", "betas", "weight_decay", "maximize"),
+}
+_SILENT = frozenset(
+    "params param_names step bias_correction decoupled_weight_decay foreach fused capturable differentiable initial_lr "
+    "_ds_source_param_group_id".split()
+)
+"""Keys of a group that say what it steps, or how it is computed, or that belong to a scheduler."""
+
+
+def kind_of(groups: list[dict[str, Any]], config: Mapping[str, Any] | None, notes: list[str]) -> str | None:
+    """Our name for the optimizer that ``groups`` belong to; None, with a note, where we have none.
+
+    config: DeepSpeed's "optimizer" section, for groups that do not say whether weight decay is decoupled.
+    """
+    first = groups[0] if groups else {}
+    if any(group.get("bias_correction", True) is not True for group in groups):
+        raise UsageError("import: the optimizer works without bias correction (bias_correction), which we do not have")
+    if "betas" in first and "eps" in first and "use_muon" not in first:
+        return _adam(groups, config or {}, notes)
+    if "betas" in first and first.keys() <= _SILENT.union(_TAKEN["Lion"]):
+        return "Lion"
+    if "momentum" in first and "dampening" in first:
+        return "SGD"
+    named = (config or {}).get("type")
+    notes.append(
+        f"optimizer state: its groups have the options {', '.join(sorted(map(str, first.keys() - _SILENT))) or 'none'}"
+        f"{f' (type {named})' if named else ''}, which is none of {', '.join(STATE_NAMES)}; the weights alone are taken"
+    )
+    return None
+
+
+def _adam(groups: list[dict[str, Any]], config: Mapping[str, Any], notes: list[str]) -> str:
+    said = groups[0].get("decoupled_weight_decay")
+    if isinstance(said, bool):
+        return "AdamW" if said else "Adam"
+    if "bias_correction" in groups[0]:  # DeepSpeed's own: decoupled unless its config says no
+        options = config.get("params")
+        mode = options.get("adam_w_mode", True) if isinstance(options, Mapping) else True
+        return "AdamW" if mode or str(config.get("type")).lower() == "adamw" else "Adam"
+    if str(config.get("type")).lower() == "adamw" or not any(group.get("weight_decay") for group in groups):
+        return "AdamW"
+    notes.append(
+        "optimizer: whether weight decay is decoupled is not said (written by an old torch); AdamW is assumed. Where "
+        "it was Adam, its state is the same and only the class differs"
+    )
+    return "AdamW"
+
+
+def options_of(groups: list[dict[str, Any]], kind: str, notes: list[str]) -> list[dict[str, Any]]:
+    """The options of every group as JSON; those that our optimizer does not have go to ``notes``."""
+    found: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        options = {k: _plain(group[k], f"optimizer group {number}: {k}") for k in _TAKEN[kind] if k in group}
+        if not isinstance(options.get("lr"), int | float):
+            raise CheckpointError(
+                f"optimizer group {number}: expected a learning rate (lr), came {options.get('lr')!r}"
+            )
+        found.append(options)
+        check_options(options, f"import of {kind}", number, found[0])
+        strange = sorted(str(key) for key in group.keys() - _SILENT.union(_TAKEN[kind]))
+        if strange:
+            notes.append(f"options of optimizer group {number}: {', '.join(strange)}")
+    return found
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(item, what) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise CheckpointError(f"{what} is {type(value).__name__}, expected a number")

@@ -1,0 +1,196 @@
+"""What DeepSpeed's files of optimizer states hold of each parameter, and where.
+
+Owns: the rules of stages 1 and 2 (a group is one flat vector, cut over the ranks) and of stage 3 (each parameter is cut
+over the ranks, the shards of a sub-group follow each other). Must not know: files of models, names of optimizers.
+
+Stages 1 and 2: parameters of a group one after the other, each followed by its alignment padding (newer versions), then
+padding to a multiple of twice the rank count; rank r has the r-th of equal parts. Master weights are saved without the
+padding at the end, states with it: as it is at the end, putting the ranks' parts together gives the same offsets.
+
+Stage 3: a parameter of n elements has ceil(n / ranks) on each rank, padded at the end of the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import CheckpointError, UsageError
+from shardengine.interchange.foreign import WEIGHT
+
+Shapes = list[dict[str, tuple[int, ...]]]
+"""Per group (sub-group at stage 3): parameter name → shape, in the order of the flat vector."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter that the optimizer steps. read: "weight" or a state → the whole tensor, fp32."""
+
+    group: int
+    steps: int
+    states: tuple[str, ...]
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's file: its path, and what it says under "optimizer_state_dict"."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """The value of ``key``; ``CheckpointError`` unless it is there and of that type."""
+        return need(self.content, key, kind, self.path)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A flat vector of the optimizer: which group it is of, and per state the ranks' parts."""
+
+    group: int
+    steps: int
+    flats: dict[str, list[Tensor]]
+
+
+def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> Any:
+    """``source[key]``; ``CheckpointError`` with the file unless it is there and of type ``kind``."""
+    value = source.get(key) if isinstance(source, Mapping) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise CheckpointError(f"{path}: expected {key!r} of type {kind}, came {type(value).__name__}")
+    return value
+
+
+def base_state(part: Part) -> Mapping[str, Any]:
+    """The state dict of the optimizer proper: "state" and "param_groups"."""
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        if isinstance(part.content.get(key), list):
+            raise UsageError(
+                f"{part.path}: an elastic checkpoint ('elastic_checkpoint': true of old versions) has no options of "
+                "the optimizer's groups and cannot be imported; save it again without"
+            )
+        if key in part.content:
+            state: Mapping[str, Any] = part.get(key, Mapping)
+            need(state, "state", Mapping, part.path)
+            need(state, "param_groups", list, part.path)
+            return state
+    raise CheckpointError(f"{part.path}: expected 'base_optimizer_state' or 'optimizer_state_dict', it has neither")
+
+
+def rows_by_group(parts: list[Part], shapes: Shapes, default_steps: int) -> dict[str, Row]:
+    """Stages 1 and 2: parameter name → what the ranks' files hold of it."""
+    segments = _segments(parts, "single_partition_of_fp32_groups", len(shapes), default_steps)
+    paddings = parts[0].content.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    rows = {}
+    for segment, group, after in zip(segments, shapes, paddings, strict=True):
+        if len(after) != len(group):
+            raise CheckpointError(f"{parts[0].path}: {len(after)} alignment paddings for {len(group)} parameters")
+        first = 0
+        for (name, shape), padding in zip(group.items(), after, strict=True):
+            rows[name] = _row(segment, _from_vector(segment, first, shape))
+            first += prod(shape) + int(padding)
+        for state, flats in segment.flats.items():
+            spare = sum(flat.numel() for flat in flats) - first
+            if not 0 <= spare < 2 * len(parts):
+                raise CheckpointError(
+                    f"{parts[0].path} and those beside it: {state} of group {segment.group} has {spare + first} "
+                    f"elements, expected {first} and at most {2 * len(parts) - 1} of padding"
+                )
+    return rows
+
+
+def rows_by_parameter(parts: list[Part], shapes: Shapes, default_steps: int) -> dict[str, Row]:
+    """Stage 3: parameter name → what the ranks' files hold of it."""
+    rows = {}
+    ranks = len(parts)
+    for segment, group in zip(_segments(parts, "fp32_flat_groups", len(shapes), default_steps), shapes, strict=True):
+        first = 0
+        for name, shape in group.items():
+            rows[name] = _row(segment, _from_shards(segment, first, shape))
+            first += -(-prod(shape) // ranks)
+        for state, flats in segment.flats.items():
+            for part, flat in zip(parts, flats, strict=True):
+                if flat.numel() != first:
+                    raise CheckpointError(
+                        f"{part.path}: {state} of {next(iter(group), 'a group')} and {len(group) - 1} more parameters "
+                        f"has {flat.numel()} elements, expected {first} (was it offloaded to NVMe?)"
+                    )
+    return rows
+
+
+def whole_of_shards(shards: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """A parameter of stage 3 from every rank's shard."""
+    flat = torch.cat([shard.reshape(-1) for shard in shards])
+    if not 0 <= flat.numel() - prod(shape) < max(len(shards), 1):
+        raise CheckpointError(f"expected shards of {prod(shape)} elements, came {flat.numel()}")
+    return flat[: prod(shape)].reshape(shape).clone()
+
+
+def _segments(parts: list[Part], key: str, count: int, default_steps: int) -> list[_Segment]:
+    bases = [base_state(part) for part in parts]
+    weights = [part.get(key, list) for part in parts]
+    found: list[_Segment] = []
+    for group, options in enumerate(bases[0]["param_groups"]):
+        for number in need(options, "params", list, parts[0].path):
+            index = len(found)
+            if any(len(flats) <= index for flats in weights):
+                raise CheckpointError(f"{parts[0].path}: {key!r} has fewer flat vectors than the optimizer has")
+            states = [base["state"].get(number, {}) for base in bases]
+            flats = {WEIGHT: [_flat(flats[index], part) for flats, part in zip(weights, parts, strict=True)]}
+            for name in [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() > 0]:
+                flats[name] = [_flat(state.get(name), part) for state, part in zip(states, parts, strict=True)]
+            steps = [_steps(state, options, default_steps) for state in states]
+            if len(set(steps)) > 1:
+                raise CheckpointError(f"{parts[0].path} and those beside it disagree about the steps taken: {steps}")
+            found.append(_Segment(group, steps[0], flats))
+    if len(found) != count:
+        raise CheckpointError(f"{parts[0].path}: the optimizer has {len(found)} flat vectors, the model file {count}")
+    return found
+
+
+def steps_of(state: Mapping[str, Any], options: Mapping[str, Any], default: int) -> int:
+    """Optimizer steps taken: in the parameter's state, in its group (DeepSpeed's FusedAdam), or ``default``."""
+    return _steps(state, options, default)
+
+
+def _steps(state: Mapping[str, Any], options: Mapping[str, Any], default: int) -> int:
+    step = state.get("step", options.get("step", default))
+    return int(step.item() if isinstance(step, Tensor) else step)
+
+
+def _flat(value: Any, part: Part) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
+        raise CheckpointError(
+            f"{part.path}: expected a flat tensor for each group and state, came {type(value).__name__}"
+        )
+    return value.detach()
+
+
+def _row(segment: _Segment, read: Callable[[str], Tensor]) -> Row:
+    return Row(segment.group, segment.steps, tuple(name for name in segment.flats if name != WEIGHT), read)
+
+
+def _from_vector(segment: _Segment, first: int, shape: tuple[int, ...]) -> Callable[[str], Tensor]:
+    def read(state: str) -> Tensor:
+        pieces, start, end = [], 0, first + prod(shape)
+        for flat in segment.flats[state]:
+            pieces.append(flat[max(first - start, 0) : max(end - start, 0)])
+            start += flat.numel()
+        return torch.cat(pieces).to(torch.float32).reshape(shape)
+
+    return read
+
+
+def _from_shards(segment: _Segment, first: int, shape: tuple[int, ...]) -> Callable[[str], Tensor]:
+    def read(state: str) -> Tensor:
+        flats = segment.flats[state]
+        part = -(-prod(shape) // len(flats))
+        return whole_of_shards([flat[first : first + part] for flat in flats], shape).to(torch.float32)
+
+    return read

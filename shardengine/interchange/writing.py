@@ -1,0 +1,152 @@
+"""Writes what was read from another program as a checkpoint of ours, as one rank would have saved it.
+
+Owns: the order of that. Any number of ranks at any stage loads it. One tensor at a time is in memory, and nothing is
+visible before all of it is on disk. Must not know: where it was read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.checkpoint import contents, directory, index
+from shardengine.checkpoint.tensor_file import Stream, header_of
+from shardengine.errors import CheckpointError, ShardEngineError
+from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter
+from shardengine.optimizer import STATE_NAMES
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A whole tensor to write."""
+
+    name: str
+    state: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def key(self) -> str:
+        return contents.key_of(self.name, self.state, 0, prod(self.shape))
+
+
+def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
+    """Write ``foreign`` as checkpoint ``tag`` of ``folder`` (default: ``step-`` and its steps); the checkpoint.
+
+    A checkpoint of that name is replaced when the new one is whole. After an error everything is as before.
+    """
+    place = directory.check_folder(folder)
+    name = directory.check_tag(directory.tag_of(foreign.global_steps) if tag is None else tag)
+    entries = sorted(_entries(foreign), key=lambda entry: -entry.dtype.itemsize)  # every tensor then starts aligned
+    head, offsets, total = header_of([(entry.key, entry.dtype, entry.shape) for entry in entries])
+    file = index.file_of(0)
+    try:
+        work = directory.begin(place, name)
+        with Stream(work / file) as stream:
+            stream.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+            for entry in entries:
+                stream.put(_bytes_of(entry, foreign.source))
+        tensors: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            dtype, piece = _text(entry.dtype), [file, 0, prod(entry.shape), offsets[entry.key]]
+            tensors.setdefault(entry.name, {})[entry.state] = {"dtype": dtype, "pieces": [piece]}
+        files = {file: {"bytes": total, "chunks": stream.chunks}}
+        facts = {**_facts(foreign), "files": files, "tensors": tensors, "random": {}}
+        directory.write_text(work / directory.INDEX, index.to_text(facts))
+        index.read(work)  # what a load would refuse is refused now
+        return directory.finish(place, name)
+    except BaseException as error:
+        directory.abandon(place, name)
+        if isinstance(error, OSError) and not isinstance(error, ShardEngineError):
+            raise CheckpointError(f"{place / name} could not be written: {error.strerror or error}") from error
+        raise
+
+
+def _bytes_of(entry: _Entry, source: str) -> Tensor:
+    expected = f"{entry.name} ({entry.state}): expected {_text(entry.dtype)} {entry.shape} from {source}"
+    try:
+        value = entry.read().detach()
+    except ShardEngineError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{expected}, its files are damaged ({type(error).__name__}: {error})") from error
+    if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+        raise CheckpointError(f"{expected}, came {_text(value.dtype)} {tuple(value.shape)}")
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _entries(foreign: Foreign) -> Iterator[_Entry]:
+    for parameter in foreign.parameters:
+        stepped = parameter.group >= 0 and foreign.kind is not None
+        for state in (WEIGHT, *(STATE_NAMES[foreign.kind] if stepped and foreign.kind else ())):
+            if state in parameter.states:
+                yield _stored(parameter, state)
+            elif not parameter.steps:
+                yield _zeros(parameter, state)
+    for name, buffer in foreign.buffers.items():
+        yield _Entry(name, contents.BUFFER, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer)  # type: ignore[misc]
+
+
+def _stored(parameter: ForeignParameter, state: str) -> _Entry:
+    dtype = torch.float32 if state != WEIGHT or parameter.group >= 0 else parameter.dtype
+    return _Entry(parameter.names[0], state, dtype, parameter.shape, lambda: parameter.read(state).to(dtype))
+
+
+def _zeros(parameter: ForeignParameter, state: str) -> _Entry:
+    """A state that torch makes at the first step."""
+    return _Entry(parameter.names[0], state, torch.float32, parameter.shape, lambda: torch.zeros(parameter.shape))
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _facts(foreign: Foreign) -> dict[str, Any]:
+    """The index but for its tables of files and tensors."""
+    steps, samples = foreign.global_steps, foreign.global_samples
+    batch = {"train_batch_size": samples // steps} if steps and samples and not samples % steps else {}
+    return {
+        "world_size": 1,
+        "stage": {"name": f"imported from {foreign.source}", "letters": "RRPR"},
+        "batch": batch,
+        "own_buffers": False,
+        "model": {"class": None, "config": None, "generation_config": None, "peft": None},
+        "parameters": [
+            {
+                "names": list(parameter.names),
+                "shape": list(parameter.shape),
+                "order": [],
+                "dtype": _text(parameter.dtype),
+                "trainable": parameter.trainable,
+                "group": parameter.group,
+            }
+            for parameter in foreign.parameters
+        ],
+        "buffers": [
+            {"name": name, "shape": list(buffer.shape), "dtype": _text(buffer.dtype)}
+            for name, buffer in foreign.buffers.items()
+        ],
+        "optimizer": _optimizer(foreign),
+        "lr_scheduler": None,
+        "loss_scaler": None,
+        "comm_hook": None,
+        "counters": {"global_steps": steps, "global_samples": samples, "micro_steps": foreign.micro_steps},
+        "client_state": {},
+    }
+
+
+def _optimizer(foreign: Foreign) -> dict[str, Any] | None:
+    if foreign.kind is None:
+        return None
+    groups = [
+        {"params": [p.names[0] for p in foreign.parameters if p.group == number], "options": group}
+        for number, group in enumerate(foreign.groups)
+    ]
+    return {"kind": foreign.kind, "groups": groups, "steps": {p.names[0]: p.steps for p in foreign.parameters}}
