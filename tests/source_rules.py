@@ -27,7 +27,7 @@ IMPORT_ORDER = (
     "prediction", "schedule",
     "hooks", "optimizer_forms", "optimizer",
     "core", "gathered", "whole", "relayout", "inspection", "recovery",
-    "checkpoint", "checkpointing",
+    "checkpoint", "checkpointing", "interchange",
     "engine", "__init__",
     "app", "cli", "__main__",
 )  # fmt: skip

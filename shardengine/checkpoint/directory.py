@@ -47,11 +47,17 @@ def check_folder(directory: str | Path) -> Path:
 
 
 def saved(directory: Path) -> list[str]:
-    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first."""
-    found = []
+    """``present``, after what killed runs began is ended; for the run that writes there, or loads."""
     with suppress(OSError):
         for old in directory.glob(".old-*"):
             recover(directory, old.name.removeprefix(".old-"))
+    return present(directory)
+
+
+def present(directory: Path) -> list[str]:
+    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first."""
+    found = []
+    with suppress(OSError):
         for path in directory.iterdir():
             with suppress(OSError):
                 if _TAG.fullmatch(path.name):

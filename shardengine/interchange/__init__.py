@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries: read into ours, and ours written for them."""
