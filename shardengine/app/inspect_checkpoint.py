@@ -12,7 +12,7 @@ from typing import Any
 
 from shardengine.app.report import size
 from shardengine.checkpoint import directory
-from shardengine.interchange.stored import find
+from shardengine.interchange.stored import find, listed
 from shardengine.interchange.summary import examine, grouped
 
 _HELD = 8
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _folder(folder: Path, *, as_json: bool) -> int:
     """A line for each checkpoint, newest first, and which of them `load_checkpoint` takes."""
-    all_facts = {tag: examine(folder / tag) for tag in directory.present(folder)}
+    all_facts = {tag: examine(folder / tag) for tag in listed(folder)}
     latest = directory.latest(folder)
     order = [tag for tag in [latest, *all_facts] if tag in all_facts]
     loaded = next((tag for tag in order if tag is not None and all_facts[tag]["whole"]), None)

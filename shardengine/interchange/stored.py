@@ -62,6 +62,13 @@ def choose(found: Found) -> Path:
     return found.folder / (named if named in tags else tags[0])
 
 
+def listed(folder: Path) -> list[str]:
+    """The checkpoints in ``folder``, the newest first; at the end those that have lost their index."""
+    found = directory.present(folder)
+    broken = sorted(path.parent.name for path in folder.glob(f"[!.]*/{index.file_of(0)}"))
+    return [*found, *(tag for tag in broken if tag not in found)]
+
+
 class Stored:
     """One checkpoint, open for reading; CheckpointError, with file and parameter, where something is damaged."""
 

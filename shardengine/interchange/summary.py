@@ -25,6 +25,7 @@ def examine(place: Path) -> dict[str, Any]:
     found = [asdict(damage) for damage in damages(place, saved)]
     extra = sorted({path.name for path in place.iterdir()} - {directory.INDEX, *saved["files"]})
     model = model_of(saved)
+    trained = [row["names"][0] for row in saved["parameters"] if row["trainable"]]
     return facts | {
         "whole": not found,
         "damaged": found,
@@ -39,7 +40,7 @@ def examine(place: Path) -> dict[str, Any]:
         "dtypes": _dtypes(saved),
         "optimizer": saved["optimizer"] and {
             "kind": saved["optimizer"]["kind"],
-            "steps": sorted(set(saved["optimizer"]["steps"].values())),
+            "steps": sorted({saved["optimizer"]["steps"].get(name, 0) for name in trained}),
             "groups": [
                 {"parameters": len(group["params"]), "options": group["options"]}
                 for group in saved["optimizer"]["groups"]
