@@ -1,7 +1,7 @@
-"""The command line: `shardengine train | env | config | import`. Owns: options, help, exit codes of wrong usage.
+"""The command line: `shardengine train | export | import | inspect | env | config`. Owns: options, help, exit codes.
 
 Must not know: what the commands do; each is imported when it is used, so that help and a wrong option answer at once.
-Exit codes: 0 done · 1 failure · 2 wrong usage or config, with the message only.
+Exit codes: 0 done · 1 failure, or a damaged checkpoint · 2 wrong usage or config, with the message only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from shardengine import __version__
 from shardengine.config import json_schema, load_config
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import CheckpointError, ConfigError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "train":
             return _train(options)
+        if options.command == "export":
+            return _export(options)
+        if options.command == "inspect":
+            return _inspect(options)
         if options.command == "env":
             return _env()
         if options.command == "import":
@@ -30,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, UsageError) as error:
         print(f"shardengine {options.command}: {error}", file=sys.stderr)
         return 2
+    except CheckpointError as error:
+        print(f"shardengine {options.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 1
 
@@ -44,6 +51,19 @@ def _import(options: argparse.Namespace) -> int:
     from shardengine.app import convert
 
     return convert.run_import(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from shardengine.app import export
+
+    options.max_shard_size = export.parse_size("--max-shard-size", options.max_shard_size)
+    return export.run(options)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from shardengine.app import inspect_checkpoint
+
+    return inspect_checkpoint.run(options)
 
 
 def _env() -> int:
@@ -80,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     _add_train(commands)
+    _add_export(commands)
+    _add_inspect(commands)
     commands.add_parser("env", help="print what a bug report needs")
 
     config = commands.add_parser("config", help="check a config file and show what it sets")
@@ -173,6 +195,51 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.add_argument(
         "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
     )
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint for another program",
+        description="Write a checkpoint as a Hugging Face directory, or for torch.distributed.checkpoint. One process, "
+        "no GPU, no training script; one tensor at a time is in memory. Every byte that is read is verified.",
+    )
+    export.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a checkpoint; or a directory of them, or the output of `shardengine train`: then the latest",
+    )
+    export.add_argument("out", metavar="OUT", help="new or empty directory; it appears when all of it is written")
+    export.add_argument(
+        "--format",
+        choices=("hf", "safetensors", "dcp"),
+        default="hf",
+        help="hf: what from_pretrained loads (default); of a peft model the adapters alone. safetensors: weights and "
+        "buffers of any model under their own names. dcp: model and optimizer for torch.distributed.checkpoint",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "as-trained"),
+        help="of the parameters, rounded once from the master weights (default: as-trained; dcp: the master weights)",
+    )
+    export.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="of one safetensors file: 5GB (default), 500MB, 2GiB"
+    )
+    export.add_argument(
+        "--tokenizer", metavar="DIR", help="copy the tokenizer from there (default: from the run that CKPT belongs to)"
+    )
+    export.add_argument("--adapter", metavar="NAME", help="of a peft model only this adapter (default: all)")
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what is in a checkpoint and whether it is whole",
+        description="Print what is in a checkpoint and verify every checksum. Exit code 0: whole, 1: damaged, with the "
+        "files and the parameters in them. Of a directory of checkpoints: a line for each.",
+    )
+    inspect.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them")
+    inspect.add_argument("--json", action="store_true", help="as JSON, with every parameter")
 
 
 def _positive(text: str, least: int = 1) -> int:

@@ -52,10 +52,15 @@ def check_folder(directory: str | Path) -> Path:
 
 
 def saved(directory: Path) -> list[str]:
-    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first."""
+    """``present``, after what killed runs began is ended; for the run that writes there, or loads."""
     for old in _begins_with(directory, _OLD):
         with suppress(OSError):
             recover(directory, old.name.removeprefix(_OLD))
+    return present(directory)
+
+
+def present(directory: Path) -> list[str]:
+    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first."""
     found = []
     with suppress(OSError):
         for path in directory.iterdir():

@@ -51,7 +51,9 @@ class Written:
     offsets: dict[str, int]
 
 
-def header_of(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int], int]:
+def header_of(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
     """The head of a safetensors file: (its bytes, where each tensor begins, size of the whole file).
 
     Tensors lie in the given order without gaps; the head is padded, so that the first one starts at a page.
@@ -64,7 +66,7 @@ def header_of(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tupl
         end = offset + math.prod(shape) * dtype.itemsize
         header[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header).encode()
+    text = json.dumps(header if metadata is None else {"__metadata__": metadata, **header}).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     start = 8 + len(text)
     offsets = {key: start + row["data_offsets"][0] for key, row in header.items()}

@@ -1,11 +1,9 @@
-"""Checkpoints of other programs, brought into shardengine's own form; no code of theirs runs.
+"""Checkpoints of other libraries: read into ours, and ours written for them; no code of theirs runs.
 
-unpickling.py  pickles of strangers: what may be in them, inert stand-ins for the rest
-options.py     which optimizer of ours theirs is, and its options
-foreign.py     the form between: what was read, whole tensors one at a time
-shards.py      DeepSpeed's files of optimizer states: where each parameter's elements lie
-deepspeed.py   reads DeepSpeed's checkpoints
-dcp.py         reads those of torch.distributed.checkpoint
+ours       stored (one opened without an engine), summary (what is in it), kinds (what a directory is)
+out        hugging_face, adapters, weight_files (from_pretrained, peft) · dcp_export · aside (whole or not at all)
+in         deepspeed, shards, unsharded · dcp · options, unpickling (pickles without their code)
+between    foreign (what was read) → writing (a checkpoint of ours)
 
 Must not know: engines, ranks.
 """

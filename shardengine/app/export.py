@@ -1,0 +1,94 @@
+"""`shardengine export`: a checkpoint as a directory for another program. Owns: its options, what it prints.
+
+Must not know: the forms that are written (interchange). Exit codes: 0 written · 1 the checkpoint is damaged or the disk
+full · 2 wrong usage; in the last two nothing is left of the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from shardengine.app.report import size
+from shardengine.checkpoint import directory
+from shardengine.errors import CheckpointError, UsageError
+from shardengine.interchange import hugging_face
+from shardengine.interchange.aside import check_free, new_directory
+from shardengine.interchange.stored import RUN, Found, Stored, choose, find
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}
+_UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write what the command line asks for; the exit code. Raises UsageError and CheckpointError."""
+    out = Path(options.out)
+    found = find(Path(options.checkpoint))
+    check_free(out)
+    if options.adapter is not None and options.format != "hf":
+        raise UsageError(f"--adapter goes with --format hf, came --format {options.format}")
+    tokenizer = None if options.tokenizer is None else Path(options.tokenizer)
+    if tokenizer is not None and not hugging_face.tokenizer_files(tokenizer):
+        raise UsageError(f"--tokenizer {tokenizer}: expected a directory with a tokenizer's files, found none of them")
+    if tokenizer is None:
+        tokenizer = _tokenizer_of(found)
+    place = choose(found)
+    try:
+        notes = _write(options, place, out, tokenizer)
+    except CheckpointError as error:
+        others = [tag for tag in directory.present(place.parent) if tag != place.name]
+        offer = f"; there are also: {', '.join(others[:8])}" if others else ""
+        raise CheckpointError(f"{error}{offer}") from error
+    files = [path for path in sorted(out.rglob("*")) if path.is_file()]
+    print(f"{place} → {out}: {len(files)} file(s), {size(sum(path.stat().st_size for path in files))}")
+    for path in files:
+        print(f"  {path.relative_to(out)!s:<40}  {size(path.stat().st_size):>9}")
+    for note in notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path | None) -> list[str]:
+    dtype = DTYPES[options.dtype] if options.dtype is not None else None
+    with Stored(place) as stored, new_directory(out) as work:
+        if options.format == "dcp":
+            from shardengine.interchange import dcp_export
+
+            trained = options.dtype == "as-trained"
+            return dcp_export.write(stored, work, dtype=dtype, as_trained=trained)
+        if options.format == "safetensors":
+            return hugging_face.write_plain(stored, work, dtype=dtype, largest=options.max_shard_size)
+        if options.adapter is not None or hugging_face.has_adapters(stored):
+            notes = hugging_face.write_adapters(stored, work, dtype=dtype, adapter=options.adapter)
+        else:
+            notes = hugging_face.write(stored, work, dtype=dtype, largest=options.max_shard_size)
+        if tokenizer is not None:
+            hugging_face.copy_tokenizer(tokenizer, work)
+            return [*notes, f"the tokenizer's files are those of {tokenizer}"]
+        return [*notes, "no tokenizer is known to the checkpoint: name one with --tokenizer DIR"]
+
+
+def _tokenizer_of(found: Found) -> Path | None:
+    """Where the run that made the checkpoint has its tokenizer: its model/, or the model that it began with."""
+    if found.run is None:
+        return None
+    places = [found.run / "model"]
+    try:
+        model = json.loads((found.run / RUN).read_text(encoding="utf-8"))["model"]
+        places += [Path(model)] if isinstance(model, str) else []
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return next((place for place in places if hugging_face.tokenizer_files(place)), None)
+
+
+def parse_size(option: str, text: str) -> int:
+    """``5GB`` → bytes; UsageError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise UsageError(f"{option} {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * unit)

@@ -1,0 +1,132 @@
+"""`shardengine inspect`: what is in a checkpoint, and whether it is whole. Owns: how that is printed.
+
+Must not know: the form of a checkpoint. Exit codes: 0 whole · 1 something is damaged · 2 no checkpoint there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from shardengine.app.report import size
+from shardengine.checkpoint import directory
+from shardengine.interchange.stored import find, listed
+from shardengine.interchange.summary import examine, grouped
+
+_HELD = 8
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it; the exit code. Raises UsageError where no checkpoint is found."""
+    found = find(Path(options.checkpoint))
+    if found.checkpoint is not None:
+        facts = examine(found.checkpoint)
+        print(json.dumps(facts, indent=2) if options.json else _text(facts))
+        return 0 if facts["whole"] else 1
+    assert found.folder is not None
+    return _folder(found.folder, as_json=options.json)
+
+
+def _folder(folder: Path, *, as_json: bool) -> int:
+    """A line for each checkpoint, newest first, and which of them `load_checkpoint` takes."""
+    all_facts = {tag: examine(folder / tag) for tag in listed(folder)}
+    latest = directory.latest(folder)
+    order = [tag for tag in [latest, *all_facts] if tag in all_facts]
+    loaded = next((tag for tag in order if tag is not None and all_facts[tag]["whole"]), None)
+    if as_json:
+        rows = list(all_facts.values())
+        print(json.dumps({"directory": str(folder), "latest": latest, "loaded": loaded, "checkpoints": rows}, indent=2))
+        return 0 if all(facts["whole"] for facts in rows) else 1
+    rows_of_text = [["checkpoint", "state", "step", "ranks", "stage", "size"]]
+    for tag, facts in all_facts.items():
+        known = [str(facts["step"]), str(facts["ranks"]), facts["stage"]["name"]] if "step" in facts else ["?"] * 3
+        bytes_there = sum(path.stat().st_size for path in (folder / tag).iterdir() if path.is_file())
+        rows_of_text.append([tag, "whole" if facts["whole"] else "DAMAGED", *known, size(bytes_there)])
+    print(_table(rows_of_text))
+    print()
+    for facts in all_facts.values():
+        for line in _damage(facts):
+            print(line)
+    print(f"latest names:           {latest or 'none'}{'' if latest in all_facts else ', which is not there'}")
+    print(f"load_checkpoint takes:  {loaded or 'none: no checkpoint is whole'}")
+    for left in sorted(folder.glob(".old-*")):
+        print(f"note: a save that was replacing {left.name.removeprefix('.old-')} has not ended, or was killed")
+    return 0 if all(facts["whole"] for facts in all_facts.values()) else 1
+
+
+def _damage(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    for damage in facts["damaged"]:
+        held = damage["holds"]
+        more = f" and {len(held) - _HELD} more" if len(held) > _HELD else ""
+        inside = f"; in it: {', '.join(held[:_HELD])}{more}" if held else "; no tensor lies in that part"
+        place = f"{facts['checkpoint']}/{damage['file']} "
+        lines.append(f"DAMAGED: {'' if damage['what'].startswith('checkpoint ') else place}{damage['what']}{inside}")
+    return lines
+
+
+def _text(facts: dict[str, Any]) -> str:
+    if "step" not in facts:
+        return "\n".join(_damage(facts))
+    batch, stage, optimizer = facts["batch"], facts["stage"], facts["optimizer"]
+    elements = sum(_elements(row) for row in facts["parameters"])
+    trained = sum(_elements(row) for row in facts["parameters"] if row["trainable"])
+    adapters = f", adapters {', '.join(facts['model']['adapters'])}" if facts["model"]["adapters"] else ""
+    rows = [
+        ["checkpoint", facts["checkpoint"]],
+        ["state", "whole: every checksum is right" if facts["whole"] else "DAMAGED"],
+        ["step", f"{facts['step']}  ({facts['samples']} samples, {facts['micro_steps']} micro-batches)"],
+        ["made by", f"{facts['ranks']} rank(s), stage {stage['name']} ({stage['letters']}), batch "
+         f"{batch.get('train_batch_size')} = {batch.get('train_micro_batch_size_per_gpu')} x "
+         f"{batch.get('gradient_accumulation_steps')} x {facts['ranks']}"],
+        ["model", f"{facts['model']['class']}{adapters}, {elements:,} parameters, {trained:,} of them trained"],
+        ["dtypes", ", ".join(f"{kind} {'/'.join(dtypes)}" for kind, dtypes in facts["dtypes"].items())],
+    ]  # fmt: skip
+    if optimizer is None:
+        rows.append(["optimizer", "none"])
+    else:
+        counts = optimizer["steps"]
+        steps = f"step {counts[-1]}" if len(counts) == 1 else f"steps {counts[0]} to {counts[-1]}" if counts else ""
+        rows.append(["optimizer", f"{optimizer['kind']}, {steps}"])
+    for number, group in enumerate(optimizer["groups"] if optimizer else []):
+        options = ", ".join(
+            f"{key} {json.dumps(value)}" for key, value in group["options"].items() if value is not None
+        )
+        rows.append([f"  group {number}", f"{group['parameters']} parameter(s): {options}"])
+    scheduler = facts["lr_scheduler"]
+    rows.append(["scheduler", "none" if scheduler is None else f"{scheduler['type']} {json.dumps(scheduler['state'])}"])
+    rows.append(["random", f"{', '.join(facts['random_states'])}, of every rank"])
+    rows.append(["client state", json.dumps(facts["client_state"])])
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    rows.append(["versions", f"{versions}, format {facts['format']}"])
+    rows += [[f"  {file}", size(count)] for file, count in facts["files"].items()]
+    if facts["unknown_files"]:
+        rows.append(["not ours", ", ".join(facts["unknown_files"])])
+    parts = [_table([[name + ":" if not name.startswith(" ") else name, value] for name, value in rows])]
+    parts.append(_table([["parameter", "", "shape", "dtype", "group"], *map(_row, grouped(facts["parameters"]))]))
+    if facts["buffers"]:
+        parts.append(_table([["buffer", "", "shape", "dtype"], *[_row(row)[:4] for row in grouped(facts["buffers"])]]))
+    return "\n\n".join(["\n".join(part for part in _damage(facts)), *parts] if facts["damaged"] else parts)
+
+
+def _row(group: dict[str, Any]) -> list[str]:
+    tied = f" = {', '.join(group['tied'])}" if group["tied"] else ""
+    count = f"x {group['count']}" if group["count"] > 1 else ""
+    place = str(group.get("group")) if group.get("trainable") else "frozen"
+    return [group["pattern"] + tied, count, str(group["shape"]), group["dtype"], place]
+
+
+def _elements(row: dict[str, Any]) -> int:
+    total = 1
+    for length in row["shape"]:
+        total *= length
+    return total
+
+
+def _table(rows: list[list[str]]) -> str:
+    rows = [[cell if cell.isprintable() else ascii(cell) for cell in row] for row in rows]  # names may be anybody's
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,87 @@
+"""LoRA adapters as peft writes them. Owns: which tensors belong to an adapter, their names in ``adapter_model``.
+
+Must not know: files. Names follow ``PeftModel.save_pretrained`` of peft 0.21; peft itself is not imported.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from shardengine.errors import UsageError
+from shardengine.interchange.stored import Stored
+from shardengine.interchange.weight_files import Output
+
+PREFIX = "base_model.model."
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+def configs(stored: Stored, chosen: str | None) -> dict[str, dict[str, Any]]:
+    """Adapter → its config, of all adapters or of the ``chosen`` one; UsageError for what is not LoRA."""
+    there = stored.model.get("peft") or {}
+    if chosen is not None and chosen not in there:
+        known = f"it has {', '.join(map(repr, there))}" if there else "its model was no peft model"
+        raise UsageError(f"--adapter {chosen}: no such adapter in {stored.place}; {known}")
+    found = {chosen: there[chosen]} if chosen is not None else dict(there)
+    for name, config in found.items():
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        if kind != "LORA":
+            raise UsageError(
+                f"{stored.place}: adapter {name!r} is of type {kind}, expected LORA; --format safetensors writes all "
+                "weights under their own names"
+            )
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UsageError(f"{stored.place}: adapter name {name[:80]!r}: expected letters, digits and _ . -")
+    return found
+
+
+def config_file(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``adapter_config.json`` holds: the config as of a model that is not trained further."""
+    return {**dict(sorted(config.items())), "inference_mode": True}
+
+
+def outputs(stored: Stored, weights: list[Output], adapter: str, config: dict[str, Any]) -> list[Output]:
+    """The tensors of ``adapter`` out of all ``weights``, under the names that peft gives them."""
+    found: dict[str, Output] = {}
+    others = [f".{name}" for name in stored.model["peft"] if name != adapter]
+    aliases = {row["names"][0]: row["names"] for row in stored.parameters}
+    for output in weights:
+        for name in aliases.get(output.origin, [output.origin]):
+            if any(other + "." in name or name.endswith(other) for other in others):
+                continue
+            kept = _name_of(name, adapter, config, first=name == output.origin)
+            if kept:
+                kept = kept if kept.startswith(PREFIX) else PREFIX + kept
+                found[kept] = replace(output, name=kept)
+    if not any("lora_" in name for name in found):
+        raise UsageError(f"{stored.place}: adapter {adapter!r} has no LoRA weights in it")
+    return list(found.values())
+
+
+def _name_of(name: str, adapter: str, config: dict[str, Any], *, first: bool) -> str:
+    """A parameter's name in the adapter's file; "" if it is not part of the adapter."""
+    own = re.escape(adapter)
+    if match := re.fullmatch(rf"(.+\.lora_magnitude_vector)\.{own}(?:\.weight)?", name):
+        return match[1]
+    if match := re.fullmatch(rf"(.+\.lora_\w+)\.{own}(\.\w+)?", name):
+        return match[1] + (match[2] or "")
+    if match := re.fullmatch(rf"(.+)\.modules_to_save\.{own}\.(.+)", name):
+        return f"{match[1]}.{match[2]}"
+    if match := re.fullmatch(rf"(.+\.token_adapter\.trainable_tokens_delta)\.{own}", name):
+        return match[1] if first else ""  # a tied layer's is the same one
+    endings = {"all": ".bias", "lora_only": ".base_layer.bias"}
+    if (ending := endings.get(str(config.get("bias")))) is not None and name.endswith(ending):
+        return name
+    return name if _is_targeted_embedding(name, config.get("target_modules")) else ""
+
+
+def _is_targeted_embedding(name: str, targets: Any) -> bool:
+    """Whether ``name`` is the weight of an embedding that LoRA wraps: peft then keeps it with the adapter."""
+    match = re.fullmatch(rf"(?:.+\.)?({'|'.join(_EMBEDDINGS)})\.base_layer\.\w+", name)
+    if match is None:
+        return False
+    if isinstance(targets, str):
+        module = name.removeprefix(PREFIX).rsplit(".base_layer.", 1)[0]
+        return targets != "all-linear" and re.fullmatch(targets, module) is not None
+    return isinstance(targets, list) and any(each in targets for each in _EMBEDDINGS)

@@ -1,0 +1,123 @@
+"""A checkpoint as one of torch.distributed.checkpoint: {"model": …, "optim": …}. Owns: keys, reading tensors late.
+
+Must not know: engines. Torch's own planner and writer do the writing, in one process and without a process group.
+
+The keys are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``, the latter in both of its forms: states
+have the same keys in either, groups are there by number and, flattened, by parameter.
+
+[Note: Resolved late] The state dict that is planned holds meta tensors. The planner reads each tensor when the writer
+asks for it, and takes back the memory of the one before: the writer would keep all of them until its file is whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shardengine.errors import UsageError
+from shardengine.interchange.stored import Stored
+from shardengine.interchange.weight_files import rounded, weights
+from shardengine.lion import Lion
+
+_CLASSES: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD, "Lion": Lion,
+}  # fmt: skip
+_COUNTED = ("AdamW", "Adam")
+
+
+def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trained: bool) -> list[str]:
+    """Weights, buffers and optimizer.
+
+    dtype: of the parameters; None for what is stored (masters where there are any), or ``as_trained`` the model's own.
+    """
+    late: dict[str, Callable[[], Tensor]] = {}
+    state = {"model": _model(stored, dtype, late, exact=dtype is None and not as_trained)}
+    notes = []
+    if stored.index["optimizer"] is None:
+        notes.append("no optimizer in the checkpoint: the output has a model alone")
+    else:
+        state["optim"] = _optimizer(stored, late)
+    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            save(state, storage_writer=writer, planner=_LatePlanner(late), no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None  # one process: one failure
+    return notes
+
+
+def _model(
+    stored: Stored, dtype: torch.dtype | None, late: dict[str, Callable[[], Tensor]], *, exact: bool
+) -> dict[str, Any]:
+    """Every tensor under every name that a module's ``state_dict`` has. exact: as stored, with no rounding."""
+    aliases = {row["names"][0]: row["names"] for row in stored.parameters}
+    found: dict[str, Any] = {}
+    for output in weights(stored, dtype):
+        kept = stored.dtype(output.origin, output.state) if exact else output.dtype
+
+        def read(origin: str = output.origin, state: str = output.state, kept: torch.dtype = kept) -> Tensor:
+            return rounded(stored.whole(origin, state), kept, origin)
+
+        for name in aliases.get(output.origin, [output.origin]):
+            found[name] = torch.empty(output.shape, dtype=kept, device="meta")
+            late[f"model.{name}"] = read
+    return found
+
+
+def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:
+    """As of ``get_optimizer_state_dict``: state by name, groups by number; and groups by name, as it flattens them."""
+    saved = stored.index["optimizer"]
+    kind = saved["kind"]
+    if kind not in _CLASSES:
+        raise UsageError(f"{stored.place}: optimizer {kind[:80]!r} is not one of {', '.join(_CLASSES)}")
+    defaults = _CLASSES[kind]([torch.nn.Parameter(torch.empty(0))], lr=0.0).defaults
+    states: dict[str, Any] = {}
+    for group in saved["groups"]:
+        for name in group["params"]:
+            states[name] = {"step": torch.tensor(float(saved["steps"].get(name, 0)))} if kind in _COUNTED else {}
+            for key, dtype in stored.states(name).items():
+                if key != "weight":
+                    states[name][key] = torch.empty(stored.shape(name), dtype=dtype, device="meta")
+                    late[f"optim.state.{name}.{key}"] = lambda name=name, key=key: stored.whole(name, key)  # type: ignore[misc]
+    groups: list[dict[str, Any]] = []
+    flattened: dict[str, Any] = {}
+    for group in saved["groups"]:
+        options = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in {**defaults, **group["options"]}.items()
+        }
+        groups.append({**options, "params": list(group["params"])})
+        for name in group["params"]:
+            flattened |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
+    numbered = {f"param_groups.{number}.{key}" for number, group in enumerate(groups) for key in group}
+    flattened = {key: value for key, value in flattened.items() if key not in numbered}
+    return {"state": states, "param_groups": groups, **flattened}
+
+
+class _LatePlanner(DefaultSavePlanner):
+    """Torch's planner for meta tensors ([Note: Resolved late]). late: flattened key → how to read the tensor."""
+
+    def __init__(self, late: dict[str, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self._late = late
+        self._last: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The tensor, or the bytes, of one item."""
+        if write_item.type == WriteItemType.BYTE_IO or write_item.index.fqn not in self._late:
+            return super().resolve_data(write_item)
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+        self._last = self._late[write_item.index.fqn]()
+        return self._last

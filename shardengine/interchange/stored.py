@@ -1,0 +1,211 @@
+"""A checkpoint of ours, opened without an engine. Owns: finding it from a path, reading its tensors, its damage.
+
+Must not know: engines, process groups, what the tensors are read for. Changes nothing on disk.
+
+Every byte that is given out was verified by its chunk's checksum. Memory: pieces of ``PIECE_BYTES``, or one tensor
+where the elements lie in another order than the shape's own (channels_last).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.checkpoint import directory, index
+from shardengine.checkpoint.contents import BUFFER, WEIGHT
+from shardengine.checkpoint.tensor_file import DTYPES, Reader
+from shardengine.errors import CheckpointError, UsageError
+from shardengine.interchange import kinds
+
+PIECE_BYTES = 8 << 20
+RUN, FOLDER = "run.json", "checkpoints"
+"""What the train command puts into its output directory."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a path names: one ``checkpoint``, or a ``folder`` of them; ``run``: the output directory it belongs to."""
+
+    checkpoint: Path | None
+    folder: Path | None
+    run: Path | None
+
+
+def find(path: Path) -> Found:
+    """What lies at ``path``: a checkpoint, a directory of them or the train command's output; UsageError if none is."""
+    wanted = "expected a checkpoint of shardengine, a directory of them or the output directory of `shardengine train`"
+    if not path.is_dir():
+        raise UsageError(f"{path}: {wanted}, found {'a file' if path.exists() else 'nothing there'}")
+    if (path / directory.INDEX).exists() or (path / index.file_of(0)).exists():
+        folder = path.absolute().parent
+        return Found(path, None, folder.parent if (folder.parent / RUN).is_file() else None)
+    if directory.present(path):
+        return Found(None, path, path.absolute().parent if (path.absolute().parent / RUN).is_file() else None)
+    if directory.present(path / FOLDER):
+        return Found(None, path / FOLDER, path if (path / RUN).is_file() else None)
+    kind = kinds.describe(path)
+    raise UsageError(f"{path}: {wanted}, found {kind or 'a directory with nothing of the kind'}")
+
+
+def choose(found: Found) -> Path:
+    """The checkpoint itself, or the one of the folder that ``latest`` names (the newest where it names none)."""
+    if found.checkpoint is not None:
+        return found.checkpoint
+    assert found.folder is not None
+    tags, named = directory.present(found.folder), directory.latest(found.folder)
+    return found.folder / (named if named in tags else tags[0])
+
+
+def listed(folder: Path) -> list[str]:
+    """The checkpoints in ``folder``, the newest first; at the end those that have lost their index."""
+    found = directory.present(folder)
+    broken = sorted(path.parent.name for path in folder.glob(f"[!.]*/{index.file_of(0)}"))
+    return [*found, *(tag for tag in broken if tag not in found)]
+
+
+class Stored:
+    """One checkpoint, open for reading; CheckpointError, with file and parameter, where something is damaged."""
+
+    def __init__(self, place: Path) -> None:
+        """Reads and checks the index."""
+        self.place = place
+        self.index: dict[str, Any] = index.read(place)
+        self.model = model_of(self.index)
+        self.parameters: list[dict[str, Any]] = self.index["parameters"]
+        self.buffers: list[dict[str, Any]] = self.index["buffers"]
+        self._rows = {row["names"][0]: row for row in self.parameters} | {row["name"]: row for row in self.buffers}
+        self._entries = {(name, state): (dtype, kept) for name, state, dtype, kept in index.entries(self.index)}
+        self._reader = _reader(place, self.index)
+        self._verified: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.__exit__()
+
+    def states(self, name: str) -> dict[str, torch.dtype]:
+        """What is stored of a parameter (first name) or buffer, in which dtype: "weight", "exp_avg", … or "buffer"."""
+        return {state: DTYPES[row["dtype"]] for state, row in self.index["tensors"].get(name, {}).items()}
+
+    def dtype(self, name: str, state: str) -> torch.dtype:
+        """In which dtype it is stored; weights that were trained with fp32 masters are fp32."""
+        if (name, state) not in self._entries:
+            if not self.shape(name).numel():
+                return DTYPES[self._rows[name]["dtype"]]
+            raise CheckpointError(f"{self.place}: the index names {name}, but has nothing of its {state}")
+        return self._entries[name, state][0]
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a parameter (first name) or buffer."""
+        return torch.Size(self._rows[name]["shape"])
+
+    def pieces(self, name: str, state: str) -> Iterator[Tensor]:
+        """All elements in the order of the shape, as 1-D tensors; each is valid until the next is asked for."""
+        if self._rows[name].get("order", []):
+            yield self.whole(name, state).reshape(-1)
+        else:
+            yield from self._in_order_of_memory(name, state)
+
+    def whole(self, name: str, state: str) -> Tensor:
+        """The tensor, contiguous."""
+        shape, order = self.shape(name), self._rows[name].get("order", [])
+        self._runs(name, state)  # before memory is taken for a size that the index may have invented
+        flat = torch.empty(math.prod(shape), dtype=self.dtype(name, state))
+        at = 0
+        for piece in self._in_order_of_memory(name, state):
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        if not order:
+            return flat.view(shape)
+        back = [order.index(dimension) for dimension in range(len(order))]
+        return flat.view([shape[dimension] for dimension in order]).permute(back).contiguous()
+
+    def _in_order_of_memory(self, name: str, state: str) -> Iterator[Tensor]:
+        dtype, buffer = self.dtype(name, state), torch.empty(0, dtype=torch.uint8)
+        for run in self._runs(name, state):
+            step = PIECE_BYTES // dtype.itemsize
+            for first in range(run.first, run.end, step):
+                count = min(step, run.end - first)
+                offset, size = run.offset + (first - run.first) * dtype.itemsize, count * dtype.itemsize
+                if buffer.numel() < size:
+                    buffer = torch.empty(size, dtype=torch.uint8)
+                self._verify(run.file, offset, offset + size, f"{name} ({state})")
+                values = buffer[:size].view(dtype)
+                self._reader.read(run.file, offset, values, dtype)
+                yield values
+
+    def _runs(self, name: str, state: str) -> list[index.Stored]:
+        """Stored intervals that hold every element once, in order."""
+        dtype, kept = self.dtype(name, state), self._entries.get((name, state), (None, []))[1]
+        if state == BUFFER and self.index["own_buffers"]:
+            kept = [piece for piece in kept if piece.file == index.file_of(0)]
+        reached, runs = 0, []
+        for piece in sorted(kept, key=lambda piece: piece.first):
+            if piece.first > reached:
+                break
+            if piece.end > reached:
+                offset = piece.offset + (reached - piece.first) * dtype.itemsize
+                runs.append(index.Stored(piece.file, reached, piece.end, offset))
+                reached = piece.end
+        if reached != math.prod(self.shape(name)):
+            raise CheckpointError(f"{self.place}: {name} ({state}): some of its elements are in no file")
+        return runs
+
+    def _verify(self, file: str, start: int, end: int, what: str) -> None:
+        chunk = self.index["chunk_bytes"]
+        for number in range(start // chunk, -(-end // chunk)):
+            if (file, number) in self._verified:
+                continue
+            damage = self._reader.damage(file, [(number * chunk, number * chunk + 1)])
+            if damage is not None:
+                raise CheckpointError(f"{self.place / file} {damage.what}; it holds {what}; take another checkpoint")
+            self._verified.add((file, number))
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """What is wrong with a file of a checkpoint, and what is in the part that is not whole."""
+
+    file: str
+    what: str
+    holds: list[str]
+
+
+def damages(place: Path, saved: dict[str, Any]) -> list[Damaged]:
+    """Everything that is damaged in the files of the checkpoint whose index is ``saved``; reads all of every file."""
+    found = []
+    with _reader(place, saved) as reader:
+        for file in sorted(saved["files"]):
+            size, at, whats, holds = saved["files"][file]["bytes"], 0, [], []
+            while (damage := reader.damage(file, [(at, size)] if at < size else [])) is not None:
+                whats.append(damage.what)
+                holds += index.names_at(saved, file, damage.start, damage.end)
+                at = damage.end
+                if at >= size:
+                    break
+            if whats:
+                found.append(Damaged(file, "; ".join(dict.fromkeys(whats)), list(dict.fromkeys(holds))))
+    return found
+
+
+def model_of(saved: dict[str, Any]) -> dict[str, Any]:
+    """What an index says of the model for other libraries (checkpoint.model_facts); nothing where that is no object."""
+    model = saved.get("model")
+    return model if isinstance(model, dict) and isinstance(model.get("peft") or {}, dict) else {}
+
+
+def weight_of(stored: Stored, row: dict[str, Any]) -> tuple[str, str]:
+    """(first name, state) of a row of ``stored.parameters`` or ``stored.buffers``."""
+    return (row["names"][0], WEIGHT) if "names" in row else (row["name"], BUFFER)
+
+
+def _reader(place: Path, saved: dict[str, Any]) -> Reader:
+    files = {file: (facts["bytes"], facts["chunks"]) for file, facts in saved["files"].items()}
+    return Reader(place, files, saved["chunk_bytes"])

@@ -1,0 +1,86 @@
+"""What is in a checkpoint, as plain values for people and programs. Owns: which facts, and how parameters are grouped.
+
+Must not know: how it is printed. Everything is read from an index that was checked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardengine.checkpoint import directory, index
+from shardengine.errors import CheckpointError
+from shardengine.interchange.stored import damages, model_of
+
+
+def examine(place: Path) -> dict[str, Any]:
+    """Everything about one checkpoint; "whole" and "damaged" are what its checksums say. Raises no CheckpointError."""
+    facts: dict[str, Any] = {"checkpoint": str(place), "whole": False, "damaged": []}
+    try:
+        saved = index.read(place)
+    except CheckpointError as error:
+        return facts | {"damaged": [{"file": directory.INDEX, "what": str(error), "holds": ["all of it"]}]}
+    found = [asdict(damage) for damage in damages(place, saved)]
+    extra = sorted({path.name for path in place.iterdir()} - {directory.INDEX, *saved["files"]})
+    model = model_of(saved)
+    trained = [row["names"][0] for row in saved["parameters"] if row["trainable"]]
+    return facts | {
+        "whole": not found,
+        "damaged": found,
+        "step": saved["counters"]["global_steps"],
+        "samples": saved["counters"]["global_samples"],
+        "micro_steps": saved["counters"]["micro_steps"],
+        "ranks": saved["world_size"],
+        "stage": saved["stage"],
+        "batch": saved["batch"],
+        "model": {"class": model.get("class"), "huggingface": model.get("config") is not None,
+                  "adapters": sorted(model.get("peft") or {})},
+        "dtypes": _dtypes(saved),
+        "optimizer": saved["optimizer"] and {
+            "kind": saved["optimizer"]["kind"],
+            "steps": sorted({saved["optimizer"]["steps"].get(name, 0) for name in trained}),
+            "groups": [
+                {"parameters": len(group["params"]), "options": group["options"]}
+                for group in saved["optimizer"]["groups"]
+            ],
+        },
+        "lr_scheduler": saved["lr_scheduler"],
+        "parameters": saved["parameters"],
+        "buffers": saved["buffers"],
+        "own_buffers": saved["own_buffers"],
+        "random_states": sorted(saved["random"]),
+        "files": {file: facts["bytes"] for file, facts in saved["files"].items()}
+        | {directory.INDEX: (place / directory.INDEX).stat().st_size},
+        "unknown_files": extra,
+        "client_state": saved["client_state"],
+        "versions": saved.get("versions") or {},
+        "format": saved["format"],
+    }  # fmt: skip
+
+
+def _dtypes(saved: dict[str, Any]) -> dict[str, list[str]]:
+    """What is stored ("weight", "exp_avg", …, "buffer") → its dtypes, and "model": those of the parameters."""
+    kept: dict[str, set[str]] = {"model": {row["dtype"] for row in saved["parameters"]}}
+    for kinds in saved["tensors"].values():
+        for kind, row in kinds.items():
+            kept.setdefault(kind, set()).add(row["dtype"])
+    return {kind: sorted(dtypes) for kind, dtypes in kept.items()}
+
+
+def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameters or buffers that differ in numbers of their names alone, as one row: ``blocks.*.0.weight`` × 3."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        names = row.get("names") or [row["name"]]
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", names[0], count=1)
+        same = (pattern, str(row["shape"]), row["dtype"], str(row.get("trainable")), str(row.get("group")))
+        group = groups.setdefault(same, {**row, "pattern": pattern, "count": 0, "tied": names[1:]})
+        group["count"] += 1
+        if group["count"] == 1:
+            group["first"] = names[0]
+    for group in groups.values():
+        if group["count"] == 1:
+            group["pattern"] = group["first"]
+    return list(groups.values())
