@@ -143,7 +143,8 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="train a Hugging Face causal LM",
         description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun, accelerate launch "
         "or srun it uses those. "
-        "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved.",
+        "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved. Under torchrun --max-restarts, "
+        "ranks that are started again go on from the last checkpoint of --save-every.",
     )
     train.add_argument(
         "--config", metavar="FILE", help="JSON config, for example configs/zero2.json (needed unless --resume is given)"
@@ -165,17 +166,32 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
     train.add_argument("--steps", metavar="N", type=_positive, help="optimizer steps (default: 200)")
+    _add_checkpoints(train)
+    train.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write a Chrome trace of all ranks (chrome://tracing, Perfetto): compute, communication, waiting",
+    )
+    train.add_argument(
+        "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
+    )
+
+
+def _add_checkpoints(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--save-every",
         metavar="N",
         type=_positive,
         help="checkpoint after every N optimizer steps, at the end and when stopped, to OUTPUT/checkpoints; the last "
-        "two are kept (default: no checkpoints)",
+        "two are kept, or as many as the config's checkpoint.keep_last says (default: no checkpoints)",
     )
     train.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="write a Chrome trace of all ranks (chrome://tracing, Perfetto): compute, communication, waiting",
+        "--max-restarts",
+        metavar="N",
+        type=_at_least_zero,
+        help="start the ranks again when one of them died, up to N times; they go on from the last checkpoint of "
+        "--save-every. Ranks that die twice in a row without a new checkpoint, and wrong input, end the run (default: "
+        "0; under torchrun use its own --max-restarts)",
     )
     place = train.add_mutually_exclusive_group()
     place.add_argument(
@@ -186,14 +202,12 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     place.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on in the output directory of an earlier run with --save-every, from its last checkpoint (or from "
-        "DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything is "
-        "taken from that run. --steps and --save-every may be changed (the built-in learning-rate schedule keeps its "
-        "first length), --data may lie elsewhere if its content is the same; any other option is refused unless it "
-        "says what the run was started with",
-    )
-    train.add_argument(
-        "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
+        help="go on in the output directory of an earlier run with --save-every, from its last good checkpoint (or "
+        "from DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything "
+        "is taken from that run. --ranks may be changed (the global batch stays, gradient accumulation follows), "
+        "--steps and --save-every too (the built-in learning-rate schedule keeps its first length), --data may lie "
+        "elsewhere if its content is the same; any other option is refused unless it says what the run was started "
+        "with",
     )
 
 
@@ -250,6 +264,10 @@ def _positive(text: str, least: int = 1) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"expected an integer >= {least}, came {text!r}")
     return value
+
+
+def _at_least_zero(text: str) -> int:
+    return _positive(text, 0)
 
 
 def _at_least_two(text: str) -> int:

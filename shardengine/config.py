@@ -176,9 +176,10 @@ class Config:
         shown = " * ".join("?" if factor is None else str(factor) for factor in (micro, steps, world_size))
         if total % known or (micro is not None and steps is not None and total != known):
             result = f"{known}" if "?" not in shown else f"{known} * ?, and {total} / {known} is not an integer"
-            fitting = "" if steps is not None or micro is None else _fitting_ranks(total, micro)
+            fitting = [] if steps is not None or micro is None else fitting_ranks(total, micro)
+            more = f". Numbers of ranks that fit: {', '.join(map(str, fitting))}" if fitting else ""
             raise ConfigError(
-                f"{EQUATION}, but {total} != {shown} = {result}; change one of them or leave one out{fitting}"
+                f"{EQUATION}, but {total} != {shown} = {result}; change one of them or leave one out{more}"
             )
         micro = total // known if micro is None else micro
         steps = total // known if steps is None else steps
@@ -215,12 +216,6 @@ class Config:
         return list(rows(self.to_dict(), ""))
 
 
-def _fitting_ranks(total: int, micro: int) -> str:
-    """The end of a sentence: the numbers of ranks at which a global batch of ``total`` samples is whole."""
-    counts = [ranks for ranks in range(1, min(total // micro, 1 << 16) + 1) if total % (micro * ranks) == 0]
-    return f". Numbers of ranks that fit: {', '.join(map(str, counts[:32]))}" if counts else ""
-
-
 _MISSING_TRIPLE = (
     f"the batch size is missing: {EQUATION}; expected {TRIPLE[0]} or {TRIPLE[1]} (one alone, or any two of the three)"
 )
@@ -238,6 +233,15 @@ def load_config(source: Mapping[str, Any] | str | Path | Config) -> Config:
     if isinstance(source, Mapping):
         return _build(plain(source), "config")
     raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, came {describe(source)}")
+
+
+def fitting_ranks(total: int, each: int) -> list[int]:
+    """The numbers of ranks over which a global batch of ``total`` samples divides, in portions of ``each``."""
+    if total % each:
+        return []
+    portions = total // each
+    small = [number for number in range(1, math.isqrt(portions) + 1) if portions % number == 0]
+    return sorted({*small, *(portions // number for number in small)})
 
 
 def timeout_of(config: Any) -> float:

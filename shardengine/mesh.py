@@ -16,15 +16,17 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
+import uuid
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardengine import rendezvous
-from shardengine.errors import UsageError
+from shardengine.errors import CommunicationError, UsageError
 
 Group = dist.ProcessGroup | None
 
@@ -143,7 +145,7 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
             )
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
-        dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
+        _join("nccl" if nccl else "gloo", timedelta(seconds=timeout_s))
         made = True
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
@@ -152,6 +154,55 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
         return Mesh(0, 1, device, made_default_group=made)
     gather, reduce, control = _new_groups(backend, timeout_s)
     return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, made, timeout_s)
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """The default process group, from the launcher's environment."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not rendezvous.agent_store() or ranks == 1:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = _fresh(shared, rank, ranks, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """A part of ``shared`` in which no earlier ranks of this launch have written; collective.
+
+    [Note: A store that outlives its ranks] torchrun's agent keeps one store for all ranks that it starts, also for
+    those that take the place of ranks that died. gloo would read the addresses of the dead ones in it and hang. No
+    variable of the environment tells the generations apart (a node that joins or leaves does not raise the count of
+    restarts), so the ranks agree: each asks under a name that is used once, rank 0 answers with the name of a new part,
+    until every rank has been seen in there. What dead ranks have asked is answered too, and read by nobody.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        shared.set(f"shardengine/asks/{rank}", mine)
+        part = dist.PrefixStore(shared.get(f"shardengine/answer/{mine}").decode(), shared)  # type: ignore[attr-defined]
+        part.set(f"here/{rank}", "")
+        return part
+    name, missing = f"shardengine/ranks/{mine}", set(range(1, ranks))
+    deadline = time.monotonic() + timeout.total_seconds()
+    part = dist.PrefixStore(name, shared)  # type: ignore[attr-defined]
+    answered: set[bytes] = set()
+    while missing:
+        for other in sorted(missing):
+            if shared.check([f"shardengine/asks/{other}"]):
+                asks = shared.get(f"shardengine/asks/{other}")
+                if asks not in answered:
+                    shared.set(f"shardengine/answer/{asks.decode()}", name)
+                    answered.add(asks)
+            if part.check([f"here/{other}"]):
+                missing.discard(other)
+        if time.monotonic() > deadline:
+            raise CommunicationError(
+                f"ranks {sorted(missing)} of {ranks} did not come within {timeout.total_seconds():g} s of the start; "
+                "expected that the launcher starts all of them"
+            )
+        time.sleep(0.01)
+    return part
 
 
 def _leave() -> None:

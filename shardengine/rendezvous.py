@@ -60,7 +60,12 @@ def join() -> bool:
 
 def hosts_store() -> bool:
     """Whether the launcher hosts the store in which the ranks meet, so that no rank does: torchrun, ``launch``."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or LAUNCHED in os.environ
+    return agent_store() or LAUNCHED in os.environ
+
+
+def agent_store() -> bool:
+    """Whether torchrun's agent hosts that store: it stays while ranks are started again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def loopback() -> dict[str, str]:

@@ -94,14 +94,14 @@ def test_training_batches_start_where_an_earlier_run_ended(start: int):
     whole = data.training_batches(blocks, 2, 1, 2, 5)
     for _ in range(start):
         next(whole)
-    later = data.training_batches(blocks, 2, 1, 2, 5, start)
+    later = data.training_batches(blocks, 2, 1, 2, 5, start * 4)
     for _ in range(5):
         assert torch.equal(next(whole)["labels"], next(later)["labels"])
 
 
 def test_a_corpus_smaller_than_one_step_is_repeated():
-    blocks = numbered(3, 3)
-    assert [len(next(data.training_batches(blocks, 4, rank, 2, 0))["input_ids"]) for rank in range(2)] == [4, 4]
+    streams = [data.training_batches(numbered(3, 3), 3, rank, 2, 0) for rank in range(2)]
+    assert sorted(int(row) for stream in streams for row in next(stream)["labels"][:, 0]) == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_default_model_is_built_once_and_is_an_ordinary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -350,7 +350,8 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_sigterm_stops_all_ranks_after_a_step_and_saves(tiny: Path, tmp_path: Path):
     output = tmp_path / "run"
-    process = start(tiny, "--data", tiny / "text.txt", "--ranks", 2, "--steps", 100_000, "--output", output)
+    asked = ["--data", tiny / "text.txt", "--ranks", 2, "--steps", 100_000, "--output", output]
+    process = start(tiny, *asked, "--save-every", 100_000)
     deadline = time.monotonic() + 200
     while not (output / "metrics.jsonl").exists() or '"loss"' not in (output / "metrics.jsonl").read_text("utf-8"):
         assert process.poll() is None and time.monotonic() < deadline, "no step was made"
@@ -362,6 +363,7 @@ def test_sigterm_stops_all_ranks_after_a_step_and_saves(tiny: Path, tmp_path: Pa
     assert "of 100000" in out
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows[-1]["validation_loss"] == pytest.approx(validation_loss(output / "model", tiny / "text.txt"), abs=CLOSE)
+    assert (output / "checkpoints" / f"step-{rows[-1]['step']:08}" / "index.json").exists()
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ jsonl        files of JSON lines, with errors that name the line
 data         text and examples to rows of tokens, and which rank reads which row when
 global_mean  what each micro-batch's loss weighs, so that every valid token counts the same
 report       what rank 0 prints and writes
-resume       checkpoints: what --resume takes from an earlier run, when one is saved, which are kept
+resume       checkpoints: what --resume takes from an earlier run, when one is saved
+job          ranks that a launcher has started again find the run that they were making
+restarts     ranks that died are started again by the parent: how often, and what is said
 stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
 environment  what a bug report needs
 """

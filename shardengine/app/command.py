@@ -3,6 +3,7 @@
 Must not know: the training loop's inside. Under a launcher (see rendezvous; this command's own is torchrun) the process
 is one rank and goes straight to the loop; otherwise it checks everything, builds the default model and runs torchrun
 in this very process, so that a failure comes back as an object and only the failing rank's own traceback is printed.
+Ranks that died are started again with --max-restarts (see restarts); a launcher of the user's does that by itself.
 
 Exit codes: 0 done, or stopped as asked · 1 a rank failed · 2 wrong usage, config or paths (raised, see cli).
 """
@@ -17,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +27,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from shardengine import mesh, rendezvous
-from shardengine.app import corpus, resume, stopping
+from shardengine.app import corpus, job, resume, stopping
+from shardengine.app.restarts import Death, Restarts, death
 from shardengine.app.settings import (
     BUILTIN,
     DEFAULT_LENGTH,
@@ -35,14 +38,13 @@ from shardengine.app.settings import (
     check_model,
     check_trace,
     default_model_cache,
-    read_config,
     require,
     reserve_output,
 )
 from shardengine.app.together import Together
-from shardengine.config import Config
-from shardengine.errors import UsageError
-from shardengine.launcher import default_ranks, describe_exit, rank_environment
+from shardengine.config import Config, timeout_of
+from shardengine.errors import ConfigError, UsageError
+from shardengine.launcher import default_ranks, rank_environment
 
 MAX_RANKS = 1024
 
@@ -56,29 +58,56 @@ def run(options: argparse.Namespace) -> int:
     inside = dist.is_initialized() or rendezvous.join()
     earlier = resume.read(options.resume) if options.resume else None
     ranks = _ranks(options.ranks, inside, earlier.ranks if earlier else None)
-    settings = earlier.settings(options, ranks) if earlier else _settings(options)
+    settings = earlier.settings(options) if earlier else _settings(options)
     if options.trace is not None:
         settings = dataclasses.replace(settings, trace=check_trace(Path(options.trace)))
-    config = read_config(settings.config, ranks)
-    started_by_us = stopping.CONTROL in os.environ
-    if not started_by_us:
+    if stopping.CONTROL not in os.environ:
+        _check_restarts(options, settings, inside)
         check_data(settings.data)
         check_model(settings.model)
-    owns_group = not dist.is_initialized()
-    together = Together(mesh.build(timeout_s=config.timeout_s)) if inside else None
-    if not started_by_us and earlier is None and (together is None or together.rank == 0):
+    if inside:
+        return _run_inside(options, settings)
+    settings.read_config(ranks)
+    if settings.resume is not None:
+        resume.require(settings.output, settings.resume)
+    else:
         settings = dataclasses.replace(settings, output=reserve_output(options.output, settings.config))
-    if together is not None:
-        settings = dataclasses.replace(settings, output=Path(together.from_first(str(settings.output))))
-    if together is None:
-        return _run_parent(settings, ranks)
-    _run_rank(settings, config, together)
+    return _run_parent(settings, ranks, options.max_restarts or 0)
+
+
+def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
+    """This process is a rank: where the run is, and whether it goes on, is settled among the ranks."""
+    started_by_us = stopping.CONTROL in os.environ
+    owns_group = not dist.is_initialized()
+    timeout_s = timeout_of(settings.config)  # the batch sizes are worked out later: see job, [Note: The same job]
+    together = Together(mesh.build(timeout_s=timeout_s))
+    try:
+        settings = job.settle(options, settings, together, reserved=started_by_us)
+        config = settings.read_config(together.mesh.ranks)
+    except (ConfigError, UsageError, SystemExit):
+        if owns_group and dist.is_initialized():
+            dist.destroy_process_group()  # with nothing in flight: it fails on every rank
+        raise
+    stopped_by_another = _run_rank(settings, config, together)
     together.finish(destroy=owns_group)
-    if started_by_us:
+    code = job.GO_ON if not started_by_us and job.others_go_on(stopped_by_another) else 0
+    if started_by_us or code:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # all is said and written; gloo's threads sometimes abort a process that ends in the ordinary way
+        os._exit(code)  # all is said and written; gloo's threads sometimes abort a process that ends the ordinary way
     return 0
+
+
+def _check_restarts(options: argparse.Namespace, settings: Settings, inside: bool) -> None:
+    if not options.max_restarts:
+        return
+    if inside:
+        raise UsageError(f"--max-restarts {options.max_restarts}: a launcher starts the ranks; give it to torchrun")
+    if not settings.save_every:
+        raise UsageError(
+            f"--max-restarts {options.max_restarts}: expected --save-every as well, because ranks that died go on from "
+            "the last checkpoint"
+        )
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -111,20 +140,20 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
     return there
 
 
-def _run_rank(settings: Settings, config: Config, together: Together) -> None:
-    """The loop on this rank. An exception is told to the parent and ends the process."""
+def _run_rank(settings: Settings, config: Config, together: Together) -> bool:
+    """The loop on this rank, see loop.train. An exception is told to the parent and ends the process."""
     from shardengine.app import loop
 
     try:
-        loop.train(settings, config, together)
+        return loop.train(settings, config, together)
     except BaseException as error:
         stopping.report_failure(error)
         sys.stdout.flush()
         os._exit(1)  # a process group in the middle of a collective may never come back from its destructor
 
 
-def _run_parent(settings: Settings, ranks: int) -> int:
-    """Build what the ranks need, start them, return the exit code."""
+def _run_parent(settings: Settings, ranks: int, max_restarts: int) -> int:
+    """Build what the ranks need, start them, again where they died and may be, return the exit code."""
     control = Path(tempfile.mkdtemp(prefix="shardengine-"))
     os.environ.update(rank_environment(ranks))
     os.environ[stopping.CONTROL] = str(control)
@@ -133,8 +162,18 @@ def _run_parent(settings: Settings, ranks: int) -> int:
             corpus.default_model(settings.model_cache)
         else:
             _check_loads(settings.model)
+        restarts, name = Restarts(max_restarts, settings.output), uuid.uuid4().hex
         with _requests_to_stop(control / "stop"):
-            return _torchrun(settings, ranks, control)
+            while dead := _torchrun(settings, ranks, control, name):
+                line = None if (control / "stop").exists() else restarts.again(dead)
+                if line is None:
+                    return _explain(dead, settings, restarts.why_not())
+                print(line, file=sys.stderr, flush=True)
+                stopping.forget_failures(control)
+            return 0
+    except KeyboardInterrupt:
+        print(f"ended at once, the model was not saved{resume.hint(settings.output)}", file=sys.stderr)
+        return 1
     finally:
         del os.environ[stopping.CONTROL]
         shutil.rmtree(control, ignore_errors=True)
@@ -153,8 +192,8 @@ def _check_loads(model: str) -> None:
         raise UsageError(f"--model {model}: expected a Hugging Face causal LM with its tokenizer: {error}") from None
 
 
-def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
-    """Start the ranks, wait for them, print the cause of a failure."""
+def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> Death | None:
+    """Start the ranks, wait for them; how one died. name: what the launch is called, at every restart the same."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -165,29 +204,21 @@ def _torchrun(settings: Settings, ranks: int, control: Path) -> int:
     launched += ["--save-every", settings.save_every] if settings.save_every else []
     launched += ["--trace", settings.trace] if settings.trace is not None else []
     launched += resume.arguments(settings)
-    launcher = ["--standalone", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
+    launcher = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", name]  # on this machine alone
+    launcher += ["--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "--max-restarts", "0"]
     launcher += ["--signals-to-handle", "SIGHUP", "-m", "shardengine"]
     try:
         torchrun.main([*launcher, *map(str, launched)])
     except ChildFailedError as error:
-        return _explain(control, {rank: failure.exitcode for rank, failure in error.failures.items()}, settings)
-    except KeyboardInterrupt:
-        print(f"ended at once, the model was not saved{resume.hint(settings.output)}", file=sys.stderr)
-        return 1
-    return 0
+        return death(control, {rank: failure.exitcode for rank, failure in error.failures.items()})
+    return None
 
 
-def _explain(control: Path, codes: dict[int, int], settings: Settings) -> int:
+def _explain(dead: Death, settings: Settings, note: str) -> int:
     """Print the failing rank's own traceback, or how a rank died that could not say anything; returns the exit code."""
-    killed = [(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]  # that is torchrun
-    failure = stopping.first_failure(control)
-    if failure is not None and failure.is_usage:
-        raise UsageError(failure.text)
-    if killed or failure is None:
-        rank, code = killed[0] if killed else next(iter(codes.items()))
-        print(f"rank {rank} {describe_exit(code)}", file=sys.stderr)
-    else:
-        print(f"rank {failure.rank} failed:\n{failure.text}", file=sys.stderr, end="")
+    if dead.failure is not None and dead.is_usage:
+        raise UsageError(dead.failure.text)
+    print(f"{dead.text}\n{note}", file=sys.stderr, end="")
     print(f"what was written so far is in {settings.output}{resume.hint(settings.output)}", file=sys.stderr)
     return 1
 

@@ -2,16 +2,23 @@
 
 Must not know: the engine, the model. A row has ``length`` token ids and as many labels: the same ids (the model shifts
 them by one), or IGNORED where nothing is learnt. Text is packed into full rows; an example is a row of its own.
+
+[Note: The order of the data] There is one endless sequence of rows, which knows nothing of ranks: epoch 0, epoch 1, and
+so on, each of them all rows in an order of its own, torch.randperm seeded with seed + epoch. Sample number s of a run
+is its s-th row. The optimizer step that begins at sample s reads the next ``train_batch_size`` rows, also across the
+end of an epoch (no row is left out), at every number of ranks. Within it rank r of N has the rows s + r, s + r + N, …,
+in this order: its first micro-batch, its second, and so on. So the position is the number of samples consumed.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
 from shardengine.app import corpus, jsonl
 from shardengine.errors import UsageError
@@ -150,29 +157,18 @@ def valid_tokens(batch: Batch) -> int:
 
 
 def training_batches(rows: Rows, micro_batch: int, rank: int, ranks: int, seed: int, start: int = 0) -> Iterator[Batch]:
-    """This rank's micro-batches, without end: every epoch is shuffled anew and cut over the ranks without overlap.
+    """This rank's micro-batches, without end ([Note: The order of the data]).
 
-    One optimizer step reads the same rows at every number of ranks that gives the same global batch. What does not fill
-    a micro-batch on every rank is left out of its epoch.
-    start: micro-batches that this rank has consumed already; they are skipped without being made.
+    start: samples that all ranks together have consumed already, a whole number of micro-batches on each of them.
     """
-    need = micro_batch * ranks
-    numbers = torch.arange(len(rows)).repeat(-(-need // len(rows)) if len(rows) < need else 1)  # short data: repeated
-    sampler: DistributedSampler[int] = DistributedSampler(
-        range(len(numbers)),  # type: ignore[arg-type]  # only its length is used
-        num_replicas=ranks,
-        rank=rank,
-        seed=seed,
-        drop_last=True,
-    )
-    per_epoch = len(sampler) // micro_batch
-    epoch, done = divmod(start, per_epoch)
-    while True:
-        sampler.set_epoch(epoch)
-        mine = numbers[torch.tensor(list(sampler))]
-        for chosen in mine[: per_epoch * micro_batch].split(micro_batch)[done:]:
-            yield rows.batch(chosen)
-        epoch, done = epoch + 1, 0
+
+    @functools.lru_cache(maxsize=2)  # a micro-batch may lie across the end of an epoch
+    def order(epoch: int) -> Tensor:
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch))
+
+    for first in itertools.count(start, micro_batch * ranks):
+        places = (divmod(first + rank + ranks * sample, len(rows)) for sample in range(micro_batch))
+        yield rows.batch(torch.stack([order(epoch)[place] for epoch, place in places]))
 
 
 def validation_batches(rows: Rows, micro_batch: int, rank: int, ranks: int) -> Iterator[tuple[Batch, int]]:

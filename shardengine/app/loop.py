@@ -30,10 +30,11 @@ SAMPLE_TOKENS = 48
 _VALIDATIONS = 10
 
 
-def train(settings: Settings, config: Config, together: Together) -> None:
+def train(settings: Settings, config: Config, together: Together) -> bool:
     """Train as ``settings`` and ``config`` say; collective over the ranks of ``together``.
 
-    Raises UsageError for a model or a corpus that cannot be used.
+    Returns whether this rank stopped early because another one was asked to. Raises UsageError for a model or a corpus
+    that cannot be used.
     """
     stop = StopRequest()
     out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=together.rank == 0)
@@ -53,7 +54,7 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; the weights came from a file
 
     checkpoints = Checkpoints(engine, settings, blocks, together)
-    checkpoints.begin()  # a resumed run: weights, optimizer, schedule, counters and random states are as they were
+    checkpoints.begin()  # a resumed run: weights, optimizer, schedule and counters are as they were, on any ranks
 
     out.header(engine, blocks)
     if settings.resume is None:
@@ -64,7 +65,7 @@ def train(settings: Settings, config: Config, together: Together) -> None:
         engine.rank,
         engine.world_size,
         config.seed,
-        start=engine.micro_steps,
+        start=engine.global_samples,
     )
     interval = max(1, settings.steps // _VALIDATIONS)
     progress = Progress(engine.global_steps)
@@ -80,8 +81,9 @@ def train(settings: Settings, config: Config, together: Together) -> None:
     out.summary(engine, progress)
     prompt = blocks.validation.prompt(len(blocks.validation) // 2)
     out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
+    engine.close()  # waits for the last checkpoint
     checkpoints.close()
-    engine.close()
+    return progress.stopped and not stop.signalled
 
 
 def steps(

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,11 +58,9 @@ class Report:
             return
         config, settings = engine.config, self._settings
         self._first = engine.global_steps
-        if settings.resume is None:
-            path = settings.output / "shardengine.json"
-            path.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-        else:
-            self._continue(self._first)
+        write_file(settings.output / "shardengine.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        if settings.resume is not None or settings.again:
+            self._continue(-1 if settings.resume is None else self._first)
         unique = list(engine.module.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
         groups = ", ".join(
@@ -83,7 +82,8 @@ class Report:
             "output": str(settings.output),
         }
         if settings.save_every:
-            rows["checkpoints"] = f"every {settings.save_every} step(s), the last two are kept"
+            kept = config.checkpoint.keep_last
+            rows["checkpoints"] = f"every {settings.save_every} step(s), the last {kept} are kept"
         if settings.resume is not None:
             rows["resumed"] = f"from step {self._first}"
         for name, value in rows.items():
@@ -222,9 +222,7 @@ class Report:
             for name, points in (("loss", self._losses), ("validation_loss", self._validations)):
                 if name in row:
                     points.append((row["step"], row[name]))
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(path)
+        write_file(path, "".join(kept))
 
     def _draw(self) -> None:
         from matplotlib.figure import Figure
@@ -236,6 +234,13 @@ class Report:
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self._settings.output / "loss.png", dpi=120)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write aside and rename: the run may be killed at any moment."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _dtypes(engine: Engine) -> str:

@@ -1,8 +1,9 @@
-"""Checkpoints of a run. Owns: what `--resume` takes from an earlier run and what it refuses, when one is saved, which
-are kept, and that only one run writes into a directory.
+"""Checkpoints of a run. Owns: what `--resume` takes from an earlier run and what it refuses, when one is saved, and
+that only one run writes into a directory.
 
 Must not know: the loop's inside, what the library writes into a checkpoint. A directory that can be continued holds
-``run.json`` (what the run was started with), ``shardengine.json`` (its whole config) and ``checkpoints/``.
+``run.json`` (what the run was started with), ``shardengine.json`` (its whole config, as worked out for the ranks that
+made it last) and ``checkpoints/``.
 """
 
 from __future__ import annotations
@@ -14,24 +15,33 @@ import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardengine.app.data import Blocks
-from shardengine.app.report import Progress
-from shardengine.app.settings import BUILTIN, Settings, default_model_cache, read_config
+from shardengine.app.report import Progress, write_file
+from shardengine.app.settings import BUILTIN, Settings, default_model_cache, keep_batch, read_config
 from shardengine.app.together import Together
+from shardengine.config import load_config
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError, UsageError
 
 RUN, FOLDER, LATEST, CONFIG = "run.json", "checkpoints", "latest", "shardengine.json"
 _TAG = re.compile(r"step-\d{8,}")
+_PATIENCE_S = 60.0
+"""How long ranks wait for those in whose place they were started, which may still be ending."""
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a run was started with, from its ``run.json``. ``checkpoint``: a tag, or "latest". Paths are absolute."""
+    """What a run was started with, from its ``run.json``. ``checkpoint``: a tag, or "latest". Paths are absolute.
+
+    ranks: on how many it was made last; first_ranks: at first (0: the same) · job: see Settings.
+    """
 
     output: Path
     checkpoint: str
@@ -42,12 +52,15 @@ class Earlier:
     planned_steps: int
     save_every: int
     ranks: int
+    first_ranks: int = 0
+    job: tuple[str, ...] = ()
 
-    def settings(self, options: argparse.Namespace, ranks: int) -> Settings:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "job", tuple(self.job))  # JSON has lists
+
+    def settings(self, options: argparse.Namespace) -> Settings:
         """The settings of the run that goes on; UsageError that names every option that contradicts the earlier one."""
         problems = []
-        if ranks != self.ranks:
-            problems.append(f"--ranks: it was started with {self.ranks}, there are {ranks}; that is not available yet")
         if options.length not in (None, self.length):
             problems.append(f"--length: it was started with {self.length}, came {options.length}")
         if options.model is not None and _absolute(options.model) != self.model:
@@ -71,14 +84,14 @@ class Earlier:
             save_every=options.save_every or self.save_every,
             planned_steps=self.planned_steps,
             resume=self.checkpoint,
+            first_ranks=self.first_ranks or self.ranks,
         )
 
     def _other_config(self, path: Path) -> list[str]:
-        """Every key of another config whose value is not the run's."""
-        before, now = (
-            {key: value for key, value, _ in read_config(each, self.ranks).resolved()}
-            for each in (self.output / CONFIG, path)
-        )
+        """Every key of another config whose value is not the run's, both for the ranks that it began with."""
+        ranks = self.first_ranks or self.ranks
+        configs = keep_batch(load_config(self.output / CONFIG), ranks), read_config(path, ranks)
+        before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [
             f"--config {path}, {key}: it was started with {json.dumps(before.get(key))}, came "
             f"{json.dumps(now.get(key))}"
@@ -88,24 +101,68 @@ class Earlier:
 
 
 def read(place: str) -> Earlier:
-    """The run in the directory ``place``, or the one that the checkpoint ``place`` (DIR/checkpoints/TAG) belongs to."""
+    """The run in the directory ``place``, or the one that the checkpoint ``place`` (DIR/checkpoints/TAG) belongs to.
+
+    Whether the checkpoint is there is for ``require`` to say: ranks that are started again go on from a later one.
+    """
     output, checkpoint = Path(place), LATEST
     if output.absolute().parent.name == FOLDER and not (output / RUN).exists():
         output, checkpoint = Path(place).parent.parent, output.name
     try:
-        earlier = Earlier(output, checkpoint, **json.loads((output / RUN).read_text(encoding="utf-8")))
+        earlier = Earlier(output, checkpoint, **_read_run(output))
     except OSError as error:
         raise UsageError(
             f"--resume {place}: expected the output directory of a run with --save-every: {RUN}: {error.strerror}"
         ) from None
     except (ValueError, TypeError) as error:
         raise UsageError(f"--resume {place}: {RUN} is damaged or of another version: {error}") from None
+    return earlier
+
+
+def require(output: Path, checkpoint: str) -> None:
+    """UsageError unless the checkpoint of ``read`` is there."""
     if not (output / FOLDER / checkpoint).exists():
         raise UsageError(
-            f"--resume {place}: expected {Path(FOLDER) / checkpoint} in it, which is not there (a run that ended "
+            f"--resume {output}: expected {Path(FOLDER) / checkpoint} in it, which is not there (a run that ended "
             f"before its first checkpoint is started anew); there are: {', '.join(_saved(output)) or 'none'}"
         )
-    return earlier
+
+
+def written_by(output: Path, job: Sequence[str]) -> bool:
+    """Whether a launch with one of these names writes, or wrote last, into ``output`` (job: [Note: The same job])."""
+    try:
+        return not set(job).isdisjoint(_read_run(output).get("job", ()))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def first_ranks(output: Path) -> int:
+    """How many ranks the run in ``output`` began with."""
+    facts = _read_run(output)
+    return int(facts.get("first_ranks") or facts["ranks"])
+
+
+def newest(output: Path) -> tuple[str, int] | None:
+    """(tag, when its directory was made) of the last checkpoint; None without one."""
+    with suppress(OSError, IndexError):
+        tag = _saved(output)[-1]
+        return tag, (output / FOLDER / tag).stat().st_mtime_ns
+    return None
+
+
+def step_of(tag: str) -> int:
+    """The number of steps in a tag of this command."""
+    return int(tag.removeprefix("step-")) if _TAG.fullmatch(tag) else 0
+
+
+def can_go_on(output: Path) -> bool:
+    """Whether there is a checkpoint in a run's directory."""
+    return bool(_saved(output))
+
+
+def _read_run(output: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((output / RUN).read_text(encoding="utf-8"))
+    return facts
 
 
 def arguments(settings: Settings) -> list[object]:
@@ -118,7 +175,7 @@ def arguments(settings: Settings) -> list[object]:
 
 def hint(output: Path) -> str:
     """The end of a sentence about a run that ended too early: how to go on, where that is possible."""
-    return f"; go on from its last checkpoint with --resume {output}" if (output / FOLDER / LATEST).is_file() else ""
+    return f"; go on from its last checkpoint with --resume {output}" if can_go_on(output) else ""
 
 
 class Checkpoints:
@@ -128,7 +185,6 @@ class Checkpoints:
         """Nothing is read or written yet."""
         self._engine, self._settings, self._together = engine, settings, together
         self._folder = settings.output / FOLDER
-        self._last: str | None = None  # the tag that was loaded or saved last: kept until two newer ones are there
         self._lock: int | None = None  # rank 0's open file, locked until close() or the process's end
         self._facts = _facts(engine, settings, blocks) if settings.save_every else {}
 
@@ -142,22 +198,21 @@ class Checkpoints:
         self._together.on_first("taking the output directory", self._take)
         try:
             if self._settings.resume is not None:
-                self._load(None if self._settings.resume == LATEST else self._settings.resume)
-                self._together.on_first("dropping what came after the checkpoint", self._drop_later)
-            self._together.on_first(f"writing {RUN}", self._write_run)
+                loaded = self._load(None if self._settings.resume == LATEST else self._settings.resume)
+                self._together.on_first("dropping what came after the checkpoint", lambda: self._drop_later(loaded))
+            self._together.on_first(f"writing {RUN}", lambda: write_run(self._settings, self._engine.world_size))
         except BaseException:
             self.close()
             raise
 
     def after(self, progress: Progress) -> None:
-        """Save if a checkpoint is due after this step, then remove all but the last two."""
+        """Save if a checkpoint is due after this step; the engine removes old ones, as the config says."""
         every, last = self._settings.save_every, progress.step == self._settings.steps
         if not every or not (progress.step % every == 0 or progress.stopped or last):
             return
-        saved = self._engine.save_checkpoint(self._folder, client_state=self._facts)
-        kept, self._last = {saved.name, self._last}, saved.name
-        if self._together.rank == 0:
-            self._remove(set(_saved(self._settings.output)) - kept)
+        self._engine.save_checkpoint(self._folder, client_state=self._facts)
+        if progress.stopped:
+            self._engine.wait_for_checkpoint()  # whoever asked may not wait for the model
 
     def close(self) -> None:
         """Other runs may write into the directory."""
@@ -165,7 +220,8 @@ class Checkpoints:
             os.close(self._lock)
             self._lock = None
 
-    def _load(self, tag: str | None) -> None:
+    def _load(self, tag: str | None) -> str:
+        """Fill the engine; the tag that was loaded, which is an older one where the newest is damaged."""
         where = f"--resume {self._settings.output}"
         try:
             checkpoint = self._engine.load_checkpoint(self._folder, tag)
@@ -186,43 +242,51 @@ class Checkpoints:
                 f"--steps {self._settings.steps}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; "
                 "expected at least as many"
             )
-        self._last = checkpoint.tag
+        return checkpoint.tag
 
-    def _drop_later(self) -> None:
+    def _drop_later(self, loaded: str) -> None:
         """The checkpoint that was loaded is the last one; those after it belong to metrics that are dropped too."""
-        _write(self._folder / LATEST, f"{self._last}\n")
-        self._remove({tag for tag in _saved(self._settings.output) if tag > str(self._last)})
-
-    def _remove(self, tags: set[str]) -> None:
-        for tag in tags:
-            shutil.rmtree(self._folder / tag, ignore_errors=True)
+        write_file(self._folder / LATEST, f"{loaded}\n")
+        for tag in _saved(self._settings.output):
+            if tag > loaded:
+                shutil.rmtree(self._folder / tag, ignore_errors=True)
 
     def _take(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise UsageError(
-                f"{self._settings.output}: another run is writing into it, or its ranks are about to end; wait for them"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        patience = min(_PATIENCE_S, self._engine.config.timeout_s / 2) if self._settings.again else 0.0
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                self.close()
+                raise UsageError(
+                    f"{self._settings.output}: another run is writing into it, or its ranks are about to end; wait for "
+                    "them" + (f" (this one did, for {patience:g} s)" if patience else "")
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            return
 
-    def _write_run(self) -> None:
-        """What ``read`` reads."""
-        settings = self._settings
-        facts: dict[str, Any] = {
-            "model": None if settings.model is None else _absolute(settings.model),
-            "data": settings.data if settings.data == BUILTIN else _absolute(settings.data),
-            "length": settings.length,
-            "steps": settings.steps,
-            "planned_steps": settings.planned_steps,
-            "save_every": settings.save_every,
-            "ranks": self._engine.world_size,
-        }
-        _write(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
+
+def write_run(settings: Settings, ranks: int) -> None:
+    """Write what ``read`` reads."""
+    facts: dict[str, Any] = {
+        "model": None if settings.model is None else _absolute(settings.model),
+        "data": settings.data if settings.data == BUILTIN else _absolute(settings.data),
+        "length": settings.length,
+        "steps": settings.steps,
+        "planned_steps": settings.planned_steps,
+        "save_every": settings.save_every,
+        "ranks": ranks,
+        "first_ranks": settings.first_ranks or ranks,
+        "job": settings.job,
+    }
+    write_file(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
 
 
 def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]:
@@ -236,8 +300,7 @@ def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]
     return {
         "SHA-256 of the rows of tokens": digest.hexdigest()[:16],
         "seed": engine.config.seed,
-        "samples per rank and micro-batch": engine.train_micro_batch_size_per_gpu(),
-        "micro-batches per step": engine.gradient_accumulation_steps(),
+        "samples per step": engine.train_batch_size(),
         "steps of the learning-rate schedule": settings.planned_steps,
     }
 
@@ -251,10 +314,3 @@ def _saved(output: Path) -> list[str]:
     """The tags of complete checkpoints, oldest first."""
     folder = output / FOLDER
     return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name)) if folder.is_dir() else []
-
-
-def _write(path: Path, text: str) -> None:
-    """Write aside and rename: a run may be killed at any moment."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -6,19 +6,24 @@ Must not know: models, what ranks do. Nothing here is slow, so that a wrong path
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from shardengine import lr_schedules
 from shardengine.app import jsonl
-from shardengine.config import Config, OptimizerConfig, load_config
+from shardengine.config import TRIPLE, Config, OptimizerConfig, fitting_ranks, load_config
+from shardengine.config_reader import Source
 from shardengine.errors import UsageError
 
 BUILTIN = "builtin:pydoc"
 DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200
 _DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
+_KEEP_LAST = 2
 _OUTPUT_ROOT = Path("runs")
 
 
@@ -28,7 +33,9 @@ class Settings:
 
     length: tokens per row of data, at most what the model takes · save_every: steps between checkpoints, 0 for none ·
     planned_steps: what the built-in learning-rate schedule is made for; a resumed run keeps the earlier one's ·
-    resume: the checkpoint to go on from, "latest" or a tag; None is a new run · trace: where the Chrome trace goes.
+    resume: the checkpoint to go on from, "latest" or a tag; None is a new run · trace: where the Chrome trace goes ·
+    first_ranks: how many ranks the run began with, 0 in a new one · job: the names of the launch that makes the run ·
+    again: whether ranks of the same launch have been in ``output`` before these.
     """
 
     config: Path
@@ -42,6 +49,17 @@ class Settings:
     planned_steps: int = 0
     resume: str | None = None
     trace: Path | None = None
+    first_ranks: int = 0
+    job: tuple[str, ...] = ()
+    again: bool = False
+
+    def read_config(self, ranks: int) -> Config:
+        """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch."""
+        if self.resume is not None:
+            return keep_batch(load_config(self.config), ranks)
+        if self.first_ranks:
+            return keep_batch(read_config(self.config, self.first_ranks), ranks)
+        return read_config(self.config, ranks)
 
 
 def default_model_cache() -> Path:
@@ -51,7 +69,34 @@ def default_model_cache() -> Path:
 
 def read_config(path: Path, ranks: int) -> Config:
     """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it."""
-    config = load_config(path).resolve_batch(ranks)
+    return _complete(load_config(path).resolve_batch(ranks))
+
+
+def keep_batch(config: Config, ranks: int) -> Config:
+    """A config that was worked out for some number of ranks, for another one, complete.
+
+    Global batch and micro-batch stay, the accumulation follows. UsageError with the numbers of ranks for which it can.
+    """
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if total and micro:
+        if total % (micro * ranks):
+            fitting = ", ".join(map(str, fitting_ranks(total, micro)))
+            raise UsageError(
+                f"{ranks} ranks: the run steps on {total} samples, {micro} per rank and micro-batch, and keeps both; "
+                f"{total} is no multiple of {micro} * {ranks}. Expected one of these numbers of ranks: {fitting}"
+            )
+        given: dict[str, Source] = dict.fromkeys(TRIPLE, "file")
+        accumulation = total // (micro * ranks)
+        config = dataclasses.replace(
+            config, gradient_accumulation_steps=accumulation, sources={**config.sources, **given}
+        )
+    return _complete(config.resolve_batch(ranks))
+
+
+def _complete(config: Config) -> Config:
+    if config.checkpoint.keep_last is None:
+        checkpoint = dataclasses.replace(config.checkpoint, keep_last=_KEEP_LAST)
+        config = dataclasses.replace(config, checkpoint=checkpoint)
     if config.scheduler is not None:
         lr_schedules.check(config.scheduler)
     return dataclasses.replace(config, optimizer=config.optimizer or _DEFAULT_OPTIMIZER)
@@ -110,8 +155,8 @@ def check_model(model: str | None) -> None:
 def reserve_output(wanted: str | None, config: Path) -> Path:
     """Make the output directory, so that no other run can take it.
 
-    Asked for by name it must be new or empty. Otherwise it is runs/<name of the config>, or, where that is taken,
-    runs/<name>-2, -3, …: a run never writes into an earlier one's output.
+    Asked for by name it must be new or empty. Otherwise it is the first free one of ``outputs``: a run never writes
+    into an earlier one's output.
     """
     try:
         if wanted is not None:
@@ -124,19 +169,26 @@ def reserve_output(wanted: str | None, config: Path) -> Path:
                 )
             return path
         _OUTPUT_ROOT.mkdir(exist_ok=True)
-        number = 1
-        while True:
-            path = _OUTPUT_ROOT / (config.stem if number == 1 else f"{config.stem}-{number}")
-            try:
+        for path in outputs(None, config):
+            with suppress(FileExistsError):
                 path.mkdir()
-                return path
-            except FileExistsError:
-                number += 1
+                break
+        return path
     except OSError as error:
         place = wanted or f"{_OUTPUT_ROOT}/"
         raise UsageError(
             f"cannot make the output directory {place}: {error.strerror}; choose one with --output"
         ) from None
+
+
+def outputs(wanted: str | None, config: Path) -> Iterator[Path]:
+    """Where a run may write: the directory asked for; else runs/<name of the config>, runs/<name>-2, -3, …, no end."""
+    if wanted is not None:
+        yield Path(wanted)
+        return
+    yield _OUTPUT_ROOT / config.stem
+    for number in itertools.count(2):
+        yield _OUTPUT_ROOT / f"{config.stem}-{number}"
 
 
 def _kind(path: Path) -> str:

@@ -23,26 +23,29 @@ CONTROL = "SHARDENGINE_CONTROL_DIR"
 
 
 class StopRequest:
-    """Whether this rank was asked to stop: by a signal, by the parent's file, or because the parent is gone."""
+    """Whether this rank was asked to stop: by a signal, by the parent's file, or because the parent is gone.
+
+    ``signalled``: whether it was a signal.
+    """
 
     def __init__(self) -> None:
         """Take over SIGINT and SIGTERM. A second request by signal ends the process at once."""
         folder = os.environ.get(CONTROL)
         self._file = Path(folder) / "stop" if folder else None
         self._parent = os.getppid()
-        self._signalled = False
+        self.signalled = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def __bool__(self) -> bool:
         by_file = self._file is not None and self._file.exists()
-        return self._signalled or by_file or os.getppid() != self._parent
+        return self.signalled or by_file or os.getppid() != self._parent
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self:  # asked before: somebody does not want to wait
+        if self.signalled:  # before: somebody does not want to wait
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._signalled = True
+        self.signalled = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ def report_failure(error: BaseException) -> None:
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     partial.rename(target)
+
+
+def forget_failures(folder: Path) -> None:
+    """Before ranks are started again."""
+    for path in folder.glob("failure-*.json"):
+        path.unlink()
 
 
 def first_failure(folder: Path) -> Failure | None:

@@ -31,7 +31,11 @@ class Together:
 
     def from_first(self, text: str) -> str:
         """Rank 0's ``text``."""
-        return str(self._collectives.exchange_objects(text)[0])
+        return self.from_all(text)[0]
+
+    def from_all(self, text: str) -> list[str]:
+        """Every rank's ``text``, in rank order."""
+        return [str(each) for each in self._collectives.exchange_objects(text)]
 
     def on_first(self, what: str, work: Callable[[], object]) -> None:
         """Rank 0 does ``work``; where it fails, all ranks raise."""

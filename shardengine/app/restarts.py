@@ -1,0 +1,84 @@
+"""Ranks that died are started again by the command's own parent. Owns: how often, and what is said.
+
+Must not know: how ranks are started, the loop. torchrun's own --max-restarts repeats a wrong config, and a failure that
+comes again and again, as well. So every attempt is a torchrun of its own, and how it ended is looked at first.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardengine.app import resume, stopping
+from shardengine.app.stopping import Failure
+from shardengine.launcher import describe_exit
+
+_USAGE_CODE = 2
+"""What a rank ends with that found the user's input wrong before it could say so."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How an attempt ended: what the first rank that failed said, or how one died that could not say anything."""
+
+    rank: int
+    failure: Failure | None
+    code: int
+
+    @property
+    def is_usage(self) -> bool:
+        """Whether the user has to repair something first."""
+        return self.code == _USAGE_CODE if self.failure is None else self.failure.is_usage
+
+    @property
+    def line(self) -> str:
+        """One line: ``rank 1 was killed by SIGKILL (…)``, ``rank 0 failed: ValueError: …``."""
+        if self.failure is None:
+            return f"rank {self.rank} {describe_exit(self.code)}"
+        lines = self.failure.text.strip().splitlines()
+        return f"rank {self.rank} failed: {lines[-1] if lines else ''}"
+
+    @property
+    def text(self) -> str:
+        """The same with the whole traceback."""
+        return self.line if self.failure is None else f"rank {self.rank} failed:\n{self.failure.text.rstrip()}"
+
+
+def death(control: Path, codes: Mapping[int, int]) -> Death:
+    """Who died first. codes: the exit codes of the ranks that did not end with 0."""
+    killed = [(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]  # that is torchrun
+    failure = stopping.first_failure(control)
+    if failure is not None and (failure.is_usage or not killed):
+        return Death(failure.rank, failure, 1)
+    rank, code = killed[0] if killed else next(iter(codes.items()))
+    return Death(rank, None, code)
+
+
+class Restarts:
+    """Decides after each death whether the ranks are started again."""
+
+    def __init__(self, allowed: int, output: Path) -> None:
+        """allowed: how often at most."""
+        self._allowed, self._output = allowed, output
+        self._made = 0
+        self._found: tuple[str, int] | None = None  # the last checkpoint at the last restart
+
+    def again(self, dead: Death) -> str | None:
+        """The line to print before the next attempt; None where there is none.
+
+        Never after wrong input; not when ranks die for the second time in a row without a new checkpoint in between.
+        """
+        found = resume.newest(self._output)
+        if dead.is_usage or self._made >= self._allowed or (self._made and found == self._found):
+            return None
+        self._made, self._found = self._made + 1, found
+        place = f"goes on from step {resume.step_of(found[0])}" if found else "begins again, there is no checkpoint yet"
+        return f"{dead.line}; restart {self._made} of {self._allowed}: {place}"
+
+    def why_not(self) -> str:
+        """After ``again`` returned None: a sentence where restarts were left."""
+        if self._made and self._made < self._allowed:
+            return "died again before a new checkpoint was made: not started a third time\n"
+        return ""
