@@ -102,8 +102,8 @@ def test_everything_that_differs_is_one_list_on_every_rank(pools: Pools, tmp_pat
     ("kind", "options", "expected"),
     [
         ("SGD", {"kind": "AdamW"}, "has SGD, the engine AdamW (weights_only=True takes the weights)"),
-        ("SGD without momentum", {"kind": "SGD"}, "SGD without momentum in the checkpoint, with momentum here"),
-        ("SGD", {"kind": "SGD without momentum"}, "SGD with momentum in the checkpoint, without momentum here"),
+        ("SGD without momentum", {"kind": "SGD"}, "SGD has no state in the checkpoint, momentum_buffer here"),
+        ("SGD", {"kind": "SGD without momentum"}, "SGD has momentum_buffer in the checkpoint, no state here"),
         ("Lion", {"kind": "Lion", "schedule": None}, "lr_scheduler: the checkpoint has SequentialLR, the engine none"),
     ],
 )

@@ -4,8 +4,8 @@ Owns: which rank writes which elements, and which views take them back. Must not
 
 A part is a flat interval of one parameter (state "weight", or the optimizer's name for it) or a whole buffer (state
 "buffer"). Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
-replicated ones (stage 0) cut by the same slices, frozen parameters outside of the arenas and buffers by rank 0. Where
-every rank has buffers of its own (``broadcast_buffers`` is off) each writes its own, and takes its own back.
+replicated ones (stage 0) cut by the same slices, frozen parameters outside of the arenas in equal shares, buffers by
+rank 0. Where every rank has buffers of its own (``broadcast_buffers`` is off) each writes and takes back its own.
 """
 
 from __future__ import annotations
@@ -73,23 +73,31 @@ def held(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
 
 
 def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) -> Iterator[Part]:
-    """What this rank writes: ``held``, cut to its slices; whole tensors on rank 0 alone, but for ``own_buffers``."""
+    """What this rank writes: ``held``, cut to its slices, or to its share of what has none; buffers on rank 0 alone.
+
+    own_buffers: every rank writes its own.
+    """
+    rank, ranks = core.mesh.rank, core.mesh.ranks
     slices: dict[str, list[Piece]] = {}
     for arena in core.layout.arenas:
         for bucket in arena.buckets:
-            interval = bucket.slice_interval(core.mesh.rank)
+            interval = bucket.slice_interval(rank)
             for piece in core.layout.pieces(bucket):
                 mine = slices.setdefault(core.layout.parameters[piece.parameter].name, [])
                 if (cut := _clip(piece, *interval)) is not None:
                     mine.append(cut)
     for part in held(core, optimizer):
-        if part.state == BUFFER or part.name not in slices:
-            if core.mesh.rank == 0 or (part.state == BUFFER and own_buffers):
+        if part.state == BUFFER:
+            if rank == 0 or own_buffers:
                 yield part
             continue
-        for cut in slices[part.name]:
-            first, end = max(part.first, cut.offset), min(part.end, cut.offset + cut.end - cut.start)
-            if first < end:
+        count = part.values.numel()
+        shares = [(cut.offset, cut.offset + cut.end - cut.start) for cut in slices.get(part.name, ())]
+        if part.name not in slices:
+            shares = [(count * rank // ranks, count * (rank + 1) // ranks)]
+        for start, stop in shares:
+            first, end = max(part.first, start), min(part.end, stop)
+            if first < end or (count == 0 and rank == 0):
                 yield Part(part.name, part.state, first, part.values[first - part.first : end - part.first])
 
 

@@ -193,8 +193,8 @@ def _compare_optimizers(
     _match_groups(there, optimizer, core, found, sources, strict=strict)
     states = {name for tensors in optimizer.bucket_states for name in tensors}
     if states != there.states and strict:
-        texts = [f"with{'' if names else 'out'} momentum" for names in (there.states, states)]
-        found.problems.append(f"optimizer: {kinds[0]} {texts[0]} in the checkpoint, {texts[1]} here")
+        texts = [" and ".join(sorted(names)) or "no state" for names in (there.states, states)]
+        found.problems.append(f"optimizer: {kinds[0]} has {texts[0]} in the checkpoint, {texts[1]} here")
     schedulers = _compare_schedulers(there, engine, found, strict=strict)
     for number, (options, group) in enumerate(zip(found.groups, optimizer.param_groups, strict=True)):
         if options is not None:
@@ -208,6 +208,8 @@ def _compare_optimizers(
         if strict and before != row["trainable"]:
             texts = [("frozen", "trained")[trained] for trained in (before, row["trainable"])]
             found.problems.append(f"{row['names'][0]}: {texts[0]} in the checkpoint, {texts[1]} here")
+    stepped = {name for name, kind in there.tensors if kind not in (WEIGHT, BUFFER)}
+    found.problems += [f"{name}: no number of steps in the checkpoint" for name in sorted(stepped - there.steps.keys())]
     found.steps = [
         there.steps.get(sources[spec.name], 0) if spec.name in sources else now
         for spec, now in zip(core.layout.parameters, optimizer.steps, strict=True)

@@ -58,7 +58,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     """
     core = engine._core
     collectives, rank = core.collectives, core.mesh.rank
-    interrupted = _interrupted(engine)
+    interrupted = _interrupted(engine, whole=strict and not weights_only)
     saving.finish(engine)
     compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag), f"{strict} {weights_only}"]})
 
@@ -73,19 +73,23 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.await_weights()
     core.schedule.rest()
     core.reducer.release()
+    if not interrupted:
+        core.adopt_written_weights()
+    if not weights_only:
+        together(collectives, "restoring random states", lambda: _restore_random_states(core, chosen))
     try:
         what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
         together(collectives, what, lambda: _fill(engine, chosen, weights_only=weights_only))
+        core.adopt_masters()
     except BaseException:
         if engine.optimizer is not None:
             engine.optimizer.end_window(lost=True)
         raise
-    core.adopt_masters()
     if engine.optimizer is not None:
         engine.optimizer.end_window()
     engine._window.restart()
     engine._buffers_sent = False
-    counters = chosen.saved["counters"]
+    counters = {name: chosen.saved["counters"][name] for name in index.COUNTERS}
     if not weights_only:
         engine._window.total = counters["micro_steps"]
         engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
@@ -102,8 +106,11 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     )
 
 
-def _interrupted(engine: Inspection) -> bool:
-    """Whether an update was interrupted for good, so that an open window is no obstacle to loading."""
+def _interrupted(engine: Inspection, *, whole: bool) -> bool:
+    """Whether an update was interrupted for good, so that an open window is no obstacle to loading.
+
+    whole: everything that the update has left half done will be loaded.
+    """
     update = None if engine.optimizer is None else engine.optimizer.update
     if update is None or not update.begun:
         return False
@@ -111,6 +118,11 @@ def _interrupted(engine: Inspection) -> bool:
         raise UsageError(
             "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
             f"every rank first, because collectives of rank {engine.rank} may still be under way"
+        )
+    if not whole:
+        raise UsageError(
+            "load_checkpoint after a step() that was interrupted in the middle of its update: expected strict=True and "
+            "weights_only=False, because optimizer states and steps are half done, too"
         )
     return True
 
@@ -144,8 +156,9 @@ def _choose(engine: Inspection, folder: Path, names: list[str], *, strict: bool,
         candidate = _examine(engine, folder / name, strict=strict, weights_only=weights_only)
         views = collectives.exchange_objects([candidate.unfit, candidate.damaged])
         unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
-        if unfit:
+        if unfit and not rejected:
             _raise_everywhere(collectives, UsageError(unfit))
+        damaged = damaged or unfit  # somebody else's beside a damaged one of ours is no reason to stop looking
         if not damaged:
             if rejected and rank == 0:
                 text = "; ".join(rejected)
@@ -224,28 +237,32 @@ def _reader(candidate: _Candidate) -> Reader:
 
 @torch.no_grad()
 def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
-    """Write every view that this rank holds, then everything that is no tensor."""
-    core, plan, saved = engine._core, chosen.plan, chosen.saved
+    """Write every view that this rank holds, then optimizer and scheduler."""
+    plan, saved = chosen.plan, chosen.saved
     with _reader(chosen) as reader:
         _fill_parts(reader, plan.fillings)
         for part in plan.fresh:
             part.values.zero_()
-        if weights_only:
-            return
-        states = {}
-        for name, (file, offset, count) in _random_places(saved, core.mesh.rank).items():
-            states[name] = torch.empty(count, dtype=torch.uint8)
-            reader.read(file, offset, states[name], torch.uint8)
+    if weights_only:
+        return
     if engine.optimizer is not None:
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"], plan.origins)
+
+
+def _restore_random_states(core: Core, chosen: _Candidate) -> None:
+    states = {}
+    with _reader(chosen) as reader:
+        for name, (file, offset, count) in _random_places(chosen.saved, core.mesh.rank).items():
+            states[name] = torch.empty(count, dtype=torch.uint8)
+            reader.read(file, offset, states[name], torch.uint8)
     try:
-        if core.mesh.rank < saved["world_size"]:
+        if core.mesh.rank < chosen.saved["world_size"]:
             state.restore_random_states(states, core.mesh.device)
         else:
             state.seed_anew(states, core.mesh.rank)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{chosen.place}: its random states cannot be used: {error}") from error
 
 
@@ -264,7 +281,7 @@ def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
     """Warn of what a user may not have meant."""
     plan, notes = chosen.plan, []
     before, now = chosen.saved["batch"].get("train_batch_size"), engine.train_batch_size()
-    if before != now and not weights_only:
+    if before and before != now and not weights_only:
         notes.append(
             f"the global batch was {before} samples, now it is {now}: set train_batch_size to {before} (with "
             "train_micro_batch_size_per_gpu) to keep it at any number of ranks"

@@ -75,9 +75,9 @@ def like(value: Any, current: Any) -> Any:
 
 
 def is_like(value: Any, current: Any) -> bool:
-    """Whether ``value``, read from JSON, can stand for ``current``: None for all, numbers for numbers, all the way."""
-    if value is None or current is None:
-        return True
+    """Whether ``value``, read from JSON, can stand for ``current``: numbers for numbers, anything for None."""
+    if current is None or value is None:
+        return current is None or isinstance(current, bool)
     if isinstance(current, tuple | list):
         return isinstance(value, list) and len(value) == len(current) and all(map(is_like, value, current))
     if isinstance(current, dict) or isinstance(value, dict | list):

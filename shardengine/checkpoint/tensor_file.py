@@ -33,6 +33,8 @@ from shardengine.errors import CheckpointError, UsageError
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 8
 _ALIGNMENT = 4096
+_MAX_OPEN = 64
+"""Files that a reader holds open: a checkpoint may have more of them than a process may open."""
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -221,6 +223,12 @@ class Reader:
 
     def read(self, file: str, offset: int, target: Tensor, dtype: torch.dtype) -> None:
         """Fill ``target`` (1-D, contiguous, on any device) with elements of ``dtype`` from byte ``offset`` on."""
+        try:
+            self._read(file, offset, target, dtype)
+        except OSError as error:
+            raise CheckpointError(f"{self._directory / file} cannot be read: {error.strerror or error}") from error
+
+    def _read(self, file: str, offset: int, target: Tensor, dtype: torch.dtype) -> None:
         if target.device.type == "cpu" and target.dtype == dtype:
             return self._pread(file, target.view(torch.uint8), offset)
         step = _BLOCK_CHUNKS * CHUNK_BYTES // dtype.itemsize
@@ -237,8 +245,10 @@ class Reader:
         return self._buffer[:count]
 
     def _pread(self, file: str, target: Tensor, offset: int) -> None:
-        """Exactly ``target`` (uint8 on the CPU) from ``offset``."""
+        """Exactly ``target`` (uint8 on the CPU) from ``offset``; OSError, or CheckpointError where the file ends."""
         if file not in self._opened:
+            if len(self._opened) >= _MAX_OPEN:
+                os.close(self._opened.pop(next(iter(self._opened))))
             self._opened[file] = os.open(self._directory / file, os.O_RDONLY)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._opened[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
