@@ -129,15 +129,25 @@ def rates(engine: Any) -> list[dict[Any, float]]:
     return found
 
 
-@pytest.mark.parametrize("stage", ["1", "3"])
-def test_groups_may_come_in_another_order(tmp_path: Path, stage: str) -> None:
+def ratios(optimizer: Any) -> Any:
+    """A scheduler that multiplies the rates with which its groups began."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def nested(optimizer: Any) -> Any:
+    rates = torch.optim.lr_scheduler
+    return rates.SequentialLR(optimizer, [rates.ConstantLR(optimizer), ratios(optimizer)], [1])
+
+
+@pytest.mark.parametrize(("stage", "schedule"), [("1", ratios), ("3", nested)])
+def test_groups_may_come_in_another_order(tmp_path: Path, stage: str, schedule: Callable[[Any], Any]) -> None:
     """Also what the scheduler keeps per group, and one inside of it; the next steps are the same bits."""
-    engine = topology.make("2")
+    engine = topology.make("2", schedule=schedule)
     topology.train(engine, 2)
     engine.save_checkpoint(tmp_path)
     expected = rates(engine), topology.snapshot(engine)
     engine.close()
-    engine = topology.make(stage, seed=5, order=(2, 0, 1))
+    engine = topology.make(stage, seed=5, order=(2, 0, 1), schedule=schedule)
     engine.load_checkpoint(tmp_path)
     assert rates(engine) == expected[0]
     found = topology.snapshot(engine)

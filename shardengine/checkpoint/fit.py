@@ -219,14 +219,20 @@ def _compare_optimizers(
 def _match_groups(
     there: _Saved, optimizer: ShardedOptimizer, core: Core, found: Plan, sources: dict[str, str], *, strict: bool
 ) -> None:
-    """Groups are the same where they hold the same parameters, in whatever order they come."""
+    """Groups are the same where they hold the same parameters, in whatever order they come.
+
+    Not ``strict``: of those that are in a group on both sides.
+    """
     first = core.partition.first_names()
+    here = [[sources.get(first[id(p)], first[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
+    known = [{name for names in side for name in names} for side in (here, [group["params"] for group in there.groups])]
+    kept = known[0] | known[1] if strict else known[0] & known[1]
     open_groups: dict[frozenset[str], list[int]] = {}
     for number, group in enumerate(there.groups):
-        open_groups.setdefault(frozenset(group["params"]), []).append(number)
-    for number, group in enumerate(optimizer.param_groups):
-        names = [sources.get(first[id(p)], first[id(p)]) for p in group["params"]]
-        matches = open_groups.get(frozenset(names), [])
+        open_groups.setdefault(frozenset(group["params"]) & kept, []).append(number)
+    for number, names in enumerate(here):
+        chosen = kept.intersection(names)
+        matches = open_groups.get(frozenset(chosen), []) if chosen or not names else []
         found.origins.append(matches.pop(0) if matches else None)
         origin = found.origins[-1]
         found.groups.append(None if origin is None else there.groups[origin]["options"])

@@ -295,6 +295,6 @@ def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
     if kept:
         notes.append(f"optimizer group(s) {', '.join(kept)} keep their own options, the checkpoint has no such group")
     if engine.lr_scheduler is not None and not plan.scheduler and not weights_only:
-        notes.append("the scheduler is another one than in the checkpoint and begins anew")
+        notes.append("the scheduler is another one than in the checkpoint and keeps its own state")
     for note in notes:
         warnings.warn(f"load_checkpoint of {chosen.place}: {note}", stacklevel=6)

@@ -1,0 +1,190 @@
+"""What loading costs, counted from outside: bytes read per rank, and host memory on top of the engine's own."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardengine.checkpoint import index, loading, tensor_file
+from tests import cases
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+Read = tuple[str, int, int]
+"""(file, first byte, one past the last)."""
+CHUNK, SIDE = 4096, 160
+
+
+class Tower(nn.Module):
+    """Linear layers in a ModuleList, which are units; a few small tensors beside them, frozen ones and buffers."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.still = nn.Parameter(torch.randn(width, 3), requires_grad=False)
+        self.register_buffer("mean", torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def make(stage: str, width: int, layers: int, bucket: int) -> Any:
+    torch.manual_seed(3)
+    return cases.make_engine(Tower(width, layers), cases.config_of(stage, zero={"reduce_bucket_size": bucket}))
+
+
+def saves(folder: str, stage: str) -> None:
+    """With small chunks, so that the bytes that are verified say something."""
+    engine = make(stage, SIDE, 5, 60_000)
+    engine.backward(engine(torch.randn(4, SIDE)).square().mean())
+    engine.step()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tensor_file, "CHUNK_BYTES", CHUNK)
+        patched.setattr(index, "CHUNK_BYTES", CHUNK)
+        engine.save_checkpoint(folder)
+    engine.close()
+
+
+@contextmanager
+def listening(reads: dict[str, list[Read]]) -> Iterator[None]:
+    """Notes what ``preadv`` reads of tensor files, as "verify" and "fill"; every other way to read them raises."""
+    phase = ["verify"]
+    fill, preadv, opens = loading._fill, os.preadv, (builtins.open, io.open)
+    others = {name: getattr(os, name) for name in ("read", "pread", "sendfile")}
+
+    def note(number: int, buffers: Any, offset: int, *flags: int) -> int:
+        count = preadv(number, buffers, offset, *flags)
+        file = Path(os.readlink(f"/proc/self/fd/{number}")).name
+        reads.setdefault(phase[0], []).append((file, offset, offset + count))
+        return count
+
+    def filling(*args: Any, **options: Any) -> None:
+        phase[0] = "fill"
+        fill(*args, **options)
+        phase[0] = "afterwards"
+
+    def refuse_path(file: Any, *args: Any, **options: Any) -> Any:
+        assert not str(file).endswith(".safetensors"), f"{file} was opened by another way"
+        return opens[0](file, *args, **options)
+
+    def refuse_number(name: str) -> Callable[..., Any]:
+        def read(number: int, *args: Any) -> Any:
+            assert not os.readlink(f"/proc/self/fd/{number}").endswith(".safetensors"), f"os.{name} of a tensor file"
+            return others[name](number, *args)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "preadv", note)
+        patched.setattr(loading, "_fill", filling)
+        patched.setattr(builtins, "open", refuse_path)
+        patched.setattr(io, "open", refuse_path)
+        for name in others:
+            patched.setattr(os, name, refuse_number(name))
+        yield
+
+
+def loads(folder: str, stage: str) -> dict[str, Any]:
+    engine = make(stage, SIDE, 5, 25_000)
+    reads: dict[str, list[Read]] = {}
+    with listening(reads):
+        engine.load_checkpoint(folder)
+    held = [values for *_, values in engine.optimizer.parameter_state()]
+    found = {"reads": reads, "stepped": sum(values.nbytes for values in held)}
+    engine.close()
+    return found
+
+
+def joined(reads: list[Read]) -> list[Read]:
+    """Contiguous runs."""
+    runs: list[Read] = []
+    for file, start, end in sorted(reads):
+        if runs and runs[-1][0] == file and runs[-1][2] >= start:
+            runs[-1] = (file, runs[-1][1], max(runs[-1][2], end))
+        else:
+            runs.append((file, start, end))
+    return runs
+
+
+def size(reads: list[Read]) -> int:
+    return sum(end - start for _, start, end in reads)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, "3"), (1, "0")), ((1, "2"), (4, "3")), ((2, "1"), (3, "2")), ((3, "3"), (2, "3k"))],
+)
+def test_every_rank_reads_its_own_bytes(
+    pools: Pools, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    """To fill: its bytes, once. To verify: the same, plus at most two chunks per contiguous run, and heads of files."""
+    pools(before[0]).run(saves, str(tmp_path), before[1])
+    saved = json.loads((tmp_path / "step-00000001" / "index.json").read_text(encoding="utf-8"))["index"]
+    results = pools(after[0]).run(loads, str(tmp_path), after[1])
+    elements = 5 * (SIDE * SIDE + SIDE)
+    assert sum(result["stepped"] for result in results) == 3 * 4 * elements
+    for rank, result in enumerate(results):
+        random = sum(rows[rank % before[0]][2] for rows in saved["random"].values())
+        frozen = 4 * (SIDE * 3 // (after[0] if after[1].startswith("3") else 1))
+        runs = joined(result["reads"]["fill"])
+        filled = size(result["reads"]["fill"])
+        assert set(result["reads"]) == {"verify", "fill"}
+        assert filled == size(runs), "something was read twice"
+        slack = 4 * SIDE * 3 if after[1].startswith("3") else 0  # slices of the small frozen matrix end at 64 bytes
+        assert abs(filled - (result["stepped"] + frozen + 4 * SIDE + random)) <= slack
+        heads = -(-before[0] // after[0])
+        assert size(result["reads"]["verify"]) <= filled + CHUNK * (2 * len(runs) + heads)
+        assert size(result["reads"]["verify"]) < 1.4 * filled, "chunks are too large to say anything"
+        verified = joined(result["reads"]["verify"])
+        assert all(any(f == file and s <= start and end <= e for f, s, e in verified) for file, start, end in runs)
+
+
+# Host memory
+
+WIDTH, LAYERS = 1024, 8
+STATE_BYTES = 3 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+"""100 MB."""
+BOUND = 32 << 20
+"""Two blocks of 8 MiB to write, one to read, and what the allocator rounds up."""
+
+
+def growth(work: Callable[[], Any]) -> int:
+    """By how many bytes the process grew at most while ``work`` ran."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+def costs(folder: str, stage: str, save: bool) -> int:
+    engine = make(stage, WIDTH, LAYERS, 500_000)
+    with torch.no_grad():
+        for *_, values in engine.optimizer.parameter_state():
+            values.fill_(0.5)  # so that their memory is there
+    found = growth(lambda: engine.save_checkpoint(folder) if save else engine.load_checkpoint(folder))
+    engine.close()
+    return found
+
+
+def test_host_memory_is_bounded(pools: Pools, tmp_path: Path) -> None:
+    grown = pools(1).run(costs, str(tmp_path), "0", True)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) > STATE_BYTES
+    grown += pools(2).run(costs, str(tmp_path), "1", False) + pools(1).run(costs, str(tmp_path), "3", False)
+    assert max(grown) < BOUND < STATE_BYTES / 3, grown
