@@ -180,7 +180,8 @@ LORA: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["c_attn"], "bias": "lora_only", "use_dora": True, "modules_to_save": ["ln_f"]},
     ),
     "embeddings": ("llama", {"target_modules": ["embed_tokens", "o_proj"], "lora_bias": False}),
-    "tokens": ("llama", {"target_modules": r".*\.(q_proj|lm_head)", "trainable_token_indices": [1, 5]}),
+    "tokens": ("llama", {"target_modules": r"(.*\.)?(q_proj|lm_head)", "trainable_token_indices": [1, 5]}),
+    "a pattern": ("llama", {"target_modules": r"(.*\.)?(q_proj|lm_head)"}),
 }
 
 

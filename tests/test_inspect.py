@@ -28,13 +28,14 @@ def saves(folder: str) -> None:
     torch.manual_seed(2)
     model = nn.Sequential(cases.make_mlp(), nn.BatchNorm1d(3))
     model[1].weight.requires_grad_(False)
+    model.register_buffer("\x1b[31m", torch.ones(3))  # a name that would colour a terminal
     engine = cases.make_engine(
         model, cases.config_of("3"), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5)
     )
     for _ in range(3):
         engine.backward(engine(torch.randn(5, 7)).square().mean())
         engine.step()
-        engine.save_checkpoint(folder, client_state={"epoch": engine.global_steps, "note": "\x1b[31m"})
+        engine.save_checkpoint(folder, client_state={"epoch": engine.global_steps})
     engine.close()
 
 
@@ -161,7 +162,9 @@ def test_a_damaged_file_and_what_load_checkpoint_then_takes(copy: Path, capsys: 
     assert code == 1 and rows["step-00000001"].split()[1:5] == ["whole", "1", "2", "3"] and text in out
     assert rows["step-00000003"].split()[1] == "DAMAGED"
     assert "latest names:           step-00000003" in out and "load_checkpoint takes:  step-00000002" in out
-    engine = cases.make_engine(nn.Sequential(cases.make_mlp(), nn.BatchNorm1d(3)), cases.config_of("0"))
+    model = nn.Sequential(cases.make_mlp(), nn.BatchNorm1d(3))
+    model.register_buffer("\x1b[31m", torch.ones(3))
+    engine = cases.make_engine(model, cases.config_of("0"))
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         assert engine.load_checkpoint(copy, weights_only=True).tag == "step-00000002"

@@ -63,7 +63,8 @@ def _damage(facts: dict[str, Any]) -> list[str]:
         more = f" and {len(held) - _HELD} more" if len(held) > _HELD else ""
         inside = f"; in it: {', '.join(held[:_HELD])}{more}" if held else "; no tensor lies in that part"
         place = f"{facts['checkpoint']}/{damage['file']} "
-        lines.append(f"DAMAGED: {'' if damage['what'].startswith('checkpoint ') else place}{damage['what']}{inside}")
+        text = f"{'' if damage['what'].startswith('checkpoint ') else place}{damage['what']}{inside}"
+        lines.append("DAMAGED: " + _printable(text))
     return lines
 
 
@@ -125,8 +126,13 @@ def _elements(row: dict[str, Any]) -> int:
     return total
 
 
+def _printable(text: str) -> str:
+    """``text`` without what would move a terminal's cursor: names may be anybody's."""
+    return text if text.isprintable() else ascii(text)
+
+
 def _table(rows: list[list[str]]) -> str:
-    rows = [[cell if cell.isprintable() else ascii(cell) for cell in row] for row in rows]  # names may be anybody's
+    rows = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)

@@ -44,12 +44,9 @@ def config_file(config: dict[str, Any]) -> dict[str, Any]:
 def outputs(stored: Stored, weights: list[Output], adapter: str, config: dict[str, Any]) -> list[Output]:
     """The tensors of ``adapter`` out of all ``weights``, under the names that peft gives them."""
     found: dict[str, Output] = {}
-    others = [f".{name}" for name in stored.model["peft"] if name != adapter]
     aliases = {row["names"][0]: row["names"] for row in stored.parameters}
     for output in weights:
         for name in aliases.get(output.origin, [output.origin]):
-            if any(other + "." in name or name.endswith(other) for other in others):
-                continue
             kept = _name_of(name, adapter, config, first=name == output.origin)
             if kept:
                 kept = kept if kept.startswith(PREFIX) else PREFIX + kept
@@ -73,7 +70,8 @@ def _name_of(name: str, adapter: str, config: dict[str, Any], *, first: bool) ->
     endings = {"all": ".bias", "lora_only": ".base_layer.bias"}
     if (ending := endings.get(str(config.get("bias")))) is not None and name.endswith(ending):
         return name
-    return name if _is_targeted_embedding(name, config.get("target_modules")) else ""
+    tokens = config.get("trainable_token_indices") is not None  # then the tokens' own rows are all that is kept
+    return name if not tokens and _is_targeted_embedding(name, config.get("target_modules")) else ""
 
 
 def _is_targeted_embedding(name: str, targets: Any) -> bool:

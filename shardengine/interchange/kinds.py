@@ -18,6 +18,9 @@ _KINDS = (
 
 def describe(directory: Path) -> str:
     """A phrase for what ``directory`` is; "" where nothing in it is known."""
-    if not any(directory.iterdir()):
-        return "an empty directory"
+    try:
+        if not any(directory.iterdir()):
+            return "an empty directory"
+    except OSError as error:
+        return f"a directory that cannot be read ({error.strerror})"
     return next((phrase for pattern, phrase in _KINDS if next(directory.glob(pattern), None) is not None), "")

@@ -82,6 +82,7 @@ class Stored:
         self._rows = {row["names"][0]: row for row in self.parameters} | {row["name"]: row for row in self.buffers}
         self._entries = {(name, state): (dtype, kept) for name, state, dtype, kept in index.entries(self.index)}
         self._reader = _reader(place, self.index)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._verified: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Stored:
@@ -107,7 +108,7 @@ class Stored:
         return torch.Size(self._rows[name]["shape"])
 
     def pieces(self, name: str, state: str) -> Iterator[Tensor]:
-        """All elements in the order of the shape, as 1-D tensors; each is valid until the next is asked for."""
+        """All elements in the order of the shape, as 1-D tensors; each is valid until anything else is read."""
         if self._rows[name].get("order", []):
             yield self.whole(name, state).reshape(-1)
         else:
@@ -128,16 +129,16 @@ class Stored:
         return flat.view([shape[dimension] for dimension in order]).permute(back).contiguous()
 
     def _in_order_of_memory(self, name: str, state: str) -> Iterator[Tensor]:
-        dtype, buffer = self.dtype(name, state), torch.empty(0, dtype=torch.uint8)
+        dtype = self.dtype(name, state)
         for run in self._runs(name, state):
             step = PIECE_BYTES // dtype.itemsize
             for first in range(run.first, run.end, step):
                 count = min(step, run.end - first)
                 offset, size = run.offset + (first - run.first) * dtype.itemsize, count * dtype.itemsize
-                if buffer.numel() < size:
-                    buffer = torch.empty(size, dtype=torch.uint8)
+                if self._buffer.numel() < size:
+                    self._buffer = torch.empty(size, dtype=torch.uint8)
                 self._verify(run.file, offset, offset + size, f"{name} ({state})")
-                values = buffer[:size].view(dtype)
+                values = self._buffer[:size].view(dtype)
                 self._reader.read(run.file, offset, values, dtype)
                 yield values
 
