@@ -156,7 +156,7 @@ def test_every_rank_reads_its_own_bytes(
 WIDTH, LAYERS = 3000, 1
 STATE_BYTES = 3 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 """108 MB."""
-BOUND = 32 << 20
+BOUND = 24 << 20
 """Two blocks of 8 MiB to write, one to read, and what the allocator rounds up."""
 
 

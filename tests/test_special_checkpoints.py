@@ -156,6 +156,51 @@ def test_groups_may_come_in_another_order(tmp_path: Path, stage: str, schedule: 
     engine.close()
 
 
+Rates = torch.optim.lr_scheduler
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda optimizer: Rates.LambdaLR(optimizer, [lambda step: 0.9**step] * 3),
+    "MultiplicativeLR": lambda optimizer: Rates.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "CosineAnnealingWarmRestarts": lambda optimizer: Rates.CosineAnnealingWarmRestarts(optimizer, 3),
+    "CyclicLR": lambda optimizer: Rates.CyclicLR(optimizer, 0.01, 0.1, 3),
+    "OneCycleLR": lambda optimizer: Rates.OneCycleLR(optimizer, 0.1, total_steps=30),
+    "PolynomialLR": lambda optimizer: Rates.PolynomialLR(optimizer, 9),
+    "MultiStepLR over rates that are tensors": lambda optimizer: Rates.MultiStepLR(optimizer, [1, 4], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_every_scheduler_goes_on(tmp_path: Path, name: str) -> None:
+    """With its state, and what it sets in the groups: rates, momentum."""
+
+    def make(stage: str, seed: int) -> Any:
+        model = topology.make_model(seed)
+        groups = topology.groups_of(model, "SGD")
+        for group in groups if "tensors" in name else ():
+            group["lr"] = torch.tensor(group["lr"])
+        return topology.make_engine(model, groups, "SGD", cases.config_of(stage), SCHEDULES[name])
+
+    def values(engine: Any) -> list[Any]:
+        groups = engine.optimizer.param_groups
+        return [[(float(group["lr"]), type(group["lr"]), group["momentum"]) for group in groups]]
+
+    engine = make("2", 31)
+    topology.train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    expected, found = [], []
+    for step in range(3, 8):
+        topology.train(engine, 1, first=step)
+        expected += values(engine)
+    weights = topology.snapshot(engine)["whole"]
+    engine.close()
+    engine = make("3", 5)
+    engine.load_checkpoint(tmp_path)
+    for step in range(3, 8):
+        topology.train(engine, 1, first=step)
+        found += values(engine)
+    assert found == expected and topology.snapshot(engine)["whole"] == weights
+    engine.close()
+
+
 def own_statistics(folder: str, save: bool) -> list[bytes]:
     engine = topology.make("3", broadcast_buffers=False)
     topology.train(engine, 2 if save else 1)
