@@ -40,14 +40,14 @@ class Tower(nn.Module):
         return x
 
 
-def make(stage: str, width: int, layers: int, bucket: int) -> Any:
+def make(stage: str, bucket: int) -> Any:
     torch.manual_seed(3)
-    return cases.make_engine(Tower(width, layers), cases.config_of(stage, zero={"reduce_bucket_size": bucket}))
+    return cases.make_engine(Tower(SIDE, 5), cases.config_of(stage, zero={"reduce_bucket_size": bucket}))
 
 
 def saves(folder: str, stage: str) -> None:
     """With small chunks, so that the bytes that are verified say something."""
-    engine = make(stage, SIDE, 5, 60_000)
+    engine = make(stage, 60_000)
     engine.backward(engine(torch.randn(4, SIDE)).square().mean())
     engine.step()
     with pytest.MonkeyPatch.context() as patched:
@@ -97,7 +97,7 @@ def listening(reads: dict[str, list[Read]]) -> Iterator[None]:
 
 
 def loads(folder: str, stage: str) -> dict[str, Any]:
-    engine = make(stage, SIDE, 5, 25_000)
+    engine = make(stage, 25_000)
     reads: dict[str, list[Read]] = {}
     with listening(reads):
         engine.load_checkpoint(folder)
@@ -174,8 +174,11 @@ def growth(work: Callable[[], Any]) -> int:
 
 
 def costs(folder: str, stage: str, what: str) -> int:
-    """what: "save", "load", or "convert": the weights alone, in bf16 and in one bucket."""
-    engine = make(stage, WIDTH, LAYERS, 500_000) if what != "convert" else in_bf16()
+    """what: "save" (in one bucket), "load" into small ones, or "convert": the weights alone, in bf16, in one bucket."""
+    low: dict[str, Any] = {"bf16": {"enabled": True}} if what == "convert" else {}
+    bucket = 500_000 if what == "load" else 2 * WIDTH * WIDTH
+    config = cases.config_of(stage, zero={"reduce_bucket_size": bucket}, **low)
+    engine = cases.make_engine(Tower(WIDTH, LAYERS), config, None if what == "convert" else "AdamW")
     with torch.no_grad():
         for *_, values in () if engine.optimizer is None else engine.optimizer.parameter_state():
             values.fill_(0.5)  # so that their memory is there
@@ -185,11 +188,6 @@ def costs(folder: str, stage: str, what: str) -> int:
         found = growth(lambda: engine.load_checkpoint(folder, weights_only=what == "convert"))
     engine.close()
     return found
-
-
-def in_bf16() -> Any:
-    config = cases.config_of("0", zero={"reduce_bucket_size": WIDTH * WIDTH * 2}, bf16={"enabled": True})
-    return cases.make_engine(Tower(WIDTH, LAYERS), config, None)
 
 
 def test_host_memory_is_bounded(pools: Pools, tmp_path: Path) -> None:
