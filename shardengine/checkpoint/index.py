@@ -30,6 +30,7 @@ MAX_BYTES = 1 << 28
 MAX_CHUNK_BYTES = 1 << 24
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _LARGEST = 1 << 60
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
@@ -129,7 +130,7 @@ def _check(index: dict[str, Any]) -> None:
     _expect(all(_is_count(index["counters"][name]) for name in COUNTERS), "counters")
     _expect(isinstance(index["own_buffers"], bool), "own_buffers")
     _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")
-    _expect(all(_is_count(value) for value in index["batch"].values()), "batch")
+    _expect(all(_is_count(index["batch"][name]) for name in _BATCH), "batch")
     _expect(isinstance(index["client_state"], dict), "client_state")
     for file, facts in index["files"].items():
         _expect(_FILE.fullmatch(file) is not None, f"file name {file[:80]!r}")

@@ -3,7 +3,7 @@
 Must not know: the form of files and index, how names and intervals are matched.
 
 1. choose   rank 0 lists what is there; the first checkpoint that every rank finds whole is taken
-2. verify   every rank verifies the chunks that it needs, before anything is changed on any rank
+2. verify   every rank verifies the chunks that it needs and its random states, before anything is changed on any rank
 3. fill     every rank reads its intervals into its own memory; one buffer of a few MiB is all that comes on top
 """
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from shardengine.agreement import compare, together
 from shardengine.checkpoint import directory, fit, index, saving, state
@@ -47,6 +49,7 @@ class _Candidate:
     place: Path
     saved: dict[str, Any] = field(default_factory=dict)
     plan: fit.Plan = field(default_factory=fit.Plan)
+    random: dict[str, Tensor] = field(default_factory=dict)
     unfit: str = ""
     damaged: str = ""
 
@@ -75,8 +78,6 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.reducer.release()
     if not interrupted:
         core.adopt_written_weights()
-    if not weights_only:
-        together(collectives, "restoring random states", lambda: _restore_random_states(core, chosen))
     try:
         what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
         together(collectives, what, lambda: _fill(engine, chosen, weights_only=weights_only))
@@ -136,7 +137,9 @@ def _candidates(folder: Path, tag: str | None) -> list[str]:
     Also ends what a killed run began.
     """
     if tag is not None:
-        directory.recover(folder, directory.check_tag(tag))
+        directory.check_tag(tag)
+        with suppress(OSError):
+            directory.recover(folder, tag)
         if not (folder / tag).is_dir():
             there = ", ".join(directory.saved(folder)[:8])
             raise CheckpointError(f"{folder} has no checkpoint {tag!r}; there are: {there or 'none'}")
@@ -203,7 +206,12 @@ def _examine(engine: Inspection, place: Path, *, strict: bool, weights_only: boo
                 more = f" and {len(names) - 4} more" if len(names) > 4 else ""
                 inside = f"it holds {', '.join(names[:4])}{more}" if names else "nothing that is needed is in that part"
                 candidate.damaged = f"{place / file} {damage.what}; {inside}"
-                break
+                return candidate
+        try:
+            if not weights_only:
+                candidate.random = _read_random_states(reader, candidate.saved, core)
+        except (ValueError, OSError, CheckpointError) as error:
+            candidate.damaged = f"{place}: {error}"
     return candidate
 
 
@@ -225,6 +233,16 @@ def _needed(candidate: _Candidate, core: Core, *, weights_only: bool) -> dict[st
 def _random_places(saved: dict[str, Any], rank: int) -> dict[str, tuple[str, int, int]]:
     """Name → (file, byte offset, bytes) of the random states of ``rank``, or of the one that it begins from."""
     return {name: tuple(rows[rank % saved["world_size"]]) for name, rows in saved["random"].items()}
+
+
+def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> dict[str, Tensor]:
+    """Read, and found to be usable."""
+    states = {}
+    for name, (file, offset, count) in _random_places(saved, core.mesh.rank).items():
+        states[name] = torch.empty(count, dtype=torch.uint8)
+        reader.read(file, offset, states[name], torch.uint8)
+    state.require_random_states(states, core.mesh.device)
+    return states
 
 
 def _reader(candidate: _Candidate) -> Reader:
@@ -249,21 +267,10 @@ def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"], plan.origins)
-
-
-def _restore_random_states(core: Core, chosen: _Candidate) -> None:
-    states = {}
-    with _reader(chosen) as reader:
-        for name, (file, offset, count) in _random_places(chosen.saved, core.mesh.rank).items():
-            states[name] = torch.empty(count, dtype=torch.uint8)
-            reader.read(file, offset, states[name], torch.uint8)
-    try:
-        if core.mesh.rank < chosen.saved["world_size"]:
-            state.restore_random_states(states, core.mesh.device)
-        else:
-            state.seed_anew(states, core.mesh.rank)
-    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{chosen.place}: its random states cannot be used: {error}") from error
+    if core.mesh.rank < saved["world_size"]:
+        state.restore_random_states(chosen.random, core.mesh.device)
+    else:
+        state.seed_anew(chosen.random, core.mesh.rank)
 
 
 def _fill_parts(reader: Reader, fillings: Iterable[fit.Filling]) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections import Counter
 from typing import Any
 
@@ -67,7 +68,7 @@ def like(value: Any, current: Any) -> Any:
         items = [like(item, beside) for item, beside in itertools.zip_longest(value, current[: len(value)])]
         return tuple(items) if isinstance(current, tuple) else items
     if isinstance(current, dict) and isinstance(value, dict):
-        integers = bool(current) and all(isinstance(key, int) for key in current)
+        integers = _has_integer_keys(current)
         typed = {int(key) if integers else key: item for key, item in value.items()}
         typed = {key: like(item, current.get(key)) for key, item in typed.items()}
         return Counter(typed) if isinstance(current, Counter) else typed
@@ -75,15 +76,33 @@ def like(value: Any, current: Any) -> Any:
 
 
 def is_like(value: Any, current: Any) -> bool:
-    """Whether ``value``, read from JSON, can stand for ``current``: numbers for numbers, anything for None."""
-    if current is None or value is None:
-        return current is None or isinstance(current, bool)
+    """Whether ``value``, read from JSON, can stand for ``current``: finite numbers for numbers, all the way down.
+
+    None is for None and flags.
+    """
+    if value is None or current is None:
+        return all(each is None or isinstance(each, bool) for each in (value, current))
     if isinstance(current, tuple | list):
         return isinstance(value, list) and len(value) == len(current) and all(map(is_like, value, current))
     if isinstance(current, dict) or isinstance(value, dict | list):
-        return isinstance(current, dict) and isinstance(value, dict)
-    numbers = [isinstance(each, int | float | Tensor) and not isinstance(each, bool) for each in (value, current)]
-    return all(numbers) or (not any(numbers) and type(value) is type(current))
+        fine = isinstance(current, dict) and isinstance(value, dict)
+        return fine and (not _has_integer_keys(current) or all(_is_entry(*item) for item in value.items()))
+    if _is_number(current):
+        return _is_number(value) and abs(value) <= sys.float_info.max  # neither NaN nor what no float can be
+    return type(value) is type(current)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+
+
+def _has_integer_keys(value: dict[Any, Any]) -> bool:
+    return all(isinstance(key, int) for key in value) and (bool(value) or isinstance(value, Counter))
+
+
+def _is_entry(key: str, value: Any) -> bool:
+    """Whether it can be one of a dict from integers to numbers."""
+    return key.isdecimal() and len(key) < 20 and is_like(value, 0)
 
 
 def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str, Any] | None:
@@ -128,7 +147,7 @@ def scheduler_problems(scheduler: Any, saved: dict[str, Any], origins: list[int 
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any], path: str) -> list[str]:
-    found = []
+    found = [f"{path}.{_NESTED} is missing in the checkpoint"] if _NESTED in current.keys() - saved.keys() else []
     for key in current.keys() & saved.keys():
         if not is_like(saved[key], current[key]):
             texts = [str(side[key])[:80] for side in (saved, current)]
@@ -178,18 +197,47 @@ def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
     return list(states.items())
 
 
+def require_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """``ValueError`` unless ``restore_random_states`` takes ``states``; nothing is changed."""
+    try:
+        if "torch" in states:
+            torch.Generator().set_state(states["torch"])
+        if "python" in states:
+            kept = _python_state(states["python"])
+            random.Random().setstate(kept)
+            if not is_like(kept[2] or 0.0, 0.0):
+                raise ValueError(f"{str(kept[2])[:40]!r} is no number")
+        if "numpy" in states:
+            _, _, *rest = kept = _numpy_state(states["numpy"])
+            numpy.random.RandomState().set_state(kept)
+            if not is_like(rest, [0, 0, 0.0]) or not 0 <= rest[0] <= 624:
+                raise ValueError(f"{str(rest)[:80]} is no state of MT19937")
+        if device.type == "cuda" and "cuda" in states:
+            torch.Generator(device).set_state(states["cuda"])
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its random states cannot be used ({str(error)[:200]})") from error
+
+
 def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     """The opposite. ``states``: name → uint8 tensor."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "python" in states:
-        version, numbers, gauss = _decode(states["python"])
-        random.setstate((version, tuple(numbers), gauss))
+        random.setstate(_python_state(states["python"]))
     if "numpy" in states:
-        key, position, has_gauss, cached = _decode(states["numpy"])
-        numpy.random.set_state(("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state(_numpy_state(states["numpy"]))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _python_state(state: Tensor) -> tuple[Any, ...]:
+    version, numbers, gauss = _decode(state)
+    return version, tuple(numbers), gauss
+
+
+def _numpy_state(state: Tensor) -> tuple[Any, ...]:
+    key, position, has_gauss, cached = _decode(state)
+    return "MT19937", numpy.array(key, dtype=numpy.uint32), position, has_gauss, cached
 
 
 def seed_anew(states: dict[str, Tensor], rank: int) -> None:

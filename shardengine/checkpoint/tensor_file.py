@@ -204,7 +204,7 @@ class Reader:
             if not stat.S_ISREG(facts.st_mode):
                 return Damage(file, 0, size, "is no regular file")
             if found != size:
-                return Damage(file, min(found, size), size, f"has {found} bytes, expected {size}")
+                return Damage(file, found if found < size else 0, size, f"has {found} bytes, expected {size}")
             for first, last in _runs(ranges, self._chunk):
                 for chunk in range(first, last, _BLOCK_CHUNKS):
                     at, end = chunk * self._chunk, min(min(chunk + _BLOCK_CHUNKS, last) * self._chunk, size)
