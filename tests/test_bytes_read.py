@@ -143,10 +143,11 @@ def test_every_rank_reads_its_own_bytes(
         assert set(result["reads"]) == {"verify", "fill"}
         assert filled == size(runs), "something was read twice"
         slack = 4 * SIDE * 3 if after[1].startswith("3") else 0  # slices of the small frozen matrix end at 64 bytes
-        assert abs(filled - (result["stepped"] + frozen + 4 * SIDE + random)) <= slack
+        assert abs(filled - (result["stepped"] + frozen + 4 * SIDE)) <= slack
         heads = -(-before[0] // after[0])
-        assert size(result["reads"]["verify"]) <= filled + CHUNK * (2 * len(runs) + heads)
-        assert size(result["reads"]["verify"]) < 1.4 * filled, "chunks are too large to say anything"
+        # random states are verified with the chunk around each, and read to see whether they can be used
+        assert size(result["reads"]["verify"]) <= filled + CHUNK * (2 * len(runs) + heads) + 2 * (random + CHUNK)
+        assert size(result["reads"]["verify"]) < 1.4 * filled + 2 * random, "chunks are too large to say anything"
         verified = joined(result["reads"]["verify"])
         assert all(any(f == file and s <= start and end <= e for f, s, e in verified) for file, start, end in runs)
 

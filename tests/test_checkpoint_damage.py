@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def one_that_vanishes(folder: str) -> list[str]:
-    """The directory is removed while the ranks write their files."""
+    """Rank 1 removes the directory while the ranks write their files, or what it finds there by then."""
     engine = damage.make()
     original = tensor_file.write
 

@@ -130,7 +130,7 @@ def _check(index: dict[str, Any]) -> None:
     _expect(all(_is_count(index["counters"][name]) for name in COUNTERS), "counters")
     _expect(isinstance(index["own_buffers"], bool), "own_buffers")
     _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")
-    _expect(all(_is_count(index["batch"][name]) for name in _BATCH), "batch")
+    _expect(all(name in _BATCH and _is_count(value) for name, value in index["batch"].items()), "batch")
     _expect(isinstance(index["client_state"], dict), "client_state")
     for file, facts in index["files"].items():
         _expect(_FILE.fullmatch(file) is not None, f"file name {file[:80]!r}")

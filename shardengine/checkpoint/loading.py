@@ -256,7 +256,7 @@ def _reader(candidate: _Candidate) -> Reader:
 @torch.no_grad()
 def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
     """Write every view that this rank holds, then optimizer and scheduler."""
-    plan, saved = chosen.plan, chosen.saved
+    core, plan, saved = engine._core, chosen.plan, chosen.saved
     with _reader(chosen) as reader:
         _fill_parts(reader, plan.fillings)
         for part in plan.fresh:

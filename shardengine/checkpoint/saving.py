@@ -217,6 +217,11 @@ def _collect(job: Job, work: Path) -> dict[str, Any]:
         path = _entry_of(work, rank)
         entry = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
+        size = (work / index.file_of(rank)).stat().st_size
+        if size != entry["file"]["bytes"]:
+            raise CheckpointError(
+                f"{work / index.file_of(rank)} has {size} bytes, rank {rank} wrote {entry['file']['bytes']}"
+            )
         files[index.file_of(rank)] = entry["file"]
         for name, kind, dtype, piece in entry["parts"]:
             tensors.setdefault(name, {}).setdefault(kind, {"dtype": dtype, "pieces": []})["pieces"].append(piece)
