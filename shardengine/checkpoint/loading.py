@@ -78,6 +78,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.reducer.release()
     if not interrupted:
         core.adopt_written_weights()
+    # also where all ranks meet: none is filled before all are ready
+    together(collectives, "restoring random states", lambda: weights_only or _restore_random_states(core, chosen))
     try:
         what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
         together(collectives, what, lambda: _fill(engine, chosen, weights_only=weights_only))
@@ -256,7 +258,7 @@ def _reader(candidate: _Candidate) -> Reader:
 @torch.no_grad()
 def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
     """Write every view that this rank holds, then optimizer and scheduler."""
-    core, plan, saved = engine._core, chosen.plan, chosen.saved
+    plan, saved = chosen.plan, chosen.saved
     with _reader(chosen) as reader:
         _fill_parts(reader, plan.fillings)
         for part in plan.fresh:
@@ -267,7 +269,10 @@ def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"], plan.origins)
-    if core.mesh.rank < saved["world_size"]:
+
+
+def _restore_random_states(core: Core, chosen: _Candidate) -> None:
+    if core.mesh.rank < chosen.saved["world_size"]:
         state.restore_random_states(chosen.random, core.mesh.device)
     else:
         state.seed_anew(chosen.random, core.mesh.rank)
