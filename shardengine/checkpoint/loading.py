@@ -78,8 +78,12 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.reducer.release()
     if not interrupted:
         core.adopt_written_weights()
-    # also where all ranks meet: none is filled before all are ready
-    together(collectives, "restoring random states", lambda: weights_only or _restore_random_states(core, chosen))
+
+    def restore_random_states() -> None:
+        if not weights_only:
+            _restore_random_states(core, chosen)
+
+    together(collectives, "restoring random states", restore_random_states)  # none is filled before all are here
     try:
         what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
         together(collectives, what, lambda: _fill(engine, chosen, weights_only=weights_only))
