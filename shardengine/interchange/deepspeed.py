@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.interchange import options, unsharded
-from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter
+from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter, named, whole_number
 from shardengine.interchange.shards import (
     Part,
     Row,
@@ -195,15 +195,18 @@ class _Reader:
         self._buffers = {name: value for name, value in tensors.items() if name in buffers}
         self._weights = {name: value.detach() for name, value in tensors.items() if name not in buffers}
         self._names = self._tied()
+        frozen = self._model.get("frozen_param_shapes")
+        self._frozen_shapes = {} if frozen is None else _shapes([frozen], self._path)[0]
 
     def foreign(self) -> Foreign:
         """The whole."""
         rows, groups = self._optimizer()
+        self._require_weights([*rows, *self._frozen_shapes])
         config = self._model.get("ds_config")
         kind = options.kind_of(groups, config.get("optimizer") if isinstance(config, Mapping) else None, self._notes) \
             if groups else None  # fmt: skip
         taken = options.options_of(groups, kind, self._notes) if kind is not None else []
-        steps, samples = (need(self._model, key, int, self._path) for key in ("global_steps", "global_samples"))
+        steps, samples = self._count("global_steps"), self._count("global_samples")
         parameters = [self._parameter(names, rows, kind) for names in self._names.values()]
         self._note_the_rest()
         low = any(parameter.dtype is torch.float16 for parameter in parameters)
@@ -222,6 +225,19 @@ class _Reader:
             notes=self._notes,
         )
 
+    def _count(self, key: str) -> int:
+        return whole_number(need(self._model, key, int, self._path), f"{self._path}: {key!r}")
+
+    def _require_weights(self, names: list[str]) -> None:
+        """Whatever has a master weight, or a shape, is in the model; else it would be lost without a word."""
+        lost = [name for name in names if name not in self._weights]
+        if lost:
+            more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+            raise CheckpointError(
+                f"{self._path}: its model has no {', '.join(lost[:8])}{more}, which it says was trained or frozen; the "
+                "file is damaged, or was changed"
+            )
+
     def _tied(self) -> dict[str, tuple[str, ...]]:
         """First name of each parameter → all its names."""
         shared = self._model.get("shared_params") or {}
@@ -239,7 +255,7 @@ class _Reader:
     def _optimizer(self) -> tuple[dict[str, Row], list[dict[str, Any]]]:
         """Rows by name, and the options of the groups."""
         skipped = self._model.get("skipped_steps", 0)
-        steps = need(self._model, "global_steps", int, self._path) - (skipped if isinstance(skipped, int) else 0)
+        steps = self._count("global_steps") - (skipped if isinstance(skipped, int) else 0)
         if self._parts:
             shapes = _shapes(need(self._model, "param_shapes", list, self._path), self._path)
             rows = (rows_by_parameter if self._level == 3 else rows_by_group)(self._parts, shapes, steps)
@@ -248,7 +264,7 @@ class _Reader:
         if not isinstance(optimizer, Mapping):
             return {}, []
         weights = {first: self._weights[first] for first in self._names}
-        found = unsharded.rows_of(optimizer, weights, steps)
+        found = unsharded.rows_of(optimizer, weights, steps, self._notes)
         if found is None:
             self._notes.append(
                 "optimizer state: at stage 0 it does not say which parameters it steps, and their shapes allow several "
@@ -264,12 +280,9 @@ class _Reader:
             shape, read = self._frozen(names)
             return ForeignParameter(names, shape, low.dtype, not rows, -1, 0, (WEIGHT,), read)
         states = tuple(state for state in STATE_NAMES.get(kind or "", ()) if state in row.states)
-        read, shape = row.read, tuple(low.shape)
-        if self._level == 3:
-            shape = next(s for group in _shapes(self._model["param_shapes"], self._path)
-                         for name, s in group.items() if name in names)  # fmt: skip
-        else:
-            read = self._checked(names[0], row)
+        read, shape = row.read, row.shape
+        if self._level != 3:
+            read, shape = self._checked(names[0], row), tuple(low.shape)
         extra = sorted(set(row.states) - set(STATE_NAMES.get(kind or "", row.states)))
         if extra and (text := f"optimizer states {', '.join(extra)}") not in self._notes:
             self._notes.append(text)
@@ -297,11 +310,11 @@ class _Reader:
         low = self._weights[names[0]]
         if self._level != 3:
             return tuple(low.shape), lambda state: low.clone()
-        shapes = _shapes([need(self._model, "frozen_param_shapes", dict, self._path)], self._path)[0]
+        shapes = self._frozen_shapes
         name = next((name for name in names if name in shapes), None)
         if name is None:
             raise CheckpointError(f"{self._path}: it names {names[0]}, but has neither its shape nor its elements")
-        shards = [model["frozen_param_fragments"].get(name) for model in self._models]
+        shards = [need(model, "frozen_param_fragments", Mapping, self._path).get(name) for model in self._models]
         if not all(isinstance(shard, Tensor) for shard in shards):
             raise CheckpointError(f"{self._path} and those beside it: a shard of frozen parameter {name} is missing")
         return shapes[name], lambda state: whole_of_shards(shards, shapes[name])
@@ -345,7 +358,7 @@ def _shapes(groups: list[Any], path: Path) -> Shapes:
     found: Shapes = []
     for group in groups:
         if not isinstance(group, Mapping):
-            raise CheckpointError(f"{path}: expected names with shapes, came {type(group).__name__}")
+            raise CheckpointError(f"{path}: expected names with shapes, came {named(group)}")
         for name, shape in group.items():
             fine = isinstance(name, str) and isinstance(shape, tuple | list)
             if not fine or any(not isinstance(n, int) or n < 0 for n in shape) or prod(shape) > 1 << 60:

@@ -5,14 +5,23 @@ Must not know: any file format.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardengine.errors import CheckpointError
+
 WEIGHT = "weight"
+_MOST = 1 << 53
+KINDS: dict[type, str] = {
+    Mapping: "a dict", dict: "a dict", list: "a list", tuple: "a tuple", str: "a string", bool: "true or false",
+    int: "a whole number", float: "a number", Tensor: "a tensor",
+}  # fmt: skip
+"""What values are called in messages."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,8 @@ class Foreign:
     """A checkpoint of another program.
 
     source: a phrase, "DeepSpeed 0.19.8, ZeRO stage 2, 2 ranks" · kind: the optimizer's class here, None: no optimizer
-    state · groups: options of each group by torch's names, JSON only · notes: what was in it and is not taken over
+    state · groups: options of each group by torch's names, JSON only · notes: what was in it and is not taken over, and
+    what is assumed
     """
 
     source: str
@@ -52,3 +62,25 @@ class Foreign:
     micro_steps: int
     loss_scale: float | None
     notes: list[str]
+
+
+def whole_number(value: Any, what: str) -> int:
+    """``value``, a number or a tensor of one, as a count; ``CheckpointError`` (``what`` is its name) if it is none."""
+    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    fine = isinstance(plain, int | float) and not isinstance(plain, bool) and 0 <= plain < _MOST
+    if not fine or plain != int(plain):
+        text = f"a tensor of shape {tuple(plain.shape)}" if isinstance(plain, Tensor) else repr(plain)[:80]
+        raise CheckpointError(f"{what}: expected a whole number that is not negative, came {text}")
+    return int(plain)
+
+
+def named(value: Any) -> str:
+    """What kind of value it is, for a message."""
+    if value is None:
+        return "nothing"
+    return next((name for kind, name in KINDS.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def digest(value: Tensor) -> bytes:
+    """Of the bytes of ``value``: equal for equal tensors of one dtype and number of elements, and for no others."""
+    return hashlib.blake2b(value.contiguous().reshape(-1).view(torch.uint8).numpy().data, digest_size=32).digest()

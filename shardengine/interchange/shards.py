@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import CheckpointError, UsageError
-from shardengine.interchange.foreign import WEIGHT
+from shardengine.interchange.foreign import KINDS, WEIGHT, named, whole_number
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """Per group (sub-group at stage 3): parameter name → shape, in the order of the flat vector."""
@@ -32,6 +32,7 @@ Shapes = list[dict[str, tuple[int, ...]]]
 class Row:
     """A parameter that the optimizer steps. read: "weight" or a state → the whole tensor, fp32."""
 
+    shape: tuple[int, ...]
     group: int
     steps: int
     states: tuple[str, ...]
@@ -62,8 +63,11 @@ class _Segment:
 def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> Any:
     """``source[key]``; ``CheckpointError`` with the file unless it is there and of type ``kind``."""
     value = source.get(key) if isinstance(source, Mapping) else None
+    if value is None:
+        raise CheckpointError(f"{path}: {key!r} is missing")
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise CheckpointError(f"{path}: expected {key!r} of type {kind}, came {type(value).__name__}")
+        kinds = " or ".join(KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise CheckpointError(f"{path}: expected {key!r} to be {kinds}, came {named(value)}")
     return value
 
 
@@ -93,7 +97,7 @@ def rows_by_group(parts: list[Part], shapes: Shapes, default_steps: int) -> dict
             raise CheckpointError(f"{parts[0].path}: {len(after)} alignment paddings for {len(group)} parameters")
         first = 0
         for (name, shape), padding in zip(group.items(), after, strict=True):
-            rows[name] = _row(segment, _from_vector(segment, first, shape))
+            rows[name] = _row(segment, shape, _from_vector(segment, first, shape))
             first += prod(shape) + int(padding)
         for state, flats in segment.flats.items():
             spare = sum(flat.numel() for flat in flats) - first
@@ -112,7 +116,7 @@ def rows_by_parameter(parts: list[Part], shapes: Shapes, default_steps: int) -> 
     for segment, group in zip(_segments(parts, "fp32_flat_groups", len(shapes), default_steps), shapes, strict=True):
         first = 0
         for name, shape in group.items():
-            rows[name] = _row(segment, _from_shards(segment, first, shape))
+            rows[name] = _row(segment, shape, _from_shards(segment, first, shape))
             first += -(-prod(shape) // ranks)
         for state, flats in segment.flats.items():
             for part, flat in zip(parts, flats, strict=True):
@@ -145,7 +149,9 @@ def _segments(parts: list[Part], key: str, count: int, default_steps: int) -> li
             flats = {WEIGHT: [_flat(flats[index], part) for flats, part in zip(weights, parts, strict=True)]}
             for name in [name for name, value in states[0].items() if isinstance(value, Tensor) and value.dim() > 0]:
                 flats[name] = [_flat(state.get(name), part) for state, part in zip(states, parts, strict=True)]
-            steps = [_steps(state, options, default_steps) for state in states]
+            steps = [
+                steps_of(state, options, default_steps, part.path) for state, part in zip(states, parts, strict=True)
+            ]
             if len(set(steps)) > 1:
                 raise CheckpointError(f"{parts[0].path} and those beside it disagree about the steps taken: {steps}")
             found.append(_Segment(group, steps[0], flats))
@@ -154,26 +160,22 @@ def _segments(parts: list[Part], key: str, count: int, default_steps: int) -> li
     return found
 
 
-def steps_of(state: Mapping[str, Any], options: Mapping[str, Any], default: int) -> int:
+def steps_of(state: Mapping[str, Any], options: Mapping[str, Any], default: int, where: Path | str) -> int:
     """Optimizer steps taken: in the parameter's state, in its group (DeepSpeed's FusedAdam), or ``default``."""
-    return _steps(state, options, default)
-
-
-def _steps(state: Mapping[str, Any], options: Mapping[str, Any], default: int) -> int:
-    step = state.get("step", options.get("step", default))
-    return int(step.item() if isinstance(step, Tensor) else step)
+    return whole_number(state.get("step", options.get("step", default)), f"{where}: 'step' of the optimizer")
 
 
 def _flat(value: Any, part: Part) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
+        form = f" {value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
-            f"{part.path}: expected a flat tensor for each group and state, came {type(value).__name__}"
+            f"{part.path}: expected a flat tensor of floats for each group and state, came {named(value)}{form}"
         )
     return value.detach()
 
 
-def _row(segment: _Segment, read: Callable[[str], Tensor]) -> Row:
-    return Row(segment.group, segment.steps, tuple(name for name in segment.flats if name != WEIGHT), read)
+def _row(segment: _Segment, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Row:
+    return Row(shape, segment.group, segment.steps, tuple(name for name in segment.flats if name != WEIGHT), read)
 
 
 def _from_vector(segment: _Segment, first: int, shape: tuple[int, ...]) -> Callable[[str], Tensor]:

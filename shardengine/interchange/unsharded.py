@@ -2,13 +2,14 @@
 
 Owns: finding that out. An optimizer's state dict numbers its parameters; names are in it only where the optimizer was
 made from named parameters. Otherwise each group's parameters are taken to be in the order of the model, and its shapes
-(and, in half precision, its master weights, which round to the model's) say which ones: if there is exactly one way to
-assign them all, it is right. Must not know: files.
+(and, in half precision, its master weights, which round to the model's) say which ones, if there is exactly one way to
+assign them all. It is right if the optimizer was made in that order, as it is of ``model.parameters()``; what nothing
+but the order tells apart is noted. Must not know: files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.interchange.foreign import WEIGHT
+from shardengine.interchange.foreign import WEIGHT, digest
 from shardengine.interchange.shards import Row, steps_of
 
 _MOST_WAYS = 50_000
@@ -53,11 +54,13 @@ class _Group:
         return position + (weight.numel() if self.flat else 1)
 
 
-def rows_of(optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], default_steps: int) -> dict[str, Row] | None:
+def rows_of(
+    optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], default_steps: int, notes: list[str]
+) -> dict[str, Row] | None:
     """Parameter name → what the optimizer has of it; None where several assignments fit, or none.
 
     optimizer: the state dict of a torch optimizer, or of DeepSpeed's for half precision · weights: the model's
-    parameters by first name, in order
+    parameters by first name, in order · notes: what is assumed is added
     """
     groups = _groups(optimizer)
     if groups is None:
@@ -72,6 +75,7 @@ def rows_of(optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], default
         if assigned is None:
             return None
         found = assigned
+        _note_order(groups, {name for rows in assigned for name, _ in rows}, weights, notes)
     return {
         name: _row(number, group, position, weights[name], default_steps)
         for number, (group, rows) in enumerate(zip(groups, found, strict=True))
@@ -129,6 +133,33 @@ def _assign(groups: Sequence[_Group], weights: Mapping[str, Tensor]) -> list[lis
     return found
 
 
+def _note_order(groups: Sequence[_Group], taken: set[str], weights: Mapping[str, Tensor], notes: list[str]) -> None:
+    """Note the parameters that would fit in each other's place, of which one at least was ``taken``."""
+    flat = any(group.flat for group in groups)
+    alike = _alike(weights, lambda weight: weight.numel() if flat else tuple(weight.shape))
+    if any(group.masters is not None for group in groups):  # a master weight fits a weight that it rounds to
+        alike = [names for row in alike for names in _alike({name: weights[name] for name in row}, digest)]
+    doubtful = [" and ".join(_some(names, 4)) for names in alike if taken.intersection(names)]
+    if doubtful:
+        notes.append(
+            "optimizer state: at stage 0 it does not say which parameters it steps. Assumed is the order of the model; "
+            f"nothing else tells apart {'; '.join(_some(doubtful, 4))}. If the optimizer was made from parameters in "
+            "another order, these are mixed up: save from stage 1 instead"
+        )
+
+
+def _alike(weights: Mapping[str, Tensor], form: Callable[[Tensor], Hashable]) -> list[list[str]]:
+    """The names of those that have one form, where there are several."""
+    found: dict[Hashable, list[str]] = {}
+    for name, weight in weights.items():
+        found.setdefault(form(weight), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _some(texts: list[str], count: int) -> list[str]:
+    return [*texts[:count], *([f"{len(texts) - count} more"] if len(texts) > count else [])]
+
+
 def _rounds_to(master: Tensor, weight: Tensor) -> bool:
     return torch.equal(master.reshape(-1).to(weight.dtype), weight.reshape(-1))
 
@@ -149,4 +180,5 @@ def _row(number: int, group: _Group, position: int, weight: Tensor, default_step
             whole = whole.reshape(-1)[position : position + prod(shape)]
         return whole.detach().to(torch.float32).reshape(shape)
 
-    return Row(number, steps_of(state, group.options, default_steps), _tensors(state), read)
+    steps = steps_of(state, group.options, default_steps, "optimizer state of stage 0")
+    return Row(shape, number, steps, _tensors(state), read)
