@@ -126,7 +126,12 @@ def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "--from", dest="form", choices=["deepspeed", "dcp"], help="what SOURCE is (default: its files tell)"
     )
-    command.add_argument("--tag", metavar="TAG", help="which checkpoint of SOURCE (default: what 'latest' names)")
+    command.add_argument(
+        "--tag",
+        metavar="TAG",
+        help="which directory in SOURCE (default: what its 'latest' names; for torch.distributed.checkpoint SOURCE "
+        "itself)",
+    )
     command.add_argument(
         "--buffer",
         metavar="NAME",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardengine.checkpoint import directory
 from shardengine.errors import CheckpointError, UsageError
-from shardengine.interchange import dcp, deepspeed, writing
+from shardengine.interchange import dcp, dcp_files, deepspeed, writing
 from shardengine.interchange.foreign import WEIGHT, Foreign
 
 
@@ -40,7 +40,7 @@ def read(source: Path, form: str | None, tag: str | None, buffers: list[str]) ->
     if form is None:
         raise UsageError(
             f"{place}: expected a checkpoint of DeepSpeed (files *_model_states.pt) or of torch.distributed.checkpoint "
-            f"({dcp.METADATA}), there are neither"
+            f"({dcp_files.METADATA}), there are neither"
         )
     if form == "dcp":
         return dcp.read(place, buffers)
@@ -70,7 +70,8 @@ def describe(foreign: Foreign, place: Path) -> str:
     if foreign.loss_scale is not None:
         notes.append(f"loss scale ({foreign.loss_scale:g})")
     notes.append("random states and data position: other programs keep them elsewhere, or not at all")
-    lines += ["not taken over:", *(f"  - {note}" for note in notes)]
+    notes.append("configuration and tokenizer of the model (`shardengine export` of it: --format safetensors or dcp)")
+    lines += ["not taken over, or assumed:", *(f"  - {note}" for note in notes)]
     if foreign.kind is not None:
         lines.append("an engine with a learning-rate scheduler of its own loads it with strict=False")
     return "\n".join(lines)

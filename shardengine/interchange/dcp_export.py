@@ -3,7 +3,8 @@
 Must not know: engines. Torch's own planner and writer do the writing, in one process and without a process group.
 
 The keys are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``, the latter in both of its forms: states
-have the same keys in either, groups are there by number and, flattened, by parameter.
+have the same keys in either, groups are there by number and, flattened, by parameter. Beyond them there are "step" of
+every kind of optimizer and our counters: torch's loaders read what they ask for, and ``dcp`` asks for these.
 
 [Note: Resolved late] The state dict that is planned holds meta tensors. The planner reads each tensor when the writer
 asks for it, and takes back the memory of the one before: the writer would keep all of them until its file is whole.
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardengine.errors import UsageError
+from shardengine.interchange.dcp import COUNTERS
 from shardengine.interchange.stored import Stored
 from shardengine.interchange.weight_files import rounded, weights
 from shardengine.lion import Lion
@@ -32,7 +34,6 @@ from shardengine.lion import Lion
 _CLASSES: dict[str, Any] = {
     "AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD, "Lion": Lion,
 }  # fmt: skip
-_COUNTED = ("AdamW", "Adam")
 
 
 def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trained: bool) -> list[str]:
@@ -42,6 +43,7 @@ def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, as_trai
     """
     late: dict[str, Callable[[], Tensor]] = {}
     state = {"model": _model(stored, dtype, late, exact=dtype is None and not as_trained)}
+    state[COUNTERS] = dict(stored.index["counters"])
     notes = []
     if stored.index["optimizer"] is None:
         notes.append("no optimizer in the checkpoint: the output has a model alone")
@@ -85,7 +87,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     states: dict[str, Any] = {}
     for group in saved["groups"]:
         for name in group["params"]:
-            states[name] = {"step": torch.tensor(float(saved["steps"].get(name, 0)))} if kind in _COUNTED else {}
+            states[name] = {"step": torch.tensor(float(saved["steps"].get(name, 0)))}
             for key, dtype in stored.states(name).items():
                 if key != "weight":
                     states[name][key] = torch.empty(stored.shape(name), dtype=dtype, device="meta")

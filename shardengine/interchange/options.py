@@ -6,11 +6,13 @@ Must not know: files, tensors of parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.interchange.foreign import named
 from shardengine.optimizer import STATE_NAMES
 from shardengine.optimizer_forms import check_options
 
@@ -50,6 +52,13 @@ def kind_of(groups: list[dict[str, Any]], config: Mapping[str, Any] | None, note
     return None
 
 
+def states_of(kind: str | None, groups: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The states that our ``kind`` makes of what is in ``groups``: SGD's only where one of them has momentum."""
+    if kind == "SGD" and not any(group.get("momentum") for group in groups):
+        return ()
+    return STATE_NAMES.get(kind or "", ())
+
+
 def _adam(groups: list[dict[str, Any]], config: Mapping[str, Any], notes: list[str]) -> str:
     said = groups[0].get("decoupled_weight_decay")
     if isinstance(said, bool):
@@ -76,6 +85,9 @@ def options_of(groups: list[dict[str, Any]], kind: str, notes: list[str]) -> lis
             raise CheckpointError(
                 f"optimizer group {number}: expected a learning rate (lr), came {options.get('lr')!r}"
             )
+        betas = options.get("betas", [0.0, 0.0])
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise CheckpointError(f"optimizer group {number}: expected two numbers as betas, came {betas!r}")
         found.append(options)
         check_options(options, f"import of {kind}", number, found[0])
         strange = sorted(str(key) for key in group.keys() - _SILENT.union(_TAKEN[kind]))
@@ -89,6 +101,8 @@ def _plain(value: Any, what: str) -> Any:
         value = value.item()
     if isinstance(value, tuple | list):
         return [_plain(item, what) for item in value]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise CheckpointError(f"{what} is {type(value).__name__}, expected a number")
+    if not isinstance(value, bool | int | float | None):
+        raise CheckpointError(f"{what} is {named(value)}, expected a number")
+    if isinstance(value, float) and not isfinite(value):
+        raise CheckpointError(f"{what} is {value}, expected a finite number")
+    return value

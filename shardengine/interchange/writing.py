@@ -18,8 +18,8 @@ from torch import Tensor
 from shardengine.checkpoint import contents, directory, index
 from shardengine.checkpoint.tensor_file import Stream, header_of
 from shardengine.errors import CheckpointError, ShardEngineError
+from shardengine.interchange import options
 from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter
-from shardengine.optimizer import STATE_NAMES
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
     head, offsets, total = header_of([(entry.key, entry.dtype, entry.shape) for entry in entries])
     file = index.file_of(0)
     try:
-        work = directory.begin(place, name)
+        work = directory.begin(place, name)  # an error in here is no reason to abandon: it may be another's work
+    except OSError as error:
+        raise _unwritten(place / name, error) from error
+    try:
         with Stream(work / file) as stream:
             stream.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
             for entry in entries:
@@ -65,8 +68,12 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
     except BaseException as error:
         directory.abandon(place, name)
         if isinstance(error, OSError) and not isinstance(error, ShardEngineError):
-            raise CheckpointError(f"{place / name} could not be written: {error.strerror or error}") from error
+            raise _unwritten(place / name, error) from error
         raise
+
+
+def _unwritten(place: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{place} could not be written: {error.strerror or error}")
 
 
 def _bytes_of(entry: _Entry, source: str) -> Tensor:
@@ -83,12 +90,14 @@ def _bytes_of(entry: _Entry, source: str) -> Tensor:
 
 
 def _entries(foreign: Foreign) -> Iterator[_Entry]:
+    made = options.states_of(foreign.kind, foreign.groups)
     for parameter in foreign.parameters:
         stepped = parameter.group >= 0 and foreign.kind is not None
-        for state in (WEIGHT, *(STATE_NAMES[foreign.kind] if stepped and foreign.kind else ())):
+        own = options.states_of(foreign.kind, [foreign.groups[parameter.group]]) if stepped else ()
+        for state in (WEIGHT, *(made if stepped else ())):
             if state in parameter.states:
                 yield _stored(parameter, state)
-            elif not parameter.steps:
+            elif not parameter.steps or state not in own:
                 yield _zeros(parameter, state)
     for name, buffer in foreign.buffers.items():
         yield _Entry(name, contents.BUFFER, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer)  # type: ignore[misc]
@@ -100,7 +109,7 @@ def _stored(parameter: ForeignParameter, state: str) -> _Entry:
 
 
 def _zeros(parameter: ForeignParameter, state: str) -> _Entry:
-    """A state that torch makes at the first step."""
+    """A state that torch makes at the first step; or that it does not make, and ours has in all groups or none."""
     return _Entry(parameter.names[0], state, torch.float32, parameter.shape, lambda: torch.zeros(parameter.shape))
 
 

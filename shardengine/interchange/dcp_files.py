@@ -1,0 +1,166 @@
+"""The files of torch.distributed.checkpoint: tensors and values by key, one when asked for, without a process group.
+
+Owns: what ``.metadata`` says. Torch's own reader reads the tensors; ``.metadata``, which it would unpickle, is read
+inertly here and handed to it. Must not know: models, optimizers, what a key means.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)  # fmt: skip
+
+from shardengine.errors import CheckpointError, UsageError
+from shardengine.interchange.unpickling import Inert, load_plain, refusal
+
+METADATA = ".metadata"
+
+
+class Store(FileSystemReader):
+    """Tensors and values of one checkpoint by key; the rest of torch's reader with metadata that was read safely."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self.place = place
+        self.metadata_path = place / METADATA
+        try:
+            self._metadata = _metadata_of(load_plain(self.metadata_path), self.metadata_path)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.metadata_path} is damaged, or not of torch.distributed.checkpoint ({error})"
+            ) from None
+        rows = self._metadata.state_dict_metadata.items()
+        self.tensors = {key: row for key, row in rows if isinstance(row, TensorStorageMetadata)}
+        self.values = [key for key, row in rows if not isinstance(row, TensorStorageMetadata)]
+        self.files = sorted({info.relative_path for info in self._metadata.storage_data.values()})
+        for file in self.files:
+            if not (place / file).is_file():
+                raise CheckpointError(f"{place / file} is missing; {METADATA} names it")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch's reader asks for before it reads."""
+        return self._metadata
+
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Key → the path in the nested state dict that was saved."""
+        data = self._metadata.planner_data
+        told = data if isinstance(data, Mapping) else {}
+        return {
+            key: tuple(map(str, told[key])) if isinstance(told.get(key), tuple) else tuple(key.split(".", 1))
+            for key in self._metadata.state_dict_metadata
+        }
+
+    def tensor(self, key: str) -> Tensor:
+        """The whole tensor, put together from its pieces."""
+        meta = self.tensors[key]
+        try:
+            target = torch.empty(meta.size, dtype=meta.properties.dtype)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.metadata_path}: {key} cannot have the size {list(meta.size)}") from error
+        self._load({key: target}, key)
+        return target
+
+    def value(self, key: str) -> Any:
+        """A value that is no tensor: numbers, strings, lists and dicts of them."""
+        return self._load({key: io.BytesIO()}, key)[key]
+
+    def any(self, key: str) -> Any:
+        """The tensor or the value of ``key``."""
+        return self.tensor(key) if key in self.tensors else self.value(key)
+
+    def _load(self, wanted: dict[str, Any], key: str) -> dict[str, Any]:
+        """Fill ``wanted``, as ``torch.distributed.checkpoint.load`` does it on one rank."""
+        planner = _Planner(self.metadata_path, key)
+        try:
+            planner.set_up_planner(wanted, self._metadata, is_coordinator=True)
+            self.set_up_storage_reader(self._metadata, is_coordinator=True)
+            plans = planner.create_global_plan([self.prepare_local_plan(planner.create_local_plan())])
+            self.read_data(planner.finish_plan(self.prepare_global_plan(plans)[0]), planner).wait()
+        except UsageError:
+            raise
+        except Exception as error:  # whatever torch comes across in a damaged file
+            files = sorted({info.relative_path for at, info in self._metadata.storage_data.items() if at.fqn == key})
+            text = (str(error).strip().splitlines() or [""])[0][:200]
+            raise CheckpointError(
+                f"{self.place / ' and '.join(files)}: {key} cannot be read, the file is cut off or damaged "
+                f"({type(error).__name__}: {text})"
+            ) from None
+        return wanted
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's, which unpickles values freely; this one only what ``torch.load`` allows."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._at = f"{path.parent} ({key})"
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take over one value."""
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(value)
+        if unknown:
+            raise refusal(self._at, sorted(unknown))
+        value.seek(0)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _metadata_of(raw: Any, path: Path) -> Metadata:
+    """Torch's own objects from the stand-ins, each value checked."""
+    rows: dict[str, Any] = {}
+    for key, row in raw.get("state_dict_metadata").items():
+        rows[str(key)] = BytesStorageMetadata() if row.stands_for.endswith("BytesStorageMetadata") else _tensor(row)
+    storage = {}
+    for at, info in raw.get("storage_data").items():
+        offset = at.get("offset")
+        file = info.get("relative_path")
+        if not isinstance(file, str) or file != Path(file).name or file in ("", ".", "..") or "\0" in file:
+            raise CheckpointError(f"{path}: it names the file {str(file)[:200]!r}, expected one beside it")
+        storage[MetadataIndex(str(at.get("fqn")), None if offset is None else _size(offset), at.get("index"))] = (
+            _StorageInfo(
+                file, _count(info.get("offset")), _count(info.get("length")), info.get("transform_descriptors")
+            )
+        )
+    return Metadata(
+        state_dict_metadata=rows, planner_data=raw.get("planner_data"), storage_data=storage, storage_meta=StorageMeta()
+    )
+
+
+def _tensor(row: Inert) -> TensorStorageMetadata:
+    properties = row.get("properties").state
+    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"expected a dtype, came {str(dtype)[:80]}")
+    size, chunks = _size(row.get("size")), []
+    for chunk in row.get("chunks"):
+        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if len(offsets) != len(size) or any(o + n > s for o, n, s in zip(offsets, sizes, size, strict=True)):
+            raise ValueError("a chunk lies outside of its tensor")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    if sum(chunk.sizes.numel() for chunk in chunks) < size.numel():
+        raise ValueError("the chunks of a tensor do not cover it")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _size(value: Any) -> torch.Size:
+    return torch.Size([_count(item) for item in value])
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
+        raise ValueError(f"expected a number of elements or bytes, came {str(value)[:80]}")
+    return value
