@@ -71,16 +71,24 @@ class Background:
         meet = _ByStore(self._store, mesh, f"{self._prefix}/{self._count}", limit)
         self._running.append((self._count, self._thread.submit(write, meet)))
 
-    def surface(self, collectives: Collectives, *, wait: bool = False) -> None:
-        """Raise, on all ranks, what went wrong on any. wait: for all that is under way. Collective."""
+    def surface(self, collectives: Collectives) -> None:
+        """Wait for all that is under way, and raise, on all ranks, what went wrong on any. Collective."""
+        self.tell(collectives.exchange_objects(self.failures(wait=True)), collectives)
+
+    def failures(self, *, wait: bool = False) -> list[tuple[int, str]]:
+        """This rank's, as (number of the save, text), that are not told yet; for ``tell`` on every rank."""
         errors = []
         while self._running and (wait or self._running[0][1].done()):
             number, future = self._running[0]
             error = future.exception()
             del self._running[0]
             errors += [] if error is None or number in self._told else [(number, str(error))]
+        return errors
+
+    def tell(self, failures: list[list[tuple[int, str]]], collectives: Collectives) -> None:
+        """Raise, on all ranks, what went wrong on any. failures: of every rank."""
         found: dict[int, str] = {}
-        for number, text in (row for rows in collectives.exchange_objects(errors) for row in rows):
+        for number, text in (row for rows in failures for row in rows):
             found.setdefault(number, text)
         self._told |= found.keys()  # where it still runs, it ends in the same failure
         if found:

@@ -72,16 +72,16 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     saves = background_of(engine)
     copies = together(collectives, "copying a checkpoint to host memory", lambda: saves.copy(job.tensors, core.mesh))
     copied = replace(job, tensors=copies)
-    sizes = collectives.exchange_objects(sum(tensor.nbytes for _, tensor in copies))
-    saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(sizes))
-    saves.surface(collectives)
+    rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
+    saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(size for size, _ in rows))
+    saves.tell([failures for _, failures in rows], collectives)
     return place / name
 
 
 def finish(engine: Inspection) -> None:
     """Wait until everything that was saved is on disk; raises what went wrong, on all ranks; collective."""
     if engine._saves is not None:
-        engine._saves.surface(engine._core.collectives, wait=True)
+        engine._saves.surface(engine._core.collectives)
 
 
 def background_of(engine: Inspection) -> Background:

@@ -5,12 +5,14 @@ Must not know: engines, parameters, what the tensors mean.
 [Note: Checksums] Every file is cut into chunks of ``CHUNK_BYTES``, and the index keeps a CRC-32 of each. So a rank that
 needs a part of a file verifies that part, and no more. A checksum finds damage; it is no signature.
 
-[Note: Streaming] Blocks of two buffers: while one is on its way to the disk, past the page cache where the file system
-can do that (O_DIRECT), the next is filled and its checksums are taken. That is what reaches the disk's own speed.
+[Note: Streaming] A few blocks: while some are on their way to the disk, past the page cache where the file system can
+do that (O_DIRECT), the next is filled and its checksums are taken. What is verified is asked for ahead of the checksums
+in the same way. So the disk does not wait for the processor, unless its checksums are the slower of the two.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -31,7 +33,11 @@ from torch import Tensor
 from shardengine.errors import CheckpointError, UsageError
 
 CHUNK_BYTES = 1 << 20
-_BLOCK_CHUNKS = 8
+_BLOCK_CHUNKS = 4
+_BLOCKS = 4
+"""Of a writer: one is filled, the others are being written."""
+_AHEAD = 4
+"""Blocks that a reader asks the disk for."""
 _ALIGNMENT = 4096
 _MAX_OPEN = 64
 """Files that a reader holds open: a checkpoint may have more of them than a process may open."""
@@ -79,7 +85,7 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Written:
     """Write a new safetensors file and fsync it. The tensors may be views of anything and lie on any device."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())  # every tensor then starts aligned
     head, offsets, total = header_of([(key, tensor.dtype, tensor.shape) for key, tensor in ordered])
-    with Stream(path) as stream:
+    with Stream(path, total) as stream:
         stream.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for _, tensor in ordered:
             stream.put(tensor.detach().reshape(-1).view(torch.uint8))
@@ -89,7 +95,8 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Written:
 class Stream:
     """A new file that bytes are appended to ([Note: Streaming]); whole and durable when its ``with`` ends."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int = 0) -> None:
+        """size: bytes that will be appended, where that is known: their room on the disk is taken at once."""
         self.chunks: list[int] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
@@ -98,12 +105,17 @@ class Stream:
             if error.errno != errno.EINVAL:
                 raise
             self._file = os.open(path, flags, 0o644)
-        self._maps = [mmap.mmap(-1, _BLOCK_CHUNKS * CHUNK_BYTES) for _ in range(2)]  # page-aligned, as O_DIRECT wants
+        try:
+            _take_room(self._file, size)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._maps = [mmap.mmap(-1, _BLOCK_CHUNKS * CHUNK_BYTES) for _ in range(_BLOCKS)]  # page-aligned for O_DIRECT
         self._blocks = [torch.frombuffer(block, dtype=torch.uint8) for block in self._maps]
         self._filled = 0
         self._written = 0
-        self._thread = ThreadPoolExecutor(1)
-        self._under_way: Future[None] | None = None
+        self._threads = ThreadPoolExecutor(_BLOCKS - 1)
+        self._under_way: list[Future[None]] = []
 
     def __enter__(self) -> Stream:
         return self
@@ -114,11 +126,11 @@ class Stream:
                 if self._filled % CHUNK_BYTES:
                     self._sum(self._filled - self._filled % CHUNK_BYTES)
                 self._flush()
-                self._finish()
+                self._finish(0)
                 os.ftruncate(self._file, self._written)
                 os.fsync(self._file)
         finally:
-            self._thread.shutdown()
+            self._threads.shutdown()
             os.close(self._file)
 
     def put(self, data: Tensor) -> None:
@@ -140,20 +152,20 @@ class Stream:
 
     def _flush(self) -> None:
         count, block = self._filled, memoryview(self._maps[0])
-        self._finish()
+        self._finish(_BLOCKS - 2)
         padded = -(-count // _ALIGNMENT) * _ALIGNMENT
         try:
-            self._under_way = self._thread.submit(self._write, block[:padded], self._written)
+            self._under_way.append(self._threads.submit(self._write, block[:padded], self._written))
         except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
             self._write(block[:padded], self._written)
         self._written, self._filled = self._written + count, 0
-        self._maps.reverse()
-        self._blocks.reverse()
+        self._maps.append(self._maps.pop(0))
+        self._blocks.append(self._blocks.pop(0))
 
-    def _finish(self) -> None:
-        """Wait for the block that is being written."""
-        if self._under_way is not None:
-            self._under_way.result()
+    def _finish(self, left: int) -> None:
+        """Wait until only ``left`` blocks are being written."""
+        while len(self._under_way) > left:
+            self._under_way.pop(0).result()
 
     def _write(self, block: memoryview, offset: int) -> None:
         while block:
@@ -167,6 +179,15 @@ class Stream:
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~direct)  # it takes O_DIRECT at opening only
                 continue
             block, offset = block[count:], offset + count
+
+
+def _take_room(file: int, size: int) -> None:
+    """Have the file system reserve ``size`` bytes, where it can: a full disk is known now, and writes are faster."""
+    reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # posix_fallocate writes where it cannot
+    if size and reserve is not None and reserve(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(code, os.strerror(code))
 
 
 @dataclass(frozen=True)
@@ -207,6 +228,7 @@ class Reader:
                 return Damage(file, found if found < size else 0, size, f"has {found} bytes, expected {size}")
             for first, last in _runs(ranges, self._chunk):
                 for chunk in range(first, last, _BLOCK_CHUNKS):
+                    self._ask_for(file, chunk, min(chunk + _AHEAD * _BLOCK_CHUNKS, last))
                     at, end = chunk * self._chunk, min(min(chunk + _BLOCK_CHUNKS, last) * self._chunk, size)
                     data = self._staging(end - at)
                     self._pread(file, data, at)
@@ -239,6 +261,12 @@ class Reader:
             part.copy_(data.view(dtype))
         return None
 
+    def _ask_for(self, file: str, first: int, last: int) -> None:
+        """Have the disk read chunks [first, last) while others are looked at."""
+        if hasattr(os, "posix_fadvise"):
+            place, count = first * self._chunk, (last - first) * self._chunk
+            os.posix_fadvise(self._open(file), place, count, os.POSIX_FADV_WILLNEED)
+
     def _staging(self, count: int) -> Tensor:
         if self._buffer.numel() < count:
             self._buffer = torch.empty(max(count, min(2 * count, _BLOCK_CHUNKS * CHUNK_BYTES)), dtype=torch.uint8)
@@ -246,18 +274,22 @@ class Reader:
 
     def _pread(self, file: str, target: Tensor, offset: int) -> None:
         """Exactly ``target`` (uint8 on the CPU) from ``offset``; OSError, or CheckpointError where the file ends."""
+        number = self._open(file)
+        view = memoryview(target.numpy())  # type: ignore[arg-type]  # its stubs do not say so
+        while view:
+            count = os.preadv(number, [view], offset)
+            if not count:
+                raise CheckpointError(f"{self._directory / file}: expected bytes from {offset} on, the file ends there")
+            view, offset = view[count:], offset + count
+
+    def _open(self, file: str) -> int:
         if file not in self._opened:
             if len(self._opened) >= _MAX_OPEN:
                 os.close(self._opened.pop(next(iter(self._opened))))
             self._opened[file] = os.open(self._directory / file, os.O_RDONLY)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._opened[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        view = memoryview(target.numpy())  # type: ignore[arg-type]  # its stubs do not say so
-        while view:
-            count = os.preadv(self._opened[file], [view], offset)
-            if not count:
-                raise CheckpointError(f"{self._directory / file}: expected bytes from {offset} on, the file ends there")
-            view, offset = view[count:], offset + count
+        return self._opened[file]
 
 
 def _runs(ranges: Iterable[tuple[int, int]], chunk: int) -> list[tuple[int, int]]:
