@@ -37,7 +37,7 @@ def main(steps: int) -> None:
 
     engine = shardengine.initialize(model, CONFIG)  # shards the model, from here on
     torch.manual_seed(engine.rank)  # other dropout on every rank
-    if (CHECKPOINTS / "latest").exists():
+    if any(CHECKPOINTS.glob("[!.]*")):  # a killed save leaves nothing but names with a dot
         engine.load_checkpoint(CHECKPOINTS)  # on every rank: the newest that is whole, from any number of ranks
     device = engine.device
     for step in range(engine.global_steps, steps):

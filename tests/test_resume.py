@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -117,6 +118,14 @@ def tag(step: int) -> str:
     return f"step-{step:08}"
 
 
+def made(output: Path, name: str) -> Path:
+    """A checkpoint, as far as names go."""
+    place = output / "checkpoints" / name
+    place.mkdir(parents=True)
+    (place / "index.json").write_text("{}", encoding="utf-8")
+    return place
+
+
 # Equal to the unbroken run
 
 
@@ -205,6 +214,25 @@ def test_going_back_drops_what_came_later(pools: Pools, earlier: Path):
     assert len(curve(earlier)) == 3
 
 
+@pytest.mark.parametrize("own", ["best", "zbest", "step-00000010-good"])
+def test_only_later_checkpoints_of_the_command_are_dropped(tmp_path: Path, own: str):
+    """By their steps: a checkpoint under a name of the user's own says nothing of its place in the order."""
+    for name in (tag(10), own, tag(20), tag(99_999_999), tag(100_000_000), ".old-" + tag(30)):
+        made(tmp_path, name)
+    resume.drop_later(tmp_path, own, 10)
+    assert tags(tmp_path) == sorted([tag(10), own])
+    assert (tmp_path / "checkpoints" / "latest").read_text(encoding="utf-8") == f"{own}\n"
+    made(tmp_path, tag(100_000_000)), made(tmp_path, tag(20))
+    resume.drop_later(tmp_path, tag(20), 20)
+    assert tags(tmp_path) == sorted([tag(10), tag(20), own])
+
+
+def test_a_checkpoint_of_an_own_name_is_gone_back_to(pools: Pools, earlier: Path):
+    shutil.copytree(earlier / "checkpoints" / tag(3), earlier / "checkpoints" / "best")
+    run(pools(1), "--resume", earlier / "checkpoints" / "best", "--steps", 3)
+    assert tags(earlier) == ["best", tag(3)]
+
+
 # Refused
 
 
@@ -267,6 +295,49 @@ def test_what_cannot_be_resumed(finished: Path, tmp_path: Path, capsys):
     (tmp_path / "run.json").write_text('{"model": null}', encoding="utf-8")
     with pytest.raises(UsageError, match="damaged or of another version"):
         resume.read(str(tmp_path))
+    good = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+    wrong = [
+        ("ranks", "two"),
+        ("ranks", 0),
+        ("ranks", True),
+        ("data", 5),
+        ("data", None),
+        ("model", 7),
+        ("length", None),
+    ]
+    for name, value in [*wrong, ("steps", -3), ("job", 5), ("job", "a"), ("job", [5])]:
+        (tmp_path / "run.json").write_text(json.dumps({**good, name: value}), encoding="utf-8")
+        with pytest.raises(UsageError, match=f"damaged or of another version: {name}: expected "):
+            resume.read(str(tmp_path))
+
+
+def test_what_load_checkpoint_finds_is_resumed_whatever_latest_says(tmp_path: Path):
+    """A kill between the first save's rename and its ``latest``; one between the two renames of a replacing save."""
+    docs = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^if (any.*\)):.*\n    engine.load_checkpoint\(", docs, re.MULTILINE)
+    example = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    (there,) = re.findall(r"^    if (any.*\)):.*\n        engine.load_checkpoint\(", example, re.MULTILINE)
+
+    def found(output: Path) -> set[bool]:
+        place = output / "checkpoints"
+        answers = eval(recipe.replace('"checkpoints"', "place")), eval(there, {"CHECKPOINTS": place})
+        with contextlib.suppress(UsageError):
+            resume.require(output, "latest")
+            return {*answers, resume.can_go_on(output), True}
+        return {*answers, resume.can_go_on(output), False}
+
+    assert found(tmp_path / "nothing") == {False}
+    (tmp_path / "unborn" / "checkpoints" / ".tmp-step-00000001").mkdir(parents=True)
+    (tmp_path / "unborn" / "checkpoints" / ".lock").touch()
+    assert found(tmp_path / "unborn") == {False}
+    made(tmp_path / "first", tag(1))
+    assert found(tmp_path / "first") == {True}
+    made(tmp_path / "second", ".old-" + tag(1))
+    (tmp_path / "second" / "checkpoints" / "latest").write_text(tag(1), encoding="utf-8")
+    assert found(tmp_path / "second") == {True}
+    resume.require(tmp_path / "second", tag(1))
+    with pytest.raises(UsageError, match=f"which is not there; there are: {tag(1)}$"):
+        resume.require(tmp_path / "second", tag(2))
 
 
 # Killed

@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from shardengine import stages
 from shardengine.app.data import Blocks
 from shardengine.app.settings import Settings
+from shardengine.checkpoint.directory import write_text
 from shardengine.engine import Engine
 
 
@@ -58,7 +58,7 @@ class Report:
             return
         config, settings = engine.config, self._settings
         self._first = engine.global_steps
-        write_file(settings.output / "shardengine.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_text(settings.output / "shardengine.json", json.dumps(config.to_dict(), indent=2) + "\n")
         if settings.resume is not None or settings.again:
             self._continue(-1 if settings.resume is None else self._first)
         unique = list(engine.module.parameters())
@@ -222,7 +222,7 @@ class Report:
             for name, points in (("loss", self._losses), ("validation_loss", self._validations)):
                 if name in row:
                     points.append((row["step"], row[name]))
-        write_file(path, "".join(kept))
+        write_text(path, "".join(kept))  # whole or not at all: the run may be killed at any moment
 
     def _draw(self) -> None:
         from matplotlib.figure import Figure
@@ -234,13 +234,6 @@ class Report:
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self._settings.output / "loss.png", dpi=120)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write aside and rename: the run may be killed at any moment."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _dtypes(engine: Engine) -> str:

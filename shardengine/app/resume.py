@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,15 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app.data import Blocks
-from shardengine.app.report import Progress, write_file
+from shardengine.app.report import Progress
 from shardengine.app.settings import BUILTIN, Settings, default_model_cache, keep_batch, read_config
 from shardengine.app.together import Together
+from shardengine.checkpoint import directory
+from shardengine.checkpoint.loading import Checkpoint
 from shardengine.config import load_config
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.interchange.stored import FOLDER, RUN
 
-RUN, FOLDER, LATEST, CONFIG = "run.json", "checkpoints", "latest", "shardengine.json"
-_TAG = re.compile(r"step-\d{8,}")
+LATEST, CONFIG = directory.LATEST, "shardengine.json"
 _PATIENCE_S = 60.0
 """How long ranks wait for those in whose place they were started, which may still be ending."""
 
@@ -56,6 +57,17 @@ class Earlier:
     job: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """TypeError, ValueError for what no run has written."""
+        for name in ("model", "data"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (name, value) != ("model", None):
+                raise TypeError(f"{name}: expected a text, came {value!r:.80}")
+        for name in ("length", "steps", "planned_steps", "save_every", "ranks", "first_ranks"):
+            value, least = getattr(self, name), 0 if name in ("save_every", "first_ranks") else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: expected an integer >= {least}, came {value!r:.80}")
+        if not isinstance(self.job, list | tuple) or not all(isinstance(name, str) for name in self.job):
+            raise TypeError(f"job: expected texts, came {self.job!r:.80}")
         object.__setattr__(self, "job", tuple(self.job))  # JSON has lists
 
     def settings(self, options: argparse.Namespace) -> Settings:
@@ -120,11 +132,17 @@ def read(place: str) -> Earlier:
 
 
 def require(output: Path, checkpoint: str) -> None:
-    """UsageError unless the checkpoint of ``read`` is there."""
-    if not (output / FOLDER / checkpoint).exists():
+    """UsageError unless the checkpoint of ``read`` is there; for "latest" any one, as ``load_checkpoint`` has it."""
+    if checkpoint == LATEST:
+        if not can_go_on(output):
+            raise UsageError(
+                f"--resume {output}: expected a checkpoint in {FOLDER}, there is none; a run that ended before its "
+                "first checkpoint is started anew"
+            )
+    elif not directory.place_of(output / FOLDER, checkpoint).is_dir():
         raise UsageError(
-            f"--resume {output}: expected {Path(FOLDER) / checkpoint} in it, which is not there (a run that ended "
-            f"before its first checkpoint is started anew); there are: {', '.join(_saved(output)) or 'none'}"
+            f"--resume {output}: expected {Path(FOLDER) / checkpoint} in it, which is not there; there are: "
+            f"{', '.join(_saved(output)) or 'none'}"
         )
 
 
@@ -138,26 +156,37 @@ def written_by(output: Path, job: Sequence[str]) -> bool:
 
 def first_ranks(output: Path) -> int:
     """How many ranks the run in ``output`` began with."""
-    facts = _read_run(output)
-    return int(facts.get("first_ranks") or facts["ranks"])
+    earlier = read(str(output))
+    return earlier.first_ranks or earlier.ranks
 
 
 def newest(output: Path) -> tuple[str, int] | None:
-    """(tag, when its directory was made) of the last checkpoint; None without one."""
-    with suppress(OSError, IndexError):
-        tag = _saved(output)[-1]
-        return tag, (output / FOLDER / tag).stat().st_mtime_ns
+    """(tag, when its directory was made) of the checkpoint with the most steps; None without one of this command."""
+    with suppress(OSError, ValueError):
+        tag = max((tag for tag in _saved(output) if directory.step_of(tag) is not None), key=step_of)
+        return tag, directory.place_of(output / FOLDER, tag).stat().st_mtime_ns
     return None
 
 
 def step_of(tag: str) -> int:
-    """The number of steps in a tag of this command."""
-    return int(tag.removeprefix("step-")) if _TAG.fullmatch(tag) else 0
+    """The number of steps in a tag of this command; 0 for another."""
+    return directory.step_of(tag) or 0
 
 
 def can_go_on(output: Path) -> bool:
-    """Whether there is a checkpoint in a run's directory."""
+    """Whether there is a checkpoint in a run's directory, whatever ``latest`` says: ``load_checkpoint`` finds it."""
     return bool(_saved(output))
+
+
+def drop_later(output: Path, loaded: str, steps: int) -> None:
+    """``loaded``, after so many steps, is the last one; this command's later ones go, with the metrics of their steps.
+
+    A checkpoint to which somebody gave a name stays.
+    """
+    directory.write_text(output / FOLDER / LATEST, f"{loaded}\n")
+    for tag in _saved(output):
+        if step_of(tag) > steps:
+            shutil.rmtree(directory.place_of(output / FOLDER, tag), ignore_errors=True)
 
 
 def _read_run(output: Path) -> dict[str, Any]:
@@ -199,7 +228,10 @@ class Checkpoints:
         try:
             if self._settings.resume is not None:
                 loaded = self._load(None if self._settings.resume == LATEST else self._settings.resume)
-                self._together.on_first("dropping what came after the checkpoint", lambda: self._drop_later(loaded))
+                self._together.on_first(
+                    "dropping what came after the checkpoint",
+                    lambda: drop_later(self._settings.output, loaded.tag, loaded.global_steps),
+                )
             self._together.on_first(f"writing {RUN}", lambda: write_run(self._settings, self._engine.world_size))
         except BaseException:
             self.close()
@@ -220,8 +252,8 @@ class Checkpoints:
             os.close(self._lock)
             self._lock = None
 
-    def _load(self, tag: str | None) -> str:
-        """Fill the engine; the tag that was loaded, which is an older one where the newest is damaged."""
+    def _load(self, tag: str | None) -> Checkpoint:
+        """Fill the engine; what was loaded, which is an older one where the newest is damaged."""
         where = f"--resume {self._settings.output}"
         try:
             checkpoint = self._engine.load_checkpoint(self._folder, tag)
@@ -242,14 +274,7 @@ class Checkpoints:
                 f"--steps {self._settings.steps}: {checkpoint.tag} has made {checkpoint.global_steps} steps already; "
                 "expected at least as many"
             )
-        return checkpoint.tag
-
-    def _drop_later(self, loaded: str) -> None:
-        """The checkpoint that was loaded is the last one; those after it belong to metrics that are dropped too."""
-        write_file(self._folder / LATEST, f"{loaded}\n")
-        for tag in _saved(self._settings.output):
-            if tag > loaded:
-                shutil.rmtree(self._folder / tag, ignore_errors=True)
+        return checkpoint
 
     def _take(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -286,7 +311,7 @@ def write_run(settings: Settings, ranks: int) -> None:
         "first_ranks": settings.first_ranks or ranks,
         "job": settings.job,
     }
-    write_file(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
+    directory.write_text(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
 
 
 def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]:
@@ -311,6 +336,5 @@ def _absolute(path: str) -> str:
 
 
 def _saved(output: Path) -> list[str]:
-    """The tags of complete checkpoints, oldest first."""
-    folder = output / FOLDER
-    return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name)) if folder.is_dir() else []
+    """The tags of complete checkpoints, the one that was written first at the front."""
+    return directory.present(output / FOLDER)[::-1]

@@ -22,7 +22,7 @@ from shardengine.errors import CheckpointError, UsageError
 INDEX, LATEST = "index.json", "latest"
 _WORK, _OLD = ".tmp-", ".old-"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
-_AUTOMATIC = re.compile(r"step-\d{8,}")
+_AUTOMATIC = re.compile(r"step-(\d{8,})", re.ASCII)
 _MAX_TAG = 200
 _under_way: set[Path] = set()
 """What engines of this process are writing: several may save behind training, into one directory."""
@@ -32,6 +32,12 @@ _ONE_AT_A_TIME = threading.RLock()
 def tag_of(step: int) -> str:
     """The tag of a checkpoint that nobody gave a name."""
     return f"step-{step:08}"
+
+
+def step_of(tag: str) -> int | None:
+    """The step in a tag of ``tag_of``; None where somebody gave the checkpoint a name."""
+    automatic = _AUTOMATIC.fullmatch(tag)
+    return int(automatic[1]) if automatic else None
 
 
 def check_tag(tag: str) -> str:
@@ -60,14 +66,24 @@ def saved(directory: Path) -> list[str]:
 
 
 def present(directory: Path) -> list[str]:
-    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first."""
-    found = []
+    """The tags of the checkpoints in ``directory``, whole as far as names go, the one that was written last first.
+
+    Nothing is changed: one that a killed save put aside counts, and lies at ``place_of``.
+    """
+    found = {}
     with suppress(OSError):
         for path in directory.iterdir():
+            tag = path.name.removeprefix(_OLD)
             with suppress(OSError):
-                if _TAG.fullmatch(path.name):
-                    found.append(((path / INDEX).stat().st_mtime_ns, path.name))
-    return [name for _, name in sorted(found, reverse=True)]
+                if _TAG.fullmatch(tag):
+                    found[tag] = (place_of(directory, tag) / INDEX).stat().st_mtime_ns
+    return sorted(found, key=lambda tag: (found[tag], tag), reverse=True)
+
+
+def place_of(directory: Path, tag: str) -> Path:
+    """Where ``tag`` lies: under its name, or where a save that was killed between its two renames has left it."""
+    whole, old = directory / tag, _old(directory, tag)
+    return old if os.path.lexists(old) and not os.path.lexists(whole) else whole
 
 
 def latest(directory: Path) -> str | None:
@@ -132,7 +148,7 @@ def keep_last(directory: Path, count: int) -> None:
 
     The last ones are those that were written last, which need not be those of the highest steps.
     """
-    for tag in [name for name in saved(directory) if _AUTOMATIC.fullmatch(name)][count:]:
+    for tag in [name for name in saved(directory) if step_of(name) is not None][count:]:
         gone = directory / f"{_WORK}removed-{tag}"
         with suppress(OSError):
             (directory / tag).rename(gone)  # so that half of it is never taken for a checkpoint
@@ -211,7 +227,7 @@ def _remove(path: Path) -> None:
 def _make_newest(directory: Path, work: Path) -> None:
     """Date the index in ``work`` after all others: clocks tick slowly, may be set back, and differ between machines."""
     tags = saved(directory)
-    newest = (directory / tags[0] / INDEX).stat().st_mtime_ns if tags else 0
+    newest = (place_of(directory, tags[0]) / INDEX).stat().st_mtime_ns if tags else 0
     ours = (work / INDEX).stat()
     if ours.st_mtime_ns <= newest:
         os.utime(work / INDEX, ns=(ours.st_atime_ns, newest + 1))
