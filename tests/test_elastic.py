@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from shardengine.app import command, data, global_mean, job, resume, settings, stopping
-from shardengine.app.restarts import Death, Restarts, death
+from shardengine.app.restarts import Death, Decision, Restarts, death
 from shardengine.cli import main
 from shardengine.config import load_config
 from shardengine.errors import ConfigError, UsageError
 from tests.ranks import RankPool
 from tests.test_app import numbered
-from tests.test_resume import config, curve, on_rank, tag, tags, tiny  # noqa: F401
+from tests.test_resume import config, curve, made, on_rank, tag, tags, tiny  # noqa: F401
 
 Pools = Callable[[int], RankPool]
 # losses of about 5 in fp32, sums over ranks and micro-batches in another order, for a few steps: some 100 roundings
@@ -259,7 +259,8 @@ def test_a_death_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(stopping.CONTROL, str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     stopping.report_failure(ValueError("first line\nof two"))
-    assert death(tmp_path, {3: 1, 0: -15}).line == "rank 3 failed: of two"
+    assert death(tmp_path, {3: 1, 0: -15}).line == "rank 3 failed: ValueError: first line"
+    assert death(tmp_path, {3: 1, 0: -15}).text.endswith("\nValueError: first line\nof two")
     assert not death(tmp_path, {3: 1}).is_usage
     assert death(tmp_path, {3: 1, 0: -9}).rank == 0  # a death without a word comes first
     stopping.forget_failures(tmp_path)
@@ -268,20 +269,22 @@ def test_a_death_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_death_is_not_repeated_without_a_new_checkpoint(tmp_path: Path):
-    def save(step: int) -> None:
-        (tmp_path / "checkpoints" / tag(step)).mkdir(parents=True)
-
     dead = Death(1, None, -9)
     restarts = Restarts(4, tmp_path)
-    assert (restarts.again(dead) or "").endswith("restart 1 of 4: begins again, there is no checkpoint yet")
-    save(4)
-    assert (restarts.again(dead) or "").endswith("restart 2 of 4: goes on from step 4")
-    save(8)
-    assert (restarts.again(dead) or "").endswith("restart 3 of 4: goes on from step 8")
-    assert restarts.again(dead) is None
-    assert "before a new checkpoint" in restarts.why_not()
-    assert Restarts(4, tmp_path).again(Death(0, None, 2)) is None
-    assert Restarts(0, tmp_path).again(dead) is None
+    assert restarts.again(dead).line.endswith("restart 1 of 4: begins again, there is no checkpoint yet")
+    made(tmp_path, tag(4))
+    assert restarts.again(dead).line.endswith("restart 2 of 4: goes on from step 4")
+    made(tmp_path, tag(8))
+    assert restarts.again(dead) == Decision(True, f"{dead.line}; restart 3 of 4: goes on from step 8")
+    why = "not started again, ranks died twice without a new checkpoint in between; restarts: 3 of 4 used"
+    assert restarts.again(dead) == Decision(False, why)
+    assert restarts.again(Death(0, None, 2)) == Decision(False)  # the user's input: that message is enough
+    made(tmp_path, tag(99_999_999))
+    assert restarts.again(dead).line.endswith("restart 4 of 4: goes on from step 99999999")
+    made(tmp_path, tag(100_000_000))
+    assert restarts.again(dead) == Decision(False, "not started again, restarts: 4 of 4 used")
+    assert resume.newest(tmp_path) is not None and Restarts(0, tmp_path).again(dead) == Decision(False)
+    assert Restarts(1, tmp_path).again(dead).line.endswith("goes on from step 100000000")
 
 
 @pytest.mark.parametrize(("deaths", "code", "starts"), [([-9, -9, -9], 1, 2), ([-9], 0, 2), ([2, -9], 1, 1)])
@@ -309,5 +312,5 @@ def test_the_parent_starts_ranks_again(
     assert len(names) == starts and len(set(names)) == 1
     text = capsys.readouterr().err
     assert text.count("restart 1 of 3: begins again") == starts - 1
-    assert text.count("not started a third time") == (starts == 2 and code == 1)
+    assert text.count("not started again") == (starts == 2 and code == 1)
     assert text.count("rank 1") == (starts if code else 1)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from shardengine import mesh, rendezvous
 from shardengine.app import corpus, job, resume, stopping
-from shardengine.app.restarts import Death, Restarts, death
+from shardengine.app.restarts import Death, Decision, Restarts, death
 from shardengine.app.settings import (
     BUILTIN,
     DEFAULT_LENGTH,
@@ -165,10 +165,10 @@ def _run_parent(settings: Settings, ranks: int, max_restarts: int) -> int:
         restarts, name = Restarts(max_restarts, settings.output), uuid.uuid4().hex
         with _requests_to_stop(control / "stop"):
             while dead := _torchrun(settings, ranks, control, name):
-                line = None if (control / "stop").exists() else restarts.again(dead)
-                if line is None:
-                    return _explain(dead, settings, restarts.why_not())
-                print(line, file=sys.stderr, flush=True)
+                decision = Decision(False) if (control / "stop").exists() else restarts.again(dead)
+                if not decision.again:
+                    return _explain(dead, settings, decision.line)
+                print(decision.line, file=sys.stderr, flush=True)
                 stopping.forget_failures(control)
             return 0
     except KeyboardInterrupt:
@@ -218,7 +218,7 @@ def _explain(dead: Death, settings: Settings, note: str) -> int:
     """Print the failing rank's own traceback, or how a rank died that could not say anything; returns the exit code."""
     if dead.failure is not None and dead.is_usage:
         raise UsageError(dead.failure.text)
-    print(f"{dead.text}\n{note}", file=sys.stderr, end="")
+    print(dead.text, *([note] if note else []), sep="\n", file=sys.stderr)
     print(f"what was written so far is in {settings.output}{resume.hint(settings.output)}", file=sys.stderr)
     return 1
 

@@ -37,8 +37,7 @@ class Death:
         """One line: ``rank 1 was killed by SIGKILL (…)``, ``rank 0 failed: ValueError: …``."""
         if self.failure is None:
             return f"rank {self.rank} {describe_exit(self.code)}"
-        lines = self.failure.text.strip().splitlines()
-        return f"rank {self.rank} failed: {lines[-1] if lines else ''}"
+        return f"rank {self.rank} failed: {self.failure.line}"
 
     @property
     def text(self) -> str:
@@ -56,6 +55,14 @@ def death(control: Path, codes: Mapping[int, int]) -> Death:
     return Death(rank, None, code)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Whether the ranks are started again, and the line to print of it ("" for none)."""
+
+    again: bool
+    line: str = ""
+
+
 class Restarts:
     """Decides after each death whether the ranks are started again."""
 
@@ -65,20 +72,18 @@ class Restarts:
         self._made = 0
         self._found: tuple[str, int] | None = None  # the last checkpoint at the last restart
 
-    def again(self, dead: Death) -> str | None:
-        """The line to print before the next attempt; None where there is none.
+    def again(self, dead: Death) -> Decision:
+        """Whether there is another attempt, which is then counted.
 
         Never after wrong input; not when ranks die for the second time in a row without a new checkpoint in between.
         """
-        found = resume.newest(self._output)
-        if dead.is_usage or self._made >= self._allowed or (self._made and found == self._found):
-            return None
+        if dead.is_usage or not self._allowed:
+            return Decision(False)
+        found, used = resume.newest(self._output), f"restarts: {self._made} of {self._allowed} used"
+        if self._made >= self._allowed:
+            return Decision(False, f"not started again, {used}")
+        if self._made and found == self._found:
+            return Decision(False, f"not started again, ranks died twice without a new checkpoint in between; {used}")
         self._made, self._found = self._made + 1, found
         place = f"goes on from step {resume.step_of(found[0])}" if found else "begins again, there is no checkpoint yet"
-        return f"{dead.line}; restart {self._made} of {self._allowed}: {place}"
-
-    def why_not(self) -> str:
-        """After ``again`` returned None: a sentence where restarts were left."""
-        if self._made and self._made < self._allowed:
-            return "died again before a new checkpoint was made: not started a third time\n"
-        return ""
+        return Decision(True, f"{dead.line}; restart {self._made} of {self._allowed}: {place}")

@@ -50,12 +50,16 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. ``text`` is its traceback, or only the message where the user's input was wrong."""
+    """Why a rank ended. ``text`` is its traceback, or only the message where the user's input was wrong.
+
+    line: the exception's type and the first line of its message.
+    """
 
     time_ns: int
     rank: int
     is_usage: bool
     is_consequence: bool
+    line: str
     text: str
 
 
@@ -73,12 +77,18 @@ def report_failure(error: BaseException) -> None:
         rank=rank,
         is_usage=is_usage,
         is_consequence=isinstance(error, MismatchError | CommunicationError),
+        line=_first_line(error),
         text=str(error) if is_usage else trace,
     )
     target = Path(folder) / f"failure-{rank}.json"
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     partial.rename(target)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return next((line for line in lines if not line.startswith(" ")), "")  # a SyntaxError begins with its place
 
 
 def forget_failures(folder: Path) -> None:
