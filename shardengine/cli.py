@@ -1,36 +1,37 @@
 """The command line: `shardengine train | export | import | inspect | env | config`. Owns: options, help, exit codes.
 
 Must not know: what the commands do; each is imported when it is used, so that help and a wrong option answer at once.
-Exit codes: 0 done · 1 failure, or a damaged checkpoint · 2 wrong usage or config, with the message only.
+Exit codes: 0 done · 1 failure, or a damaged checkpoint · 2 wrong usage or config, with the message only · 141 whoever
+read the output has gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from shardengine import __version__
 from shardengine.config import json_schema, load_config
 from shardengine.errors import CheckpointError, ConfigError, UsageError
 
+_BROKEN_PIPE = 128 + 13
+"""What a shell calls a program that SIGPIPE has ended: `shardengine inspect … | head`."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; ``arguments`` default to the process's. Returns the exit code."""
     options = _parser().parse_args(arguments)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "train": _train, "export": _export, "inspect": _inspect, "env": _env, "import": _import, "config": _config,
+    }  # fmt: skip
     try:
-        if options.command == "train":
-            return _train(options)
-        if options.command == "export":
-            return _export(options)
-        if options.command == "inspect":
-            return _inspect(options)
-        if options.command == "env":
-            return _env()
-        if options.command == "import":
-            return _import(options)
-        return _config(options)
+        code = commands[options.command](options)
+        sys.stdout.flush()  # here, not when the interpreter ends, is a broken pipe answered
+        return code
     except (ConfigError, UsageError) as error:
         print(f"shardengine {options.command}: {error}", file=sys.stderr)
         return 2
@@ -38,6 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shardengine {options.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        return 1
+    except OSError as error:
+        if options.command == "train":
+            raise  # ranks and sockets: the traceback is needed
+        if isinstance(error, BrokenPipeError):
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+            return _BROKEN_PIPE
+        print(f"shardengine {options.command}: {error}", file=sys.stderr)
         return 1
 
 
@@ -56,7 +66,6 @@ def _import(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from shardengine.app import export
 
-    options.max_shard_size = export.parse_size("--max-shard-size", options.max_shard_size)
     return export.run(options)
 
 
@@ -66,7 +75,7 @@ def _inspect(options: argparse.Namespace) -> int:
     return inspect_checkpoint.run(options)
 
 
-def _env() -> int:
+def _env(_: argparse.Namespace) -> int:
     from shardengine.app import environment
 
     print(environment.describe())
@@ -221,7 +230,8 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a checkpoint for another program",
         description="Write a checkpoint as a Hugging Face directory, or for torch.distributed.checkpoint. One process, "
-        "no GPU, no training script; one tensor at a time is in memory. Every byte that is read is verified.",
+        "no GPU, no training script; no more than one tensor is in memory, for dcp two. Every byte that is read is "
+        "verified.",
     )
     export.add_argument(
         "checkpoint",
@@ -241,11 +251,17 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=("fp32", "bf16", "fp16", "as-trained"),
         help="of the parameters, rounded once from the master weights (default: as-trained; dcp: the master weights)",
     )
+    export.add_argument("--max-shard-size", metavar="SIZE", help="of one safetensors file: 5GB (default), 500MB, 2GiB")
     export.add_argument(
-        "--max-shard-size", metavar="SIZE", default="5GB", help="of one safetensors file: 5GB (default), 500MB, 2GiB"
+        "--tokenizer",
+        metavar="DIR",
+        help="hf: copy the tokenizer from there (default: from the run that CKPT belongs to)",
     )
     export.add_argument(
-        "--tokenizer", metavar="DIR", help="copy the tokenizer from there (default: from the run that CKPT belongs to)"
+        "--config",
+        metavar="DIR",
+        help="hf: take config.json from there, of a model of the same kind (default: the checkpoint's own; imported "
+        "ones have none)",
     )
     export.add_argument("--adapter", metavar="NAME", help="of a peft model only this adapter (default: all)")
 

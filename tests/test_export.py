@@ -6,7 +6,6 @@ Without an engine, in bounded memory, whole or not at all. DCP and peft: tests/t
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import json
 import shutil
@@ -19,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardengine.checkpoint import tensor_file
+from shardengine.checkpoint import index, model_facts
 from shardengine.cli import main
+from shardengine.interchange import hugging_face
+from shardengine.interchange.weight_files import Output
 from tests import cases
 from tests.ranks import RankPool
 
@@ -183,8 +184,8 @@ def test_memory_is_bounded_and_nothing_heavy_is_imported(tmp_path: Path, monkeyp
         assert taken[1] - taken[0] < most << 20, form
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", name="saved")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run: run.json, a model with a tokenizer elsewhere, two checkpoints of one rank."""
     folder = tmp_path_factory.mktemp("run")
     engine = cases.make_engine(cases.make_gpt2(), cases.config_of("0"), None)
@@ -215,70 +216,69 @@ def test_a_run_gives_its_latest_checkpoint_and_its_tokenizer(saved: Path, tmp_pa
     assert not (tmp_path / "empty" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["nowhere", "out"], "found nothing there"),
-        (["run/run.json", "out"], "found a file"),
-        (["run/start", "out"], "a directory with nothing of the kind"),
-        (["run", "run"], "expected a new or empty directory, found a directory with something in it"),
-        (["run", "run/run.json"], "expected a new or empty directory, found a file"),
-        (["run", "out", "--max-shard-size", "5 elephants"], "expected a size such as 5GB"),
-        (["run", "out", "--tokenizer", "run"], "expected a directory with a tokenizer's files"),
-        (["run", "out", "--adapter", "mine"], "no such adapter"),
-        (["run", "out", "--adapter", "mine", "--format", "dcp"], "--adapter goes with --format hf"),
-    ],
-)
-def test_wrong_arguments(
-    saved: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: list[str], text: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").symlink_to(saved)
-    assert main(["export", *arguments]) == 2
-    assert text in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+class Wrapped(nn.Module):
+    """A module that carries the config of the model inside of it, as many trainers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = cases.make_gpt2()
+        self.config = self.inner.config
 
 
-@pytest.mark.parametrize("damage", ["flip", "delete", "truncate", "index"])
-def test_a_damaged_checkpoint_leaves_nothing(saved: Path, tmp_path: Path, capsys: Any, damage: str) -> None:
-    shutil.copytree(saved / "checkpoints", tmp_path / "saved")
-    place = tmp_path / "saved" / "step-00000002"
-    file = place / ("index.json" if damage == "index" else "rank-00000.safetensors")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    if damage == "delete":
-        file.unlink()
-    else:
-        file.write_bytes(data[:-9] if damage == "truncate" else data)
-    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert file.name in said and "there are also: step-00000001" in said
-    assert damage == "index" or "it holds transformer." in said
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+def test_what_carries_a_config_is_no_hugging_face_model() -> None:
+    facts = model_facts.describe(Wrapped())
+    assert facts["class"] == "Wrapped" and facts["config"] is None
+    facts = model_facts.describe(cases.make_gpt2())
+    assert facts["config"]["model_type"] == "gpt2" and facts["generation_config"] is not None
 
 
-@pytest.mark.parametrize("form", ["hf", "dcp"])
-def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, form: str) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_weights_that_were_tied_by_hand_are_not_lost(tmp_path: Path, capsys: Any) -> None:
+    from transformers import AutoModelForCausalLM
 
-    from torch.distributed.checkpoint import filesystem
-
-    monkeypatch.setattr(tensor_file.Stream, "_write", full)
-    monkeypatch.setattr(filesystem, "_write_item", full)
-    assert main(["export", str(saved), str(tmp_path / "out"), "--format", form]) == 1
-    assert "No space left on device; nothing is left there" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_number_that_is_too_large_for_the_dtype_is_refused(tmp_path: Path, capsys: Any) -> None:
-    model = nn.Linear(3, 3)
-    with torch.no_grad():
-        model.weight[1, 2] = 1e6
+    model: Any = cases.make_llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    expected = evaluation_loss(model.eval())
     engine = cases.make_engine(model, cases.config_of("0"), None)
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
-    arguments = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--format", "safetensors", "--dtype"]
-    assert main([*arguments, "fp16"]) == 2
-    assert "weight: its largest value is 1e+06" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    assert main([*arguments, "bf16"]) == 0
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+    assert "note: model.embed_tokens.weight is written under lm_head.weight too" in capsys.readouterr().out
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert evaluation_loss(loaded.eval()) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"tie_word_embeddings": True, "vocab_size": 5}, ["a"]),
+        ({"tie_word_embeddings": True, "text_config": {"vocab_size": 5}}, ["a"]),
+        ({"tie_word_embeddings": True, "vocab_size": 6}, ["a", "b", "c"]),
+        ({"vocab_size": 5, "transformers_version": "4.57.0"}, ["a"]),
+        ({"vocab_size": 5, "transformers_version": "5.0.0"}, ["a", "b", "c"]),
+    ],
+)
+def test_what_from_pretrained_ties(config: dict[str, Any], names: list[str]) -> None:
+    class Named:
+        parameters = ({"names": ["a", "b", "c"]},)
+
+    output = Output("a", "a", "weight", torch.float32, torch.Size([5, 3]))
+    written, notes = hugging_face._with_aliases(Named(), [output], config)  # type: ignore[arg-type]
+    assert [each.name for each in written] == names and len(notes) == (len(names) > 1)
+    assert {each.origin for each in written} == {"a"}
+
+
+def test_a_checkpoint_without_a_config_takes_one_of_a_directory(saved: Path, tmp_path: Path, capsys: Any) -> None:
+    """As after an import."""
+    assert main(["export", str(saved), str(tmp_path / "whole")]) == 0
+    place = Path(shutil.copytree(saved / "checkpoints" / "step-00000002", tmp_path / "imported"))
+    facts = {key: value for key, value in index.read(place).items() if key not in ("format", "versions")}
+    facts["model"] = {"class": None, "config": None, "generation_config": None, "peft": None}
+    (place / "index.json").write_text(index.to_text(facts), encoding="utf-8")
+    arguments = ["export", str(place), str(tmp_path / "out")]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "(imported checkpoints have none)" in said and "--config DIR" in said
+    assert main([*arguments, "--config", str(tmp_path / "whole")]) == 0
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name

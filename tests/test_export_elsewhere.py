@@ -236,6 +236,10 @@ def test_several_adapters_and_one_of_them(tmp_path: Path, capsys: Any) -> None:
         assert same(tensors(tmp_path / out / place), tensors(reference)), (out, place)
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "no"), "--adapter", "third"]) == 2
     assert "it has 'default', 'second'" in capsys.readouterr().err
+    for option, value in (("--max-shard-size", "1GB"), ("--config", str(tmp_path / "saved"))):
+        (tmp_path / "saved" / "config.json").write_text('{"architectures": ["A"]}', encoding="utf-8")
+        assert main(["export", str(tmp_path / "saved"), str(tmp_path / "no"), option, value]) == 2
+        assert f"{option}: the output is one file of adapters" in capsys.readouterr().err
 
 
 def test_adapters_that_transformers_attached(tmp_path: Path) -> None:

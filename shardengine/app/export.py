@@ -1,13 +1,14 @@
 """`shardengine export`: a checkpoint as a directory for another program. Owns: its options, what it prints.
 
 Must not know: the forms that are written (interchange). Exit codes: 0 written · 1 the checkpoint is damaged or the disk
-full · 2 wrong usage; in the last two nothing is left of the output.
+full · 2 wrong usage · 143 ended by SIGTERM; in all but the first nothing is left of the output.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shardengine.interchange.aside import check_free, new_directory
 from shardengine.interchange.stored import RUN, Found, Stored, choose, find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}
+LARGEST_FILE = "5GB"
 _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -29,20 +31,23 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out)
     found = find(Path(options.checkpoint))
     check_free(out)
-    if options.adapter is not None and options.format != "hf":
-        raise UsageError(f"--adapter goes with --format hf, came --format {options.format}")
+    _check_together(options)
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer)
     if tokenizer is not None and not hugging_face.tokenizer_files(tokenizer):
         raise UsageError(f"--tokenizer {tokenizer}: expected a directory with a tokenizer's files, found none of them")
     if tokenizer is None:
         tokenizer = _tokenizer_of(found)
-    place = choose(found)
+    place, lost = choose(found)
     try:
-        notes = _write(options, place, out, tokenizer)
+        notes = [*([lost] if lost else []), *_write(options, place, out, tokenizer)]
     except CheckpointError as error:
-        others = [tag for tag in directory.present(place.parent) if tag != place.name]
+        folder = place.parent
+        others = [tag for tag in directory.present(folder) if directory.place_of(folder, tag) != place]
         offer = f"; there are also: {', '.join(others[:8])}" if others else ""
         raise CheckpointError(f"{error}{offer}") from error
+    except OSError as error:  # what cannot be read is a CheckpointError
+        text = f"{out}: could not be written: {error.strerror or error}; nothing is left there"
+        raise CheckpointError(text) from error
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
     print(f"{place} → {out}: {len(files)} file(s), {size(sum(path.stat().st_size for path in files))}")
     for path in files:
@@ -52,8 +57,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_together(options: argparse.Namespace) -> None:
+    """UsageError for an option that the format has no use for."""
+    used = {"hf": {"adapter", "config", "tokenizer", "max_shard_size"}, "safetensors": {"max_shard_size"}, "dcp": set()}
+    for name in ("adapter", "config", "tokenizer", "max_shard_size"):
+        if getattr(options, name) is not None and name not in used[options.format]:
+            formats = " or ".join(form for form, names in used.items() if name in names)
+            raise UsageError(f"--{name.replace('_', '-')} goes with --format {formats}, came --format {options.format}")
+
+
 def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path | None) -> list[str]:
     dtype = DTYPES[options.dtype] if options.dtype is not None else None
+    largest = parse_size("--max-shard-size", options.max_shard_size or LARGEST_FILE)
+    model = None if options.config is None else hugging_face.read_model(Path(options.config))
     with Stored(place) as stored, new_directory(out) as work:
         if options.format == "dcp":
             from shardengine.interchange import dcp_export
@@ -61,11 +77,14 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
             trained = options.dtype == "as-trained"
             return dcp_export.write(stored, work, dtype=dtype, as_trained=trained)
         if options.format == "safetensors":
-            return hugging_face.write_plain(stored, work, dtype=dtype, largest=options.max_shard_size)
+            return hugging_face.write_plain(stored, work, dtype=dtype, largest=largest)
         if options.adapter is not None or hugging_face.has_adapters(stored):
+            for name in ("--config", "--max-shard-size"):
+                if getattr(options, name[2:].replace("-", "_")) is not None:
+                    raise UsageError(f"{name}: the output is one file of adapters, which has no use for it")
             notes = hugging_face.write_adapters(stored, work, dtype=dtype, adapter=options.adapter)
         else:
-            notes = hugging_face.write(stored, work, dtype=dtype, largest=options.max_shard_size)
+            notes = hugging_face.write(stored, work, dtype=dtype, largest=largest, model=model)
         if tokenizer is not None:
             hugging_face.copy_tokenizer(tokenizer, work)
             return [*notes, f"the tokenizer's files are those of {tokenizer}"]
@@ -89,6 +108,6 @@ def parse_size(option: str, text: str) -> int:
     """``5GB`` → bytes; UsageError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise UsageError(f"{option} {text}: expected a size such as 5GB, 500MB or 2GiB")
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < math.inf:
+        raise UsageError(f"{option} {text[:80]}: expected a size such as 5GB, 500MB or 2GiB")
     return int(float(match[1]) * unit)

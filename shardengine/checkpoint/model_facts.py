@@ -13,7 +13,10 @@ from torch import nn
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """{"class", "config", "generation_config", "peft"}; None where the module has nothing of the kind."""
+    """{"class", "config", "generation_config", "peft"}; None where the module has nothing of the kind.
+
+    A module that only carries the config of a model inside of it has other names than that model: it has no config.
+    """
     adapters = getattr(module, "peft_config", None)
     inside: Any = getattr(module, "get_base_model", None)
     base = inside() if adapters is not None and callable(inside) else module
@@ -29,6 +32,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 def _config_of(module: nn.Module, name: str) -> dict[str, Any] | None:
     config = getattr(module, name, None)
+    if not callable(getattr(type(module), "save_pretrained", None)):  # on the class: wrappers pass attributes on
+        return None
     if not callable(getattr(config, "to_json_string", None)):
         return None
     value = json.loads(config.to_json_string())  # type: ignore[union-attr]

@@ -1,55 +1,99 @@
-"""A directory that appears whole or not at all. Must not know: what is written into it."""
+"""A directory that appears whole or not at all. Must not know: what is written into it.
+
+It is written as ``.<name>.partial/<name>`` beside its place and renamed. What raises inside, and SIGTERM, Ctrl-C and a
+closed terminal, remove it; what a killed program left is removed by the next one that writes the same directory.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-import tempfile
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from shardengine.checkpoint.directory import sync_directory
-from shardengine.errors import CheckpointError, UsageError
+from shardengine.errors import UsageError
 
 
 def check_free(out: Path) -> None:
-    """``UsageError`` unless ``out`` is not there, or is an empty directory."""
+    """``UsageError`` unless ``out`` is not there, or is an empty directory, and can be put there by a rename."""
+    wanted = f"{out}: expected a new or empty directory"
     try:
         if (out.exists() or out.is_symlink()) and (not out.is_dir() or any(out.iterdir())):
             found = "a directory with something in it" if out.is_dir() else "a file"
-            raise UsageError(f"{out}: expected a new or empty directory, found {found}; nothing is overwritten")
+            raise UsageError(f"{wanted}, found {found}; nothing is overwritten")
+        if out.is_dir() and os.path.ismount(out):
+            raise UsageError(f"{wanted}, found the place of a mounted file system; name a new directory inside of it")
+        above = next((place for place in out.absolute().parents if os.path.lexists(place)), None)
+        if above is not None and not above.is_dir():
+            raise UsageError(f"{wanted}, but {above} is a file")
     except OSError as error:
-        raise UsageError(f"{out}: expected a new or empty directory: {error.strerror}") from None
+        raise UsageError(f"{str(out)[:200]}: expected a new or empty directory: {error.strerror}") from None
 
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
     """An empty directory to write into; at the end of the ``with`` all of it is on disk, under the name ``out``.
 
-    Whatever raises inside, nothing is left; where it is the disk, that is a CheckpointError.
+    Whatever raises inside, nothing is left. OSError where the disk is full or refuses.
     """
     check_free(out)
     target = out.resolve()
-    outer: Path | None = None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    outer = target.parent / f".{target.name}.partial"
+    outer.mkdir(exist_ok=True)
+    work, lock = outer / target.name, os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        outer = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        work = outer / target.name
-        work.mkdir()
-        yield work
-        for path in sorted(work.rglob("*"), reverse=True):
-            _sync(path)
-        sync_directory(work)
-        os.rename(work, target)
-        sync_directory(target.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out}: could not be written: {error.strerror or error}; nothing is left there"
-        ) from error
+        _lock(lock, out)
+        with _ended_by_exception():
+            try:
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir()
+                yield work
+                for path in sorted(work.rglob("*"), reverse=True):
+                    _sync(path)
+                sync_directory(work)
+                os.rename(work, target)
+                sync_directory(target.parent)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+                with suppress(OSError):
+                    outer.rmdir()
     finally:
-        if outer is not None:
-            shutil.rmtree(outer, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(directory: int, out: Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{out}: another program is writing this very directory; wait for it") from None
+    except OSError:
+        pass  # a file system without locks
+
+
+@contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """SIGTERM and SIGHUP, where they would end the program, raise SystemExit in the main thread instead."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        ending = []  # only the main thread may set them
+    for number in ending:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _sync(path: Path) -> None:

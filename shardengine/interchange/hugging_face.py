@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardengine.checkpoint.directory import write_text
 from shardengine.errors import UsageError
 from shardengine.interchange import adapters, weight_files
 from shardengine.interchange.stored import Stored
+from shardengine.interchange.weight_files import Output
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -30,22 +32,45 @@ def has_adapters(stored: Stored) -> bool:
     return bool(stored.model.get("peft"))
 
 
-def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int) -> list[str]:
-    """A model: config, generation config, weights; sentences on what a user may miss. UsageError without a config."""
-    model = stored.model
+def read_model(place: Path) -> dict[str, Any]:
+    """What a Hugging Face directory says of its model, as ``Stored.model`` does; UsageError where it is none."""
+    expected = f"--config {place}: expected a directory with config.json that names one class in 'architectures'"
+    found: dict[str, Any] = {}
+    try:
+        for name in ("config", "generation_config"):
+            path = place / f"{name}.json"
+            found[name] = json.loads(path.read_text(encoding="utf-8")) if name == "config" or path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{expected}: {error}") from None
+    classes = found["config"].get("architectures") if isinstance(found["config"], dict) else None
+    if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
+        raise UsageError(f"{expected}, came {classes!r}")
+    return {**found, "class": classes[0]}
+
+
+def write(
+    stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest: int, model: dict[str, Any] | None = None
+) -> list[str]:
+    """A model: config, generation config, weights; sentences on what a user may miss. UsageError without a config.
+
+    model: what to believe of it, None for what the checkpoint says.
+    """
+    model = stored.model if model is None else model
     config = model.get("config")
     if not isinstance(config, dict) or not isinstance(model.get("class"), str):
+        kind = model.get("class")
+        reason = "imported checkpoints have none" if kind is None else f"its model was a {kind}"
         raise UsageError(
-            f"{stored.place}: no Hugging Face config in it (its model was a {model.get('class')}), so there is no "
-            "config.json to write: --format safetensors writes the weights under their own names, --format dcp weights "
-            "and optimizer"
+            f"{stored.place}: no Hugging Face config in it ({reason}), so there is no config.json to write: --config "
+            "DIR takes that of a model of the same kind, --format safetensors writes the weights under their own "
+            "names, --format dcp weights and optimizer"
         )
     if config.get("quantization_config") is not None:
         raise UsageError(
             f"{stored.place}: the model was quantized by another library, whose own form of the weights is not in a "
             "checkpoint; --format safetensors writes what is there"
         )
-    outputs = weight_files.weights(stored, dtype)
+    outputs, notes = _with_aliases(stored, weight_files.weights(stored, dtype), config)
     kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "architectures", "dtype")}
     named = next((output.dtype for output in outputs if output.dtype.is_floating_point), torch.float32)
     kept |= {"architectures": [model["class"]], "dtype": str(named).removeprefix("torch.")}
@@ -54,8 +79,28 @@ def write(stored: Stored, directory: Path, *, dtype: torch.dtype | None, largest
         _write_json(directory / "generation_config.json", model["generation_config"])
     weight_files.write(stored, outputs, directory, stem="model", largest=largest, metadata=_METADATA)
     if "auto_map" in config:
-        return ["the model's own code (auto_map in config.json) is not in a checkpoint; copy its .py files"]
-    return []
+        notes.append("the model's own code (auto_map in config.json) is not in a checkpoint; copy its .py files")
+    return notes
+
+
+def _with_aliases(stored: Stored, outputs: list[Output], config: dict[str, Any]) -> tuple[list[Output], list[str]]:
+    """``outputs``, and again under their other names what from_pretrained will not tie by itself; a note of each.
+
+    It ties embeddings, which have a row for each word, where the config says so.
+    """
+    four = str(config.get("transformers_version", "")).startswith("4.")  # which left out what was its default
+    ties = config.get("tie_word_embeddings", four) is True
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    words = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
+    aliases = {row["names"][0]: row["names"][1:] for row in stored.parameters if len(row["names"]) > 1}
+    written, notes = [], []
+    for output in outputs:
+        written.append(output)
+        if output.origin in aliases and not (ties and output.shape and output.shape[0] in words):
+            names = aliases[output.origin]
+            written += [replace(output, name=name) for name in names]
+            notes.append(f"{output.origin} is written under {', '.join(names)} too: the config does not tie them")
+    return written, notes
 
 
 def write_adapters(stored: Stored, directory: Path, *, dtype: torch.dtype | None, adapter: str | None) -> list[str]:

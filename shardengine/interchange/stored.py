@@ -40,26 +40,34 @@ class Found:
 def find(path: Path) -> Found:
     """What lies at ``path``: a checkpoint, a directory of them or the train command's output; UsageError if none is."""
     wanted = "expected a checkpoint of shardengine, a directory of them or the output directory of `shardengine train`"
-    if not path.is_dir():
-        raise UsageError(f"{path}: {wanted}, found {'a file' if path.exists() else 'nothing there'}")
-    if (path / directory.INDEX).exists() or (path / index.file_of(0)).exists():
-        folder = path.absolute().parent
-        return Found(path, None, folder.parent if (folder.parent / RUN).is_file() else None)
-    if directory.present(path):
-        return Found(None, path, path.absolute().parent if (path.absolute().parent / RUN).is_file() else None)
-    if directory.present(path / FOLDER):
-        return Found(None, path / FOLDER, path if (path / RUN).is_file() else None)
+    try:
+        if not path.is_dir():
+            raise UsageError(f"{path}: {wanted}, found {'a file' if path.exists() else 'nothing there'}")
+        if (path / directory.INDEX).exists() or (path / index.file_of(0)).exists():
+            folder = path.absolute().parent
+            return Found(path, None, folder.parent if (folder.parent / RUN).is_file() else None)
+        if directory.present(path):
+            return Found(None, path, path.absolute().parent if (path.absolute().parent / RUN).is_file() else None)
+        if directory.present(path / FOLDER):
+            return Found(None, path / FOLDER, path if (path / RUN).is_file() else None)
+    except OSError as error:
+        raise UsageError(f"{str(path)[:200]}: {wanted}: {error.strerror}") from None
     kind = kinds.describe(path)
     raise UsageError(f"{path}: {wanted}, found {kind or 'a directory with nothing of the kind'}")
 
 
-def choose(found: Found) -> Path:
-    """The checkpoint itself, or the one of the folder that ``latest`` names (the newest where it names none)."""
+def choose(found: Found) -> tuple[Path, str]:
+    """The checkpoint itself, or the one of the folder that ``latest`` names, else the newest.
+
+    And a sentence where ``latest`` names one that is not there; "" otherwise.
+    """
     if found.checkpoint is not None:
-        return found.checkpoint
+        return found.checkpoint, ""
     assert found.folder is not None
     tags, named = directory.present(found.folder), directory.latest(found.folder)
-    return found.folder / (named if named in tags else tags[0])
+    tag = named if named in tags else tags[0]
+    lost = f"'latest' names {named}, which is not there or has no {directory.INDEX}; taken is {tag}"
+    return directory.place_of(found.folder, tag), lost if named not in (None, tag) else ""
 
 
 def listed(folder: Path) -> list[str]:

@@ -53,7 +53,7 @@ def weights(stored: Stored, dtype: torch.dtype | None) -> list[Output]:
 
 def write(
     stored: Stored, outputs: Sequence[Output], directory: Path, *, stem: str, largest: int, metadata: dict[str, str]
-) -> list[Path]:
+) -> None:
     """Write ``stem``.safetensors, or where that would be more than ``largest`` bytes several files and their index."""
     shards: list[list[Output]] = []
     size = 0
@@ -77,7 +77,6 @@ def write(
         write_text(directory / f"{stem}.safetensors.index.json", json.dumps(table, indent=2) + "\n")
     for name, shard in zip(names, shards, strict=True):
         _write_file(stored, directory / name, shard, metadata)
-    return [directory / name for name in names]
 
 
 def _write_file(stored: Stored, path: Path, outputs: list[Output], metadata: dict[str, str]) -> None:
