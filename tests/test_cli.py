@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from shardengine.app import inspect_checkpoint
 from shardengine.cli import main
 from shardengine.config import json_schema, load_config
 
@@ -124,3 +127,30 @@ def test_help_and_config_import_no_heavy_optional_package():
         [sys.executable, "-c", code, CONFIGS / "zero2.json"], cwd=root, capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_reader_that_has_gone_is_no_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`shardengine config --schema | head`: no traceback, also when the interpreter ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["config", "--schema"]) == 141
+        gone.flush()
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_system_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["inspect", "y" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+    def refused(_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "that/file")
+
+    monkeypatch.setattr(inspect_checkpoint, "run", refused)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "shardengine inspect: [Errno 13] Permission denied: 'that/file'\n"

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardengine.checkpoint import index
 from shardengine.cli import main
+from shardengine.interchange import stored, summary
 from tests import cases
 from tests.ranks import RankPool
 
@@ -183,7 +184,68 @@ def test_a_directory_of_checkpoints_is_not_touched(copy: Path, capsys: Any) -> N
     assert sorted((path.name, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before
     code, out = said(capsys, copy, "--json")
     facts = json.loads(out)
-    assert (facts["latest"], facts["loaded"], len(facts["checkpoints"])) == ("step-00000009", "step-00000003", 2)
+    assert (facts["latest"], facts["loaded"], len(facts["checkpoints"])) == ("step-00000009", "step-00000003", 3)
+
+
+def test_a_save_that_was_killed_between_its_renames(copy: Path, tmp_path: Path, capsys: Any) -> None:
+    """inspect, export and load_checkpoint take the same one; only the last of them puts it back."""
+    (copy / "step-00000003").rename(copy / ".old-step-00000003")
+    before = sorted(copy.iterdir())
+    code, out = said(capsys, copy)
+    assert code == 0 and "load_checkpoint takes:  step-00000003" in out and "not there" not in out
+    assert main(["export", str(copy), str(tmp_path / "out"), "--format", "safetensors"]) == 0
+    assert f"{copy / '.old-step-00000003'} → " in capsys.readouterr().out and sorted(copy.iterdir()) == before
+    model = nn.Sequential(cases.make_mlp(), nn.BatchNorm1d(3))
+    model.register_buffer("\x1b[31m", torch.ones(3))
+    engine = cases.make_engine(model, cases.config_of("0"))
+    assert engine.load_checkpoint(copy, weights_only=True).tag == "step-00000003"
+    engine.close()
+    (copy / "step-00000003").rename(tmp_path / ".old-step-00000003")
+    assert said(capsys, tmp_path)[0] == 0  # the only one
+
+
+@pytest.mark.parametrize("end", ["removed", "replaced"])
+def test_a_run_that_goes_on_meanwhile(folder: Path, copy: Path, capsys: Any, monkeypatch: Any, end: str) -> None:
+    """keep_last removes a checkpoint while it is read, or a save replaces it: that is no damage."""
+    read = stored.damages
+
+    def late(place: Path, saved: dict[str, Any]) -> Any:
+        if place.name == "step-00000001":
+            place.rename(copy / ".tmp-removed-step-00000001")
+            shutil.rmtree(copy / ".tmp-removed-step-00000001")
+            if end == "replaced":
+                shutil.copytree(copy / "step-00000002", place)
+        return read(place, saved)
+
+    monkeypatch.setattr(summary, "damages", late)
+    code, out = said(capsys, copy)
+    assert code == 0 and "note: step-00000001 was removed or replaced while it was read" in out
+    assert "DAMAGED" not in out and "step-00000002  whole" in out
+    shutil.copytree(folder / "step-00000001", copy / "step-00000001", dirs_exist_ok=True)
+    assert json.loads(said(capsys, copy, "--json")[1])["removed"] == ["step-00000001"]
+    shutil.copytree(folder / "step-00000001", copy / "step-00000001", dirs_exist_ok=True)
+    assert main(["inspect", str(copy / "step-00000001")]) == 2
+    assert "was removed or replaced" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("versions", [[1], "x", {"torch": 2}])
+def test_an_index_with_odd_versions_is_damaged(copy: Path, capsys: Any, versions: Any) -> None:
+    place = copy / "step-00000003"
+    saved = {key: value for key, value in index.read(place).items() if key != "format"}
+    (place / "index.json").write_text(index.to_text({**saved, "versions": versions}), encoding="utf-8")
+    code, out = said(capsys, place)
+    assert code == 1 and "versions" in out
+
+
+def test_an_imported_checkpoint_is_described_by_what_is_known(tmp_path: Path, capsys: Any) -> None:
+    assert main(["import", str(Path(__file__).parent / "data" / "deepspeed-stage2-bf16"), str(tmp_path)]) == 0
+    (place,) = tmp_path.glob("step-*")
+    capsys.readouterr()
+    code, out = said(capsys, place)
+    rows = {line.partition(":")[0]: line.partition(":")[2].strip() for line in out.splitlines()}
+    assert code == 0 and "None" not in out and rows["random"] == "none"
+    assert rows["made by"].startswith("imported from DeepSpeed") and "= " not in rows["made by"]
+    assert rows["model"].split()[1] == "parameters,"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardengine.app.report import size
 from shardengine.checkpoint import directory
+from shardengine.errors import UsageError
 from shardengine.interchange.stored import find, listed
 from shardengine.interchange.summary import examine, grouped
 
@@ -23,6 +24,8 @@ def run(options: argparse.Namespace) -> int:
     found = find(Path(options.checkpoint))
     if found.checkpoint is not None:
         facts = examine(found.checkpoint)
+        if facts is None:
+            raise UsageError(f"{found.checkpoint}: it was removed or replaced while it was read")
         print(json.dumps(facts, indent=2) if options.json else _text(facts))
         return 0 if facts["whole"] else 1
     assert found.folder is not None
@@ -31,28 +34,33 @@ def run(options: argparse.Namespace) -> int:
 
 def _folder(folder: Path, *, as_json: bool) -> int:
     """A line for each checkpoint, newest first, and which of them `load_checkpoint` takes."""
-    all_facts = {tag: examine(folder / tag) for tag in listed(folder)}
+    examined = {tag: examine(directory.place_of(folder, tag)) for tag in listed(folder)}
+    all_facts = {tag: facts for tag, facts in examined.items() if facts is not None}
+    removed = sorted(examined.keys() - all_facts.keys())
     latest = directory.latest(folder)
     order = [tag for tag in [latest, *all_facts] if tag in all_facts]
     loaded = next((tag for tag in order if tag is not None and all_facts[tag]["whole"]), None)
     if as_json:
         rows = list(all_facts.values())
-        print(json.dumps({"directory": str(folder), "latest": latest, "loaded": loaded, "checkpoints": rows}, indent=2))
+        found = {"directory": str(folder), "latest": latest, "loaded": loaded, "checkpoints": rows, "removed": removed}
+        print(json.dumps(found, indent=2))
         return 0 if all(facts["whole"] for facts in rows) else 1
     rows_of_text = [["checkpoint", "state", "step", "ranks", "stage", "size"]]
     for tag, facts in all_facts.items():
         known = [str(facts["step"]), str(facts["ranks"]), facts["stage"]["name"]] if "step" in facts else ["?"] * 3
-        bytes_there = sum(path.stat().st_size for path in (folder / tag).iterdir() if path.is_file())
-        rows_of_text.append([tag, "whole" if facts["whole"] else "DAMAGED", *known, size(bytes_there)])
+        rows_of_text.append([tag, "whole" if facts["whole"] else "DAMAGED", *known, size(facts["bytes"])])
     print(_table(rows_of_text))
     print()
     for facts in all_facts.values():
         for line in _damage(facts):
             print(line)
-    print(f"latest names:           {latest or 'none'}{'' if latest in all_facts else ', which is not there'}")
+    lost = "" if latest is None or latest in all_facts else ", which is not there"
+    print(f"latest names:           {latest or 'none'}{lost}")
     print(f"load_checkpoint takes:  {loaded or 'none: no checkpoint is whole'}")
     for left in sorted(folder.glob(".old-*")):
         print(f"note: a save that was replacing {left.name.removeprefix('.old-')} has not ended, or was killed")
+    for tag in removed:
+        print(f"note: {tag} was removed or replaced while it was read")
     return 0 if all(facts["whole"] for facts in all_facts.values()) else 1
 
 
@@ -71,18 +79,13 @@ def _damage(facts: dict[str, Any]) -> list[str]:
 def _text(facts: dict[str, Any]) -> str:
     if "step" not in facts:
         return "\n".join(_damage(facts))
-    batch, stage, optimizer = facts["batch"], facts["stage"], facts["optimizer"]
-    elements = sum(_elements(row) for row in facts["parameters"])
-    trained = sum(_elements(row) for row in facts["parameters"] if row["trainable"])
-    adapters = f", adapters {', '.join(facts['model']['adapters'])}" if facts["model"]["adapters"] else ""
+    optimizer = facts["optimizer"]
     rows = [
         ["checkpoint", facts["checkpoint"]],
         ["state", "whole: every checksum is right" if facts["whole"] else "DAMAGED"],
         ["step", f"{facts['step']}  ({facts['samples']} samples, {facts['micro_steps']} micro-batches)"],
-        ["made by", f"{facts['ranks']} rank(s), stage {stage['name']} ({stage['letters']}), batch "
-         f"{batch.get('train_batch_size')} = {batch.get('train_micro_batch_size_per_gpu')} x "
-         f"{batch.get('gradient_accumulation_steps')} x {facts['ranks']}"],
-        ["model", f"{facts['model']['class']}{adapters}, {elements:,} parameters, {trained:,} of them trained"],
+        ["made by", _maker(facts)],
+        ["model", _model(facts)],
         ["dtypes", ", ".join(f"{kind} {'/'.join(dtypes)}" for kind, dtypes in facts["dtypes"].items())],
     ]  # fmt: skip
     if optimizer is None:
@@ -98,7 +101,7 @@ def _text(facts: dict[str, Any]) -> str:
         rows.append([f"  group {number}", f"{group['parameters']} parameter(s): {options}"])
     scheduler = facts["lr_scheduler"]
     rows.append(["scheduler", "none" if scheduler is None else f"{scheduler['type']} {json.dumps(scheduler['state'])}"])
-    rows.append(["random", f"{', '.join(facts['random_states'])}, of every rank"])
+    rows.append(["random", f"{', '.join(facts['random_states'])}, of every rank" if facts["random_states"] else "none"])
     rows.append(["client state", json.dumps(facts["client_state"])])
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     rows.append(["versions", f"{versions}, format {facts['format']}"])
@@ -110,6 +113,25 @@ def _text(facts: dict[str, Any]) -> str:
     if facts["buffers"]:
         parts.append(_table([["buffer", "", "shape", "dtype"], *[_row(row)[:4] for row in grouped(facts["buffers"])]]))
     return "\n\n".join(["\n".join(part for part in _damage(facts)), *parts] if facts["damaged"] else parts)
+
+
+def _maker(facts: dict[str, Any]) -> str:
+    """Ranks, stage and batch; of an imported checkpoint where it is from, and the batch if that is known."""
+    name, batch = facts["stage"]["name"], facts["batch"]
+    imported = name.startswith("imported from ")
+    ranks = name if imported else f"{facts['ranks']} rank(s), stage {name} ({facts['stage']['letters']})"
+    per_rank = [batch.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    product = "" if None in per_rank else f" = {per_rank[0]} x {per_rank[1]} x {facts['ranks']}"
+    whole = f", batch {batch['train_batch_size']}{product}" if "train_batch_size" in batch else ""
+    return ranks + whole
+
+
+def _model(facts: dict[str, Any]) -> str:
+    elements = sum(_elements(row) for row in facts["parameters"])
+    trained = sum(_elements(row) for row in facts["parameters"] if row["trainable"])
+    name = [str(facts["model"]["class"])] if facts["model"]["class"] is not None else []
+    adapters = [f"adapters {', '.join(facts['model']['adapters'])}"] if facts["model"]["adapters"] else []
+    return ", ".join([*name, *adapters, f"{elements:,} parameters, {trained:,} of them trained"])
 
 
 def _row(group: dict[str, Any]) -> list[str]:

@@ -132,6 +132,8 @@ def _check(index: dict[str, Any]) -> None:
     _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")
     _expect(all(name in _BATCH and _is_count(value) for name, value in index["batch"].items()), "batch")
     _expect(isinstance(index["client_state"], dict), "client_state")
+    versions = index.get("versions", {})
+    _expect(isinstance(versions, dict) and all(isinstance(each, str) for each in versions.values()), "versions")
     for file, facts in index["files"].items():
         _expect(_FILE.fullmatch(file) is not None, f"file name {file[:80]!r}")
         _expect(_is_count(facts["bytes"]), f"size of {file}")

@@ -6,6 +6,7 @@ Must not know: how it is printed. Everything is read from an index that was chec
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,39 @@ from shardengine.errors import CheckpointError
 from shardengine.interchange.stored import damages, model_of
 
 
-def examine(place: Path) -> dict[str, Any]:
-    """Everything about one checkpoint; "whole" and "damaged" are what its checksums say. Raises no CheckpointError."""
-    facts: dict[str, Any] = {"checkpoint": str(place), "whole": False, "damaged": []}
+def examine(place: Path) -> dict[str, Any] | None:
+    """Everything about one checkpoint; "whole" and "damaged" are what its checksums say. Raises no CheckpointError.
+
+    None where it was removed, or replaced, while it was read: a run goes on, and keeps the last few.
+    """
+    before = _identity(place)
+    facts: dict[str, Any] = {"checkpoint": str(place), "whole": False, "damaged": [], "bytes": 0}
     try:
-        saved = index.read(place)
+        sizes = {path.name: path.lstat().st_size for path in sorted(place.iterdir())}
+        facts["bytes"] = sum(sizes.values())
+        facts |= _described(place, sizes)
     except CheckpointError as error:
-        return facts | {"damaged": [{"file": directory.INDEX, "what": str(error), "holds": ["all of it"]}]}
+        facts["damaged"] = [{"file": directory.INDEX, "what": str(error), "holds": ["all of it"]}]
+    except OSError as error:
+        facts["damaged"] = [{"file": "", "what": f"cannot be read: {error.strerror}", "holds": ["all of it"]}]
+    return facts if facts["whole"] or (before is not None and _identity(place) == before) else None
+
+
+def _identity(place: Path) -> tuple[int, ...] | None:
+    """Which directory it is, and when something was last put into it or removed; None where there is none."""
+    with suppress(OSError):
+        found = place.stat()
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+    return None
+
+
+def _described(place: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """sizes: of all files that are there."""
+    saved = index.read(place)
     found = [asdict(damage) for damage in damages(place, saved)]
-    extra = sorted({path.name for path in place.iterdir()} - {directory.INDEX, *saved["files"]})
     model = model_of(saved)
     trained = [row["names"][0] for row in saved["parameters"] if row["trainable"]]
-    return facts | {
+    return {
         "whole": not found,
         "damaged": found,
         "step": saved["counters"]["global_steps"],
@@ -52,8 +74,8 @@ def examine(place: Path) -> dict[str, Any]:
         "own_buffers": saved["own_buffers"],
         "random_states": sorted(saved["random"]),
         "files": {file: facts["bytes"] for file, facts in saved["files"].items()}
-        | {directory.INDEX: (place / directory.INDEX).stat().st_size},
-        "unknown_files": extra,
+        | {directory.INDEX: sizes.get(directory.INDEX, 0)},
+        "unknown_files": sorted(sizes.keys() - {directory.INDEX, *saved["files"]}),
         "client_state": saved["client_state"],
         "versions": saved.get("versions") or {},
         "format": saved["format"],
