@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardengine.app import inspect_checkpoint
 from shardengine.checkpoint import index
 from shardengine.cli import main
 from shardengine.interchange import stored, summary
@@ -246,6 +247,9 @@ def test_an_imported_checkpoint_is_described_by_what_is_known(tmp_path: Path, ca
     assert code == 0 and "None" not in out and rows["random"] == "none"
     assert rows["made by"].startswith("imported from DeepSpeed") and "= " not in rows["made by"]
     assert rows["model"].split()[1] == "parameters,"
+    imported = {"stage": {"name": "imported from there", "letters": "RRPR"}, "ranks": 1}
+    assert inspect_checkpoint._maker({**imported, "batch": {}}) == "imported from there"
+    assert inspect_checkpoint._maker({**imported, "batch": {"train_batch_size": 6}}) == "imported from there, batch 6"
 
 
 @pytest.mark.parametrize(
