@@ -62,7 +62,7 @@ def saved(directory: Path) -> list[str]:
     for old in _begins_with(directory, _OLD):
         with suppress(OSError):
             recover(directory, old.name.removeprefix(_OLD))
-    return present(directory)
+    return [tag for tag in present(directory) if place_of(directory, tag) == directory / tag]  # a disk may refuse
 
 
 def present(directory: Path) -> list[str]:
@@ -227,7 +227,7 @@ def _remove(path: Path) -> None:
 def _make_newest(directory: Path, work: Path) -> None:
     """Date the index in ``work`` after all others: clocks tick slowly, may be set back, and differ between machines."""
     tags = saved(directory)
-    newest = (place_of(directory, tags[0]) / INDEX).stat().st_mtime_ns if tags else 0
+    newest = (directory / tags[0] / INDEX).stat().st_mtime_ns if tags else 0
     ours = (work / INDEX).stat()
     if ours.st_mtime_ns <= newest:
         os.utime(work / INDEX, ns=(ours.st_atime_ns, newest + 1))
