@@ -158,7 +158,7 @@ WIDTH, LAYERS = 3000, 1
 STATE_BYTES = 3 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 """108 MB."""
 BOUND = 24 << 20
-"""Two blocks of 8 MiB to write, one to read, and what the allocator rounds up."""
+"""Six blocks of 4 MiB to write, one to read, and what the allocator rounds up."""
 
 
 def growth(work: Callable[[], Any]) -> int:

@@ -38,7 +38,7 @@ except ImportError:
 
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 4
-_BLOCKS = 4
+_BLOCKS = 6
 """Of a writer: one is filled, the others are being written."""
 _AHEAD = 4
 """Blocks that a reader asks the disk for."""
