@@ -69,7 +69,7 @@ def lose_a_rank(stage: str, host: bool, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "ranks", "host"), [("0", 2, False), ("2", 3, False), ("3", 3, True)])
+@pytest.mark.parametrize(("stage", "ranks", "host"), [("2", 3, False), ("3", 3, True)])
 def test_a_killed_rank_is_named_by_the_error_and_by_reset(tmp_path: Path, stage: str, ranks: int, host: bool) -> None:
     with pytest.raises(RankFailure):
         RankPool(ranks).run(lose_a_rank, stage, host, str(tmp_path))
