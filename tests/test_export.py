@@ -168,7 +168,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def test_memory_is_bounded_and_nothing_heavy_is_imported(tmp_path: Path, monkeypatch: Any) -> None:
-    """80 MiB in matrices of 20 MiB: in pieces for safetensors, one matrix (and its writer's copy) for DCP."""
+    """80 MiB in matrices of 20 MiB: in blocks (24 MiB to write) for safetensors, one matrix and a copy for DCP."""
     for name, width in (("little", 8), ("large", 2290)):
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)])
         engine = cases.make_engine(model, cases.config_of("3", zero={"reduce_bucket_size": 1 << 26}), None)
@@ -176,7 +176,7 @@ def test_memory_is_bounded_and_nothing_heavy_is_imported(tmp_path: Path, monkeyp
         engine.close()
     for package in ("transformers", "peft"):
         monkeypatch.setitem(sys.modules, package, None)  # an import of it would raise
-    for form, most in (("safetensors", 30), ("dcp", 56)):
+    for form, most in (("safetensors", 40), ("dcp", 56)):
         taken = []
         for name in ("little", "large"):
             command = ["export", str(tmp_path / name), str(tmp_path / f"{name}-{form}"), "--format", form]
