@@ -157,6 +157,7 @@ def _write(job: Job, meet: Meet) -> None:
             begun = True
 
     def conclude() -> None:
+        """Rank 0: the index, the directory's final name, ``latest``, and what is too old."""
         if first:
             work = directory.work_of(job.folder, job.tag)
             directory.write_text(work / directory.INDEX, index.to_text({**job.facts, **_collect(job, work)}))

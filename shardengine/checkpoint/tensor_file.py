@@ -32,7 +32,7 @@ from torch import Tensor
 from shardengine.errors import CheckpointError, UsageError
 
 try:
-    from isal.isal_zlib import crc32  # the same sums in a third of the time; an extra of this package
+    from isal.isal_zlib import crc32  # the same sums, faster; an extra of this package
 except ImportError:
     from zlib import crc32
 
@@ -231,8 +231,11 @@ class Reader:
             if found != size:
                 return Damage(file, found if found < size else 0, size, f"has {found} bytes, expected {size}")
             for first, last in _runs(ranges, self._chunk):
+                asked = first
                 for chunk in range(first, last, _BLOCK_CHUNKS):
-                    self._ask_for(file, chunk, min(chunk + _AHEAD * _BLOCK_CHUNKS, last))
+                    ahead = min(chunk + _AHEAD * _BLOCK_CHUNKS, last)
+                    self._ask_for(file, asked, ahead)
+                    asked = ahead
                     at, end = chunk * self._chunk, min(min(chunk + _BLOCK_CHUNKS, last) * self._chunk, size)
                     data = self._staging(end - at)
                     self._pread(file, data, at)
@@ -267,7 +270,7 @@ class Reader:
 
     def _ask_for(self, file: str, first: int, last: int) -> None:
         """Have the disk read chunks [first, last) while others are looked at."""
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise") and last > first:  # to the system a length of 0 is the whole file
             place, count = first * self._chunk, (last - first) * self._chunk
             os.posix_fadvise(self._open(file), place, count, os.POSIX_FADV_WILLNEED)
 
