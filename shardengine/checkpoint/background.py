@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardengine.collectives import Collectives
 from shardengine.errors import CheckpointError
+from shardengine.host_memory import staging
 from shardengine.mesh import Mesh, Store
 
 Meet = Callable[[str, Callable[[], None]], None]
@@ -111,7 +112,7 @@ class Background:
         cuda = any(tensor.is_cuda for _, tensor in tensors)
         if self._memory[0].numel() < total:
             self._memory[0] = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._memory[0] = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
+            self._memory[0] = torch.empty(total, dtype=torch.uint8, pin_memory=True) if cuda else staging(total)
         copies = []
         for start, (key, tensor) in zip(starts, tensors, strict=True):
             copy = self._memory[0][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import json
 import math
-import mmap
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.host_memory import staging
 
 try:
     from isal.isal_zlib import crc32  # the same sums, faster; an extra of this package
@@ -114,8 +114,7 @@ class Stream:
         except OSError:
             os.close(self._file)
             raise
-        self._maps = [mmap.mmap(-1, _BLOCK_CHUNKS * CHUNK_BYTES) for _ in range(_BLOCKS)]  # page-aligned for O_DIRECT
-        self._blocks = [torch.frombuffer(block, dtype=torch.uint8) for block in self._maps]
+        self._blocks = list(staging(_BLOCKS * _BLOCK_CHUNKS * CHUNK_BYTES).chunk(_BLOCKS))
         self._filled = 0
         self._written = 0
         self._threads = ThreadPoolExecutor(_BLOCKS - 1)
@@ -152,10 +151,10 @@ class Stream:
 
     def _sum(self, start: int) -> None:
         """Take the checksum of the chunk that was filled last, while it is still in the processor's cache."""
-        self.chunks.append(crc32(memoryview(self._maps[0])[start : self._filled]))
+        self.chunks.append(crc32(_bytes_of(self._blocks[0][start : self._filled])))
 
     def _flush(self) -> None:
-        count, block = self._filled, memoryview(self._maps[0])
+        count, block = self._filled, _bytes_of(self._blocks[0])
         self._finish(_BLOCKS - 2)
         padded = -(-count // _ALIGNMENT) * _ALIGNMENT
         try:
@@ -163,7 +162,6 @@ class Stream:
         except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
             self._write(block[:padded], self._written)
         self._written, self._filled = self._written + count, 0
-        self._maps.append(self._maps.pop(0))
         self._blocks.append(self._blocks.pop(0))
 
     def _finish(self, left: int) -> None:
@@ -183,6 +181,10 @@ class Stream:
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~direct)  # it takes O_DIRECT at opening only
                 continue
             block, offset = block[count:], offset + count
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
 
 
 def _take_room(file: int, size: int) -> None:
@@ -239,7 +241,7 @@ class Reader:
                     at, end = chunk * self._chunk, min(min(chunk + _BLOCK_CHUNKS, last) * self._chunk, size)
                     data = self._staging(end - at)
                     self._pread(file, data, at)
-                    view = memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
+                    view = _bytes_of(data)
                     for number, start in enumerate(range(0, end - at, self._chunk), chunk):
                         if crc32(view[start : start + self._chunk]) != sums[number]:
                             bad = number * self._chunk
@@ -276,13 +278,13 @@ class Reader:
 
     def _staging(self, count: int) -> Tensor:
         if self._buffer.numel() < count:
-            self._buffer = torch.empty(max(count, min(2 * count, _BLOCK_CHUNKS * CHUNK_BYTES)), dtype=torch.uint8)
+            self._buffer = staging(max(count, min(2 * count, _BLOCK_CHUNKS * CHUNK_BYTES)))
         return self._buffer[:count]
 
     def _pread(self, file: str, target: Tensor, offset: int) -> None:
         """Exactly ``target`` (uint8 on the CPU) from ``offset``; OSError, or CheckpointError where the file ends."""
         number = self._open(file)
-        view = memoryview(target.numpy())  # type: ignore[arg-type]  # its stubs do not say so
+        view = _bytes_of(target)
         while view:
             count = os.preadv(number, [view], offset)
             if not count:
