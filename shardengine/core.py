@@ -7,8 +7,8 @@ Must not know: steps, the user's loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,8 +185,7 @@ class Core:
         for bucket in stepped:
             if not self.stage.publishes_after_step:
                 continue
-            names = self.layout.names_in(bucket.layout)
-            pending.append(self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS, bucket.layout.label))
+            pending.append(self._gather(bucket))
             if self.arrivals is not None:
                 self.arrivals.depart(bucket, pending.pop())
         for each in pending:
@@ -199,14 +198,28 @@ class Core:
         if self.arrivals is not None:
             self.arrivals.await_all()
 
-    def adopt_masters(self) -> None:
-        """What optimizers step was written (a checkpoint was loaded): the weights follow everywhere; collective."""
+    @contextmanager
+    def adopting_masters(self) -> Iterator[None]:
+        """What optimizers step was written (a checkpoint was loaded): the weights follow everywhere; collective.
+
+        They are on their way while the body runs, which must not touch them.
+        """
+        pending: list[Pending] = []
         with torch.no_grad():
             for state in self.reducer.buckets:
                 state.bucket.adopt_master()
-            self.publish(state.bucket for state in self.reducer.buckets)
-        self.await_weights()
+                if self.stage.publishes_after_step:
+                    pending.append(self._gather(state.bucket))
+        try:
+            yield
+        finally:
+            for each in pending:
+                each.wait()
         self.note_stepped()
+
+    def _gather(self, bucket: Bucket) -> Pending:
+        names = self.layout.names_in(bucket.layout)
+        return self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS, bucket.layout.label)
 
     @property
     def pinned(self) -> bool:

@@ -26,7 +26,7 @@ from shardengine.config import Config, load_config, timeout_of
 from shardengine.errors import UsageError
 from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
-from shardengine.optimizer import ShardedOptimizer
+from shardengine.optimizer import EngineCalls, ShardedOptimizer
 from shardengine.optimizer_forms import groups_for
 from shardengine.recovery import announced, announced_with
 
@@ -109,8 +109,7 @@ class Engine(Checkpointing):
             if kind is not None:
                 self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
                 self.optimizer.max_norm = self.config.gradient_clipping
-                self.optimizer.forget = self.zero_grad
-                self.optimizer.extend = self._add_param_group
+                self.optimizer.calls = EngineCalls(self.zero_grad, self._add_param_group)
                 core.schedule.on_complete = self.optimizer.finish_gradients
             self.lr_scheduler = self._make_scheduler(lr_scheduler)
             if self.optimizer is not None:

@@ -15,6 +15,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +54,14 @@ class Update:
     lost: bool = False
 
 
+@dataclass(frozen=True)
+class EngineCalls:
+    """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group."""
+
+    forget: Callable[[], None]
+    extend: Callable[[dict[str, Any]], None]
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps this rank's shards.
 
@@ -62,7 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Where the reducer gathers gradients (state replicated) every rank steps whole buckets instead of its slices.
     """
 
-    extend: Callable[[dict[str, Any]], None] | None = None
+    calls: EngineCalls | None = None
+    being_read: Future[None] | None = None
+    """While it runs, something else reads the states: the next update waits for it."""
 
     def __init__(
         self,
@@ -75,8 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self.param_groups = groups  # the given list itself, so that both optimizers' see a group that is added
-        self.extend = _no_engine
-        self.forget: Callable[[], None] = reducer.release
+        self.calls = EngineCalls(reducer.release, _no_engine)
         self.kind = kind
         self.norm: Tensor | None = None
         self.max_norm = 0.0
@@ -160,6 +170,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if accelerates and not all(self.bucket_states):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
+        if self.being_read is not None:
+            self.being_read.exception()
+            self.being_read = None
         if not update.begun:
             update.begun, update.divisor = True, self._divisor(update)
             for parameter in self._reducer.touched:
@@ -185,7 +198,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients: ``engine.zero_grad()``."""
-        self.forget()
+        if self.calls is not None:
+            self.calls.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step the parameters of ``param_group`` as well, from the next step on; collective, between two steps.
@@ -195,10 +209,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank
         that is lost, while the weights are moved is not taken back.
         """
-        if self.extend is None:
+        if self.calls is None:
             super().add_param_group(param_group)
         else:
-            self.extend(param_group)
+            self.calls.extend(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
@@ -234,9 +248,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
         if self.update is not None and self.update.begun:
             way = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
+            way = "engine.load_checkpoint() on every rank" if self.update.lost else way
             raise UsageError(
-                "the last step() was interrupted in the middle of its update, so its window can neither be forgotten "
-                f"nor gone on with: call {'engine.load_checkpoint() on every rank' if self.update.lost else way}"
+                "the last step() or load was interrupted in the middle of its update, so its window can neither be "
+                f"forgotten nor gone on with: call {way}"
             )
 
     def end_window(self, *, lost: bool = False) -> None:

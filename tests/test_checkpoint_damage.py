@@ -74,14 +74,28 @@ def test_each_damage_to_each_file(pools: Pools, tmp_path: Path) -> None:
         assert file == "index.json" or "it holds " in text, (file, way, text)
 
 
-def flips(folder: str) -> list[str]:
-    """What is said of a flipped bit in the middle of tensors, with every way to load."""
+def wide(stage: str = "1") -> Any:
+    """Of more bytes than a small chunk has."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    engine = cases.make_engine(model, cases.config_of("1"), "AdamW")
+    return cases.make_engine(model, cases.config_of(stage), "AdamW")
+
+
+def wide_saves(folder: str, tags: list[str]) -> None:
+    """One step before each."""
+    engine = wide()
     back = damage.small_chunks()
-    engine.save_checkpoint(folder, "a")
+    for tag in tags:
+        engine.backward(engine(torch.full((2, 64), float(len(tag)))).square().mean())
+        engine.step()
+        engine.save_checkpoint(folder, tag)
     back()
+    engine.close()
+
+
+def flips(folder: str) -> list[str]:
+    """What is said of a flipped bit in the middle of tensors, with every way to load."""
+    wide_saves(folder, ["a"])
     place = Path(folder) / "a"
     stored = json.loads((place / "index.json").read_text(encoding="utf-8"))["index"]["tensors"]
     path, texts = place / FILES[0], []
@@ -91,6 +105,7 @@ def flips(folder: str) -> list[str]:
         ("0.weight", "exp_avg_sq", False),
         ("0.weight", "exp_avg", True),
     ):
+        engine = wide()
         data = bytearray(good)
         data[stored[name][kind]["pieces"][0][3] + 8000] ^= 1
         path.write_bytes(data)
@@ -99,7 +114,7 @@ def flips(folder: str) -> list[str]:
             texts.append("no error")
         except CheckpointError as error:
             texts.append(str(error))
-    engine.close()
+        engine.close()
     return texts
 
 
@@ -132,6 +147,56 @@ def test_a_load_goes_back_to_the_last_whole_one(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, "step-00000009")
     assert (damage.tensors(engine), damage.rest(engine)) == before
     engine.close()
+
+
+def new_engines(folder: str, stage: str) -> None:
+    """The newest is damaged where a new engine finds it while it is filled: in the weights of a rank, in a state."""
+    wide_saves(folder, ["a", "b"])
+    place = Path(folder) / "b"
+    stored = json.loads((place / "index.json").read_text(encoding="utf-8"))["index"]["tensors"]
+    expected = wide(stage)
+    expected.load_checkpoint(folder, "a")
+    files = {name: (place / name).read_bytes() for name in FILES[:2]}
+    for name, kind in (("1.weight", "weight"), ("0.weight", "exp_avg_sq")):
+        if expected.rank == 0:
+            file, _, _, offset = stored[name][kind]["pieces"][0]
+            data = bytearray(files[file])
+            data[offset + 5000] ^= 1
+            (place / file).write_bytes(data)
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            engine = wide(stage)
+            assert engine.load_checkpoint(folder).tag == "a"
+            assert sum("goes back to" in str(row.message) and kind in str(row.message) for row in said) == (
+                engine.rank == 0
+            )
+        assert damage.tensors(engine) == damage.tensors(expected)
+        assert damage.rest(engine) == damage.rest(expected)
+        engine.close()
+        alone = wide(stage)
+        with pytest.raises(CheckpointError, match=r"it holds .*there are: a. The engine is partly loaded and refuses"):
+            alone.load_checkpoint(folder, "b")
+        with pytest.raises(UsageError, match=r"call engine.load_checkpoint\(\)"):
+            alone.backward(alone(torch.ones(2, 64)).square().mean())
+        with pytest.raises(UsageError, match="a load that was interrupted"):
+            alone.load_checkpoint(folder, "a", weights_only=True)
+        assert alone.load_checkpoint(folder, "a").global_steps == 1
+        assert damage.tensors(alone) == damage.tensors(expected)
+        alone.backward(alone(torch.ones(2, 64)).square().mean())
+        alone.step()
+        alone.close()
+        dist.barrier()
+        if expected.rank == 0:
+            for file, good in files.items():
+                (place / file).write_bytes(good)
+        dist.barrier()
+    expected.close()
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_a_new_engine_goes_back_while_it_is_filled(pools: Pools, tmp_path: Path, stage: str) -> None:
+    pools(2).run(new_engines, str(tmp_path), stage)
 
 
 LATEST: dict[str, Callable[[Path], Any]] = {

@@ -4,7 +4,8 @@ saving     write aside, fsync, rename                                  loading  
 background the same behind training
 contents   what an engine holds, by name and flat interval             fit        what of it is where in a checkpoint
 index      the JSON form, checked before it is believed                state      what is no tensor
-tensor_file, directory   bytes and names on disk                       model_facts   what Hugging Face wants to know
+tensor_file, reader   writing a file, reading ranges of many          directory  names on disk
+model_facts   what Hugging Face wants to know
 
 Must not know: the training loop. Nothing in here imports what a checkpoint names: loading one executes no code.
 """

@@ -1,12 +1,14 @@
-"""Saves behind training. Owns: host copies, the thread that writes them, how ranks meet without collectives.
+"""Saves behind training. Owns: host copies, the threads that make and write them, how ranks meet without collectives.
 
 Must not know: the form of files and index, engines.
 
-[Note: Behind training] With ``async_save`` a save copies this rank's tensors to host memory and returns; a thread
-writes the copies. Ranks then meet through the process group's store: collectives belong to training, and a thread must
-not issue any. There are two sets of host memory: while one is being written the next save may fill the other, and the
-one after that waits. What goes wrong is warned of at once, and raised on all ranks by the next call that saves (its own
-save is under way by then), loads or waits: ranks know of it at different times, so they exchange it, and tell it once.
+[Note: Behind training] With ``async_save`` a save copies to host memory what the user's code can write (weights and
+buffers) and returns. A thread copies what only an optimizer's update writes, and the next update waits for it; another
+thread writes the copies. Ranks then meet through the process group's store: collectives belong to training, and a
+thread must not issue any. There are two sets of host memory: while one is being written the next save may fill the
+other, and the one after that waits. What goes wrong is warned of at once, and raised on all ranks by the next call that
+saves (its own save is under way by then), loads or waits: ranks know of it at different times, so they exchange it, and
+tell it once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shardengine.mesh import Mesh, Store
 Meet = Callable[[str, Callable[[], None]], None]
 """Run something on every rank and wait for all; where it raises on one, it raises on all."""
 
-_LONGEST_POLL_S = 0.05
+_LONGEST_POLL_S = 0.01
 _PATIENCE = 1.25
 """A verdict is waited for so much longer than the answers of which it is made."""
 _SLOWEST_DISK = 16 << 20
@@ -38,6 +40,9 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
+        self._copier: ThreadPoolExecutor | None = None
+        self.copying: Future[None] | None = None
+        """Reads what it copies until it is done."""
         self._store: Store | None = None
         self._prefix = ""
         self._running: list[tuple[int, Future[None]]] = []
@@ -45,11 +50,13 @@ class Background:
         self._count = 0
         self._told: set[int] = set()
 
-    def copy(self, tensors: list[tuple[str, Tensor]], mesh: Mesh) -> list[tuple[str, Tensor]]:
+    def copy(self, tensors: list[tuple[str, Tensor]], behind: int, mesh: Mesh) -> list[tuple[str, Tensor]]:
         """``tensors`` in the memory that nothing is being written from; waits until there is one.
 
-        Everything that may fail on one rank alone is done here, not in ``submit``.
+        The last ``behind`` are there when ``copying`` is done, and must not be changed until then. Everything that may
+        fail on one rank alone is done here, not in ``submit``.
         """
+        self.await_copy()
         if self._thread is None:
             if mesh.ranks > 1:
                 self._store = mesh.store()
@@ -58,9 +65,22 @@ class Background:
                 # engines may share a mesh; every rank makes them in the same order
                 self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
             self._thread = ThreadPoolExecutor(1, "checkpoint")  # the end of the process waits for it
+            self._copier = ThreadPoolExecutor(1, "checkpoint-copy")
         if len(self._running) > 1:
             self._running[-2][1].exception()
-        return self._copy(tensors)
+        copies = self._places(tensors)
+        pairs = [(copy, tensor.detach()) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True)]
+        ahead = len(pairs) - behind
+        streams = {tensor.device: torch.cuda.current_stream(tensor.device) for _, tensor in pairs if tensor.is_cuda}
+        _copy(pairs[:ahead], streams)
+        assert self._copier is not None
+        self.copying = self._copier.submit(_copy, pairs[ahead:], streams)
+        return copies
+
+    def await_copy(self) -> None:
+        """Nothing is being copied afterwards; what went wrong is told where the copies are used."""
+        if self.copying is not None:
+            self.copying.exception()
 
     def submit(self, write: Callable[[Meet], None], mesh: Mesh, largest: int) -> None:
         """Write later what ``copy`` has copied. largest: bytes of the rank that has most."""
@@ -99,12 +119,13 @@ class Background:
 
     def close(self) -> None:
         """Nothing is under way: end the thread, give the memory back."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+        for thread in (self._thread, self._copier):
+            if thread is not None:
+                thread.shutdown(wait=False)
         self._memory.clear()
 
-    def _copy(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Each tensor at a multiple of 64 bytes."""
+    def _places(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Room for each tensor, at a multiple of 64 bytes."""
         starts, total = [], 0
         for _, tensor in tensors:
             starts.append(total)
@@ -112,14 +133,24 @@ class Background:
         cuda = any(tensor.is_cuda for _, tensor in tensors)
         if self._memory[0].numel() < total:
             self._memory[0] = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._memory[0] = torch.empty(total, dtype=torch.uint8, pin_memory=True) if cuda else staging(total)
-        copies = []
-        for start, (key, tensor) in zip(starts, tensors, strict=True):
-            copy = self._memory[0][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies.append((key, copy.copy_(tensor.detach(), non_blocking=cuda)))
-        if cuda:
-            torch.cuda.synchronize()
-        return copies
+            self._memory[0] = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
+        return [
+            (key, self._memory[0][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            for start, (key, tensor) in zip(starts, tensors, strict=True)
+        ]
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]], after: dict[torch.device, torch.cuda.Stream]) -> None:
+    """Copy each second tensor to the first. after: on a device, what its stream has begun until now."""
+    streams = {}
+    for device, begun in after.items():
+        streams[device] = torch.cuda.Stream(device)
+        streams[device].wait_stream(begun)
+    for copy, tensor in pairs:
+        with torch.cuda.stream(streams.get(tensor.device)):
+            copy.copy_(tensor, non_blocking=tensor.is_cuda)
+    for stream in streams.values():
+        stream.synchronize()
 
 
 class _ByStore:

@@ -126,7 +126,8 @@ def _are_names(value: Any) -> bool:
 
 def _check(index: dict[str, Any]) -> None:
     _expect(_is_count(index["world_size"]) and index["world_size"] >= 1, "world_size")
-    _expect(_is_count(index["chunk_bytes"]) and 512 <= index["chunk_bytes"] <= MAX_CHUNK_BYTES, "chunk_bytes")
+    chunk = index["chunk_bytes"]
+    _expect(_is_count(chunk) and 512 <= chunk <= MAX_CHUNK_BYTES and chunk % 512 == 0, "chunk_bytes")
     _expect(all(_is_count(index["counters"][name]) for name in COUNTERS), "counters")
     _expect(isinstance(index["own_buffers"], bool), "own_buffers")
     _expect(all(isinstance(index["stage"][key], str) for key in ("name", "letters")), "stage")
@@ -162,6 +163,7 @@ def _check_piece(index: dict[str, Any], piece: Sequence[Any], itemsize: int, siz
     file, first, end, offset = piece
     _expect(file in index["files"] and all(map(_is_count, (first, end, offset))), what)
     _expect(first <= end <= size and offset + (end - first) * itemsize <= index["files"][file]["bytes"], what)
+    _expect(offset % itemsize == 0, what)
 
 
 def _check_tables(index: dict[str, Any]) -> dict[str, int]:

@@ -4,7 +4,11 @@ Must not know: the form of files and index, how names and intervals are matched.
 
 1. choose   rank 0 lists what is there; the first checkpoint that every rank finds whole is taken
 2. verify   every rank verifies the chunks that it needs and its random states, before anything is changed on any rank
-3. fill     every rank reads its intervals into its own memory; one buffer of a few MiB is all that comes on top
+3. fill     every rank reads its intervals into its own memory; a few blocks of 4 MiB are all that comes on top
+
+[Note: Nothing to lose] An engine that has not trained is filled while its checkpoint is verified: the bytes are read
+once. Where some are damaged it takes the next checkpoint, and if none is whole it refuses to train. What has trained,
+and what a load only fills in part (``strict=False``, ``weights_only``), is verified first and then read again.
 """
 
 from __future__ import annotations
@@ -21,11 +25,15 @@ from torch import Tensor
 
 from shardengine.agreement import compare, together
 from shardengine.checkpoint import directory, fit, index, saving, state
-from shardengine.checkpoint.tensor_file import Reader
+from shardengine.checkpoint.contents import BUFFER, WEIGHT
+from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
 from shardengine.collectives import Collectives
 from shardengine.core import Core
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.inspection import Inspection
+
+_MOSTLY_ALONE = 1.5
+"""× a checkpoint's size is what all ranks read together at most, where each reads past the page cache."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,17 @@ class _Candidate:
     damaged: str = ""
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How a load goes. strict, weights_only: see ``Engine.load_checkpoint`` · at_once: [Note: Nothing to lose]."""
+
+    strict: bool
+    weights_only: bool
+    at_once: bool
+
+
 def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: bool, weights_only: bool) -> Checkpoint:
-    """Verify a checkpoint on every rank, then fill the engine from it. See ``Engine.load_checkpoint``.
+    """Fill the engine from the first checkpoint that every rank finds whole. See ``Engine.load_checkpoint``.
 
     Also the way on after an update that nothing can finish (recovery: [Note: Back to one step]).
     """
@@ -72,26 +89,14 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
         return _candidates(place, tag) if rank == 0 else []
 
     names = collectives.exchange_objects(together(collectives, "finding the checkpoint", listed))[0]
-    chosen = _choose(engine, Path(folder), names, strict=strict, weights_only=weights_only)
     core.await_weights()
     core.schedule.rest()
     core.reducer.release()
     if not interrupted:
         core.adopt_written_weights()
-
-    def restore_random_states() -> None:
-        if not weights_only:
-            _restore_random_states(core, chosen)
-
-    together(collectives, "restoring random states", restore_random_states)  # none is filled before all are here
-    try:
-        what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
-        together(collectives, what, lambda: _fill(engine, chosen, weights_only=weights_only))
-        core.adopt_masters()
-    except BaseException:
-        if engine.optimizer is not None:
-            engine.optimizer.end_window(lost=True)
-        raise
+    new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
+    way = _Way(strict, weights_only, at_once=new and strict and not weights_only)
+    chosen = _take_first(engine, Path(folder), names, way)
     if engine.optimizer is not None:
         engine.optimizer.end_window()
     engine._window.restart()
@@ -128,8 +133,8 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
         )
     if not whole:
         raise UsageError(
-            "load_checkpoint after a step() that was interrupted in the middle of its update: expected strict=True and "
-            "weights_only=False, because optimizer states and steps are half done, too"
+            "load_checkpoint after a step() or a load that was interrupted in the middle of its update: expected "
+            "strict=True and weights_only=False, because optimizer states and steps are half done, too"
         )
     return True
 
@@ -157,17 +162,18 @@ def _candidates(folder: Path, tag: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _choose(engine: Inspection, folder: Path, names: list[str], *, strict: bool, weights_only: bool) -> _Candidate:
-    """The first candidate that all ranks find whole; raises, on all ranks, where it does not fit or there is none."""
+def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -> _Candidate:
+    """Load the first candidate that all ranks find whole; raises, on all ranks, where it does not fit or none is."""
     collectives, rank = engine._core.collectives, engine.rank
     rejected: list[str] = []
     for name in names:
-        candidate = _examine(engine, folder / name, strict=strict, weights_only=weights_only)
+        candidate = _examine(engine, folder / name, way)
         views = collectives.exchange_objects([candidate.unfit, candidate.damaged])
         unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
         if unfit and not rejected:
             _raise_everywhere(collectives, UsageError(unfit))
         damaged = damaged or unfit  # somebody else's beside a damaged one of ours is no reason to stop looking
+        damaged = damaged or _take(engine, candidate, way)
         if not damaged:
             if rejected and rank == 0:
                 text = "; ".join(rejected)
@@ -177,7 +183,14 @@ def _choose(engine: Inspection, folder: Path, names: list[str], *, strict: bool,
     others = together(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
     others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
     offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else "there is no other checkpoint"
-    _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}"))
+    _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_remark(engine)}"))
+
+
+def _remark(engine: Inspection) -> str:
+    """What else to say of a load that has failed."""
+    if engine.optimizer is None or engine.optimizer.update is None:
+        return ""
+    return ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
 
 
 def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
@@ -186,12 +199,13 @@ def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoRe
     raise error
 
 
-def _examine(engine: Inspection, place: Path, *, strict: bool, weights_only: bool) -> _Candidate:
+def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
     """Read the index, compare it, verify this rank's part of the files; never raises for what may be wrong with it."""
     candidate = _Candidate(place)
+    core = engine._core
     try:
         candidate.saved = index.read(place)
-        candidate.plan = fit.plan(candidate.saved, engine, strict=strict, weights_only=weights_only)
+        candidate.plan = fit.plan(candidate.saved, engine, strict=way.strict, weights_only=way.weights_only)
     except CheckpointError as error:
         candidate.damaged = str(error)
         return candidate
@@ -201,39 +215,38 @@ def _examine(engine: Inspection, place: Path, *, strict: bool, weights_only: boo
             "\nstrict=False leaves out what only one side has (names, groups, options, a scheduler), weights_only=True "
             "takes the weights and buffers alone"
         )
-        candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint if strict else ''}"
+        candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint if way.strict else ''}"
         return candidate
-    core = engine._core
-    with _reader(candidate) as reader:
-        for file, ranges in sorted(_needed(candidate, core, weights_only=weights_only).items()):
-            damage = reader.damage(file, ranges)
-            if damage is not None:
-                names = index.names_at(candidate.saved, file, damage.start, damage.end)
-                more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-                inside = f"it holds {', '.join(names[:4])}{more}" if names else "nothing that is needed is in that part"
-                candidate.damaged = f"{place / file} {damage.what}; {inside}"
-                return candidate
-        try:
-            if not weights_only:
+    try:
+        with _reader(candidate) as reader:
+            for _ in reader.verified(_verified_first(candidate, core, way)):
+                pass
+            if not way.weights_only:
                 candidate.random = _read_random_states(reader, candidate.saved, core)
-        except (ValueError, OSError, CheckpointError) as error:
-            candidate.damaged = f"{place}: {error}"
+    except DamageError as error:
+        candidate.damaged = _told(candidate, error.damage)
+    except ValueError as error:
+        candidate.damaged = f"{place}: {error}"
     return candidate
 
 
-def _needed(candidate: _Candidate, core: Core, *, weights_only: bool) -> dict[str, list[tuple[int, int]]]:
-    """File → the byte ranges that this rank verifies: what it reads, and the heads of its share of the files."""
+def _told(candidate: _Candidate, damage: Damage) -> str:
+    names = index.names_at(candidate.saved, damage.file, damage.start, damage.end)
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    inside = f"it holds {', '.join(names[:4])}{more}" if names else "nothing that is needed is in that part"
+    return f"{candidate.place / damage.file} {damage.what}; {inside}"
+
+
+def _verified_first(candidate: _Candidate, core: Core, way: _Way) -> dict[str, list[tuple[int, int]]]:
+    """File → byte ranges: the heads of this rank's share of the files, and what it will read, unless it is new."""
     files: dict[str, list[tuple[int, int]]] = {}
     for number, file in enumerate(sorted(candidate.saved["files"])):
         if number % core.mesh.ranks == core.mesh.rank:
             files[file] = [(0, 8)]
-    for filling in candidate.plan.fillings:
-        for file, offset, start, stop in filling.sources:
-            files.setdefault(file, []).append((offset, offset + (stop - start) * filling.dtype.itemsize))
-    if not weights_only:
-        for file, offset, count in _random_places(candidate.saved, core.mesh.rank).values():
-            files.setdefault(file, []).append((offset, offset + count))
-    return files
+    if not way.at_once:
+        for file, ranges in _ranges(candidate.plan.fillings).items():
+            files.setdefault(file, []).extend(ranges)
+    return dict(sorted(files.items()))
 
 
 def _random_places(saved: dict[str, Any], rank: int) -> dict[str, tuple[str, int, int]]:
@@ -243,36 +256,109 @@ def _random_places(saved: dict[str, Any], rank: int) -> dict[str, tuple[str, int
 
 def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> dict[str, Tensor]:
     """Read, and found to be usable."""
-    states = {}
+    states, wanted = {}, dict[str, list[Wanted]]()
     for name, (file, offset, count) in _random_places(saved, core.mesh.rank).items():
         states[name] = torch.empty(count, dtype=torch.uint8)
-        reader.read(file, offset, states[name], torch.uint8)
+        wanted.setdefault(file, []).append(Wanted(offset, states[name], torch.uint8))
+    reader.fill(wanted)
     state.require_random_states(states, core.mesh.device)
     return states
 
 
-def _reader(candidate: _Candidate) -> Reader:
+def _reader(candidate: _Candidate, *, direct: bool = False) -> Reader:
     files = {file: (facts["bytes"], facts["chunks"]) for file, facts in candidate.saved["files"].items()}
-    return Reader(candidate.place, files, candidate.saved["chunk_bytes"])
+    return Reader(candidate.place, files, candidate.saved["chunk_bytes"], direct=direct)
 
 
 # 3. fill
 
 
+def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
+    """Fill the engine; "", or, on all ranks, what was damaged: the engine is partly loaded then. Collective."""
+    core, optimizer = engine._core, engine.optimizer
+    collectives = core.collectives
+
+    def restore_random_states() -> None:
+        if not way.weights_only:
+            _restore_random_states(core, chosen)
+
+    together(collectives, "restoring random states", restore_random_states)  # none is filled before all are here
+    if optimizer is not None:
+        optimizer.end_window(lost=True)
+    fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)
+    weights = [filling for filling in fillings if filling.part.state in (WEIGHT, BUFFER)]
+    states = [filling for filling in fillings if filling.part.state not in (WEIGHT, BUFFER)]
+    what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
+    with _reader(chosen, direct=way.at_once and alone) as reader:
+
+        def fill(part: list[fit.Filling]) -> str:
+            try:
+                _fill(reader, part)
+            except DamageError as error:
+                return _told(chosen, error.damage)
+            return ""
+
+        def fill_states() -> str:
+            damaged = fill(states)
+            if not damaged and not way.weights_only:
+                _restore(engine, chosen)
+            return damaged
+
+        damaged = _first(collectives.exchange_objects(together(collectives, what, lambda: fill(weights))))
+        if not damaged:
+            with core.adopting_masters():
+                damaged = _first(collectives.exchange_objects(together(collectives, what, fill_states)))
+    if damaged and not way.at_once:  # it was whole a moment ago, and an older one need not write all of the engine
+        _raise_everywhere(collectives, CheckpointError(f"{what} failed: {damaged}"))
+    return damaged
+
+
+def _first(texts: list[str]) -> str:
+    return next((text for text in texts if text), "")
+
+
+def _reads_alone(chosen: _Candidate, core: Core) -> bool:
+    """Whether ranks have little in common of what they read: then the page cache of a machine is of no use."""
+    needed = sum(end - start for ranges in _ranges(chosen.plan.fillings).values() for start, end in ranges)
+    whole: int = sum(facts["bytes"] for facts in chosen.saved["files"].values())
+    return needed * core.mesh.ranks <= _MOSTLY_ALONE * whole
+
+
+def _ranges(fillings: Iterable[fit.Filling]) -> dict[str, list[tuple[int, int]]]:
+    """File → the bytes that are read of it."""
+    files: dict[str, list[tuple[int, int]]] = {}
+    for filling in fillings:
+        for file, offset, start, stop in filling.sources:
+            files.setdefault(file, []).append((offset, offset + (stop - start) * filling.dtype.itemsize))
+    return files
+
+
 @torch.no_grad()
-def _fill(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
-    """Write every view that this rank holds, then optimizer and scheduler."""
-    plan, saved = chosen.plan, chosen.saved
-    with _reader(chosen) as reader:
-        _fill_parts(reader, plan.fillings)
-        for part in plan.fresh:
-            part.values.zero_()
-    if weights_only:
-        return
+def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
+    """Write every view of ``fillings``; in the order of the files, whatever theirs is."""
+    wanted: dict[str, list[Wanted]] = {}
+    apart: list[tuple[Tensor, Tensor]] = []
+    for filling in fillings:
+        values = filling.part.values
+        flat = values.view(-1) if values.is_contiguous() else values.new_empty(values.numel())
+        if not values.is_contiguous():
+            apart.append((values, flat))
+        for file, offset, start, stop in filling.sources:
+            wanted.setdefault(file, []).append(Wanted(offset, flat[start:stop], filling.dtype))
+    reader.fill(dict(sorted(wanted.items())))
+    for values, flat in apart:
+        values.copy_(flat.view(values.shape))
+
+
+def _restore(engine: Inspection, chosen: _Candidate) -> None:
+    """Everything but weights, buffers and the optimizer's tensors."""
+    plan = chosen.plan
+    for part in plan.fresh:
+        part.values.zero_()
     if engine.optimizer is not None:
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
     if plan.scheduler:
-        state.restore_scheduler(engine.lr_scheduler, saved["lr_scheduler"], plan.origins)
+        state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
 
 
 def _restore_random_states(core: Core, chosen: _Candidate) -> None:
@@ -280,17 +366,6 @@ def _restore_random_states(core: Core, chosen: _Candidate) -> None:
         state.restore_random_states(chosen.random, core.mesh.device)
     else:
         state.seed_anew(chosen.random, core.mesh.rank)
-
-
-def _fill_parts(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
-    for filling in fillings:
-        values = filling.part.values
-        whole = values.is_contiguous()
-        flat = values.view(-1) if whole else values.new_empty(values.numel())
-        for file, offset, start, stop in filling.sources:
-            reader.read(file, offset, flat[start:stop], filling.dtype)
-        if not whole:
-            values.copy_(flat.view(values.shape))
 
 
 def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:

@@ -30,8 +30,9 @@ from shardengine.inspection import Inspection
 class Job:
     """Everything that one rank writes of one checkpoint.
 
-    tensors: what is written, by its key in the file · parts: (name, state, dtype, first, end) of each that is no random
-    state; random: the keys of those that are
+    tensors: what is written, by its key in the file · behind: how many of them, from the end, only the optimizer writes
+    parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
+    ready: returns when the tensors hold what is saved
     """
 
     folder: Path
@@ -40,9 +41,11 @@ class Job:
     ranks: int
     facts: dict[str, Any]
     tensors: list[tuple[str, Tensor]]
+    behind: int
     parts: list[tuple[str, str, str, int, int]]
     random: list[str]
     keep_last: int | None
+    ready: Callable[[], None] = lambda: None
 
 
 def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: dict[str, Any] | None) -> Path:
@@ -70,8 +73,16 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
         _write(job, _by_collectives(collectives))
         return place / name
     saves = background_of(engine)
-    copies = together(collectives, "copying a checkpoint to host memory", lambda: saves.copy(job.tensors, core.mesh))
-    copied = replace(job, tensors=copies)
+
+    def copy() -> list[tuple[str, Tensor]]:
+        return saves.copy(job.tensors, job.behind, core.mesh)
+
+    copied = replace(job, tensors=together(collectives, "copying a checkpoint to host memory", copy))
+    if (copying := saves.copying) is not None:
+        copied = replace(copied, ready=copying.result)
+        if engine.optimizer is not None:
+            engine.optimizer.being_read = copying
+    copies = copied.tensors
     rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
     saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(size for size, _ in rows))
     saves.tell([failures for _, failures in rows], collectives)
@@ -81,6 +92,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
 def finish(engine: Inspection) -> None:
     """Wait until everything that was saved is on disk; raises what went wrong, on all ranks; collective."""
     if engine._saves is not None:
+        engine._saves.await_copy()
         engine._saves.surface(engine._core.collectives)
 
 
@@ -131,7 +143,10 @@ def _describe(engine: Inspection) -> dict[str, Any]:
 
 def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> Job:
     core = engine._core
-    parts = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
+    owned = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
+    model = [part for part in owned if part.state in (contents.WEIGHT, contents.BUFFER)]  # loaded first
+    stepped = [part for part in owned if part.state not in (contents.WEIGHT, contents.BUFFER)]
+    parts = model + stepped
     random = [(f"random/{name}", values) for name, values in state.random_states(core.mesh.device)]
     return Job(
         folder=folder,
@@ -139,7 +154,8 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> J
         rank=core.mesh.rank,
         ranks=core.mesh.ranks,
         facts=facts,
-        tensors=[(part.key, part.values) for part in parts] + random,
+        tensors=random + [(part.key, part.values) for part in parts],
+        behind=len(stepped),
         parts=[(p.name, p.state, str(p.values.dtype).removeprefix("torch."), p.first, p.end) for p in parts],
         random=[key for key, _ in random],
         keep_last=engine.config.checkpoint.keep_last,
@@ -192,6 +208,7 @@ def _write_file(job: Job) -> None:
             f"{work}, which rank 0 has made, is not there on rank {job.rank}: expected a directory that all ranks share"
         )
     file = index.file_of(job.rank)
+    job.ready()
     done = tensor_file.write(work / file, job.tensors)
     sizes = {key: values.numel() for key, values in job.tensors}
     entry = {

@@ -1,4 +1,4 @@
-"""One file of tensors: written as a stream, checked chunk by chunk, read in ranges. The form is safetensors.
+"""One file of tensors, written as a stream, with a checksum of every chunk. The form is safetensors.
 
 Must not know: engines, parameters, what the tensors mean.
 
@@ -6,8 +6,8 @@ Must not know: engines, parameters, what the tensors mean.
 needs a part of a file verifies that part, and no more. A checksum finds damage; it is no signature.
 
 [Note: Streaming] A few blocks: while some are on their way to the disk, past the page cache where the file system can
-do that (O_DIRECT), the next is filled and its checksums are taken. What is verified is asked for ahead of the checksums
-in the same way. So the disk does not wait for the processor, unless its checksums are the slower of the two.
+do that (O_DIRECT), the next is filled and its checksums are taken. So the disk does not wait for the processor, unless
+its checksums are the slower of the two.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import fcntl
 import json
 import math
 import os
-import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.errors import CheckpointError, UsageError
+from shardengine.errors import UsageError
 from shardengine.host_memory import staging
 
 try:
@@ -36,15 +35,12 @@ try:
 except ImportError:
     from zlib import crc32
 
+checksum = crc32
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 4
 _BLOCKS = 6
 """Of a writer: one is filled, the others are being written."""
-_AHEAD = 4
-"""Blocks that a reader asks the disk for."""
-_ALIGNMENT = 4096
-_MAX_OPEN = 64
-"""Files that a reader holds open: a checkpoint may have more of them than a process may open."""
+ALIGNMENT = 4096
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -79,7 +75,7 @@ def header_of(
         header[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header if metadata is None else {"__metadata__": metadata, **header}).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     start = 8 + len(text)
     offsets = {key: start + row["data_offsets"][0] for key, row in header.items()}
     return len(text).to_bytes(8, "little") + text, offsets, start + offset
@@ -151,12 +147,12 @@ class Stream:
 
     def _sum(self, start: int) -> None:
         """Take the checksum of the chunk that was filled last, while it is still in the processor's cache."""
-        self.chunks.append(crc32(_bytes_of(self._blocks[0][start : self._filled])))
+        self.chunks.append(checksum(bytes_of(self._blocks[0][start : self._filled])))
 
     def _flush(self) -> None:
-        count, block = self._filled, _bytes_of(self._blocks[0])
+        count, block = self._filled, bytes_of(self._blocks[0])
         self._finish(_BLOCKS - 2)
-        padded = -(-count // _ALIGNMENT) * _ALIGNMENT
+        padded = -(-count // ALIGNMENT) * ALIGNMENT
         try:
             self._under_way.append(self._threads.submit(self._write, block[:padded], self._written))
         except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
@@ -183,7 +179,8 @@ class Stream:
             block, offset = block[count:], offset + count
 
 
-def _bytes_of(data: Tensor) -> memoryview:
+def bytes_of(data: Tensor) -> memoryview:
+    """The memory of ``data``, which is uint8 on the CPU."""
     return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
 
 
@@ -194,120 +191,3 @@ def _take_room(file: int, size: int) -> None:
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(code, os.strerror(code))
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Bytes [start, end) of ``file`` are not what was written; ``what`` says how."""
-
-    file: str
-    start: int
-    end: int
-    what: str
-
-
-class Reader:
-    """Ranges of the files in one directory. files: name → (bytes, CRC-32 of each chunk of ``chunk_bytes``)."""
-
-    def __init__(self, directory: Path, files: dict[str, tuple[int, list[int]]], chunk_bytes: int) -> None:
-        self._directory, self._files, self._chunk = directory, files, chunk_bytes
-        self._opened: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in self._opened.values():
-            os.close(number)
-        self._opened.clear()
-
-    def damage(self, file: str, ranges: Iterable[tuple[int, int]]) -> Damage | None:
-        """The first thing that is wrong with ``file`` in the chunks that hold the bytes of ``ranges``."""
-        size, sums = self._files[file]
-        try:
-            facts = (self._directory / file).stat()
-            found = facts.st_size
-            if not stat.S_ISREG(facts.st_mode):
-                return Damage(file, 0, size, "is no regular file")
-            if found != size:
-                return Damage(file, found if found < size else 0, size, f"has {found} bytes, expected {size}")
-            for first, last in _runs(ranges, self._chunk):
-                asked = first
-                for chunk in range(first, last, _BLOCK_CHUNKS):
-                    ahead = min(chunk + _AHEAD * _BLOCK_CHUNKS, last)
-                    self._ask_for(file, asked, ahead)
-                    asked = ahead
-                    at, end = chunk * self._chunk, min(min(chunk + _BLOCK_CHUNKS, last) * self._chunk, size)
-                    data = self._staging(end - at)
-                    self._pread(file, data, at)
-                    view = _bytes_of(data)
-                    for number, start in enumerate(range(0, end - at, self._chunk), chunk):
-                        if crc32(view[start : start + self._chunk]) != sums[number]:
-                            bad = number * self._chunk
-                            text = "is damaged (a checksum differs)"
-                            return Damage(file, bad, min(bad + self._chunk, size), text)
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            return Damage(file, 0, size, "is missing" if missing else f"cannot be read ({error.strerror})")
-        return None
-
-    def read(self, file: str, offset: int, target: Tensor, dtype: torch.dtype) -> None:
-        """Fill ``target`` (1-D, contiguous, on any device) with elements of ``dtype`` from byte ``offset`` on."""
-        try:
-            self._read(file, offset, target, dtype)
-        except OSError as error:
-            raise CheckpointError(f"{self._directory / file} cannot be read: {error.strerror or error}") from error
-
-    def _read(self, file: str, offset: int, target: Tensor, dtype: torch.dtype) -> None:
-        if target.device.type == "cpu" and target.dtype == dtype:
-            return self._pread(file, target.view(torch.uint8), offset)
-        step = _BLOCK_CHUNKS * CHUNK_BYTES // dtype.itemsize
-        for start in range(0, target.numel(), step):
-            part = target[start : start + step]
-            data = self._staging(part.numel() * dtype.itemsize)
-            self._pread(file, data, offset + start * dtype.itemsize)
-            part.copy_(data.view(dtype))
-        return None
-
-    def _ask_for(self, file: str, first: int, last: int) -> None:
-        """Have the disk read chunks [first, last) while others are looked at."""
-        if hasattr(os, "posix_fadvise") and last > first:  # to the system a length of 0 is the whole file
-            place, count = first * self._chunk, (last - first) * self._chunk
-            os.posix_fadvise(self._open(file), place, count, os.POSIX_FADV_WILLNEED)
-
-    def _staging(self, count: int) -> Tensor:
-        if self._buffer.numel() < count:
-            self._buffer = staging(max(count, min(2 * count, _BLOCK_CHUNKS * CHUNK_BYTES)))
-        return self._buffer[:count]
-
-    def _pread(self, file: str, target: Tensor, offset: int) -> None:
-        """Exactly ``target`` (uint8 on the CPU) from ``offset``; OSError, or CheckpointError where the file ends."""
-        number = self._open(file)
-        view = _bytes_of(target)
-        while view:
-            count = os.preadv(number, [view], offset)
-            if not count:
-                raise CheckpointError(f"{self._directory / file}: expected bytes from {offset} on, the file ends there")
-            view, offset = view[count:], offset + count
-
-    def _open(self, file: str) -> int:
-        if file not in self._opened:
-            if len(self._opened) >= _MAX_OPEN:
-                os.close(self._opened.pop(next(iter(self._opened))))
-            self._opened[file] = os.open(self._directory / file, os.O_RDONLY)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._opened[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._opened[file]
-
-
-def _runs(ranges: Iterable[tuple[int, int]], chunk: int) -> list[tuple[int, int]]:
-    """The chunks that hold the bytes of ``ranges``, as intervals [first, last) of chunk numbers that do not touch."""
-    runs: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        first, last = start // chunk, -(-end // chunk)
-        if runs and first <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
-        else:
-            runs.append((first, last))
-    return runs

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardengine.checkpoint import directory, index
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
-from shardengine.checkpoint.tensor_file import DTYPES, Reader
+from shardengine.checkpoint.reader import Reader
+from shardengine.checkpoint.tensor_file import DTYPES
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import kinds
 
@@ -147,7 +148,7 @@ class Stored:
                     self._buffer = torch.empty(size, dtype=torch.uint8)
                 self._verify(run.file, offset, offset + size, f"{name} ({state})")
                 values = self._buffer[:size].view(dtype)
-                self._reader.read(run.file, offset, values, dtype)
+                self._reader.read(run.file, offset, values)
                 yield values
 
     def _runs(self, name: str, state: str) -> list[index.Stored]:

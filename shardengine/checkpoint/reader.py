@@ -1,0 +1,270 @@
+"""Reading the files of a checkpoint: what is given out was verified by its checksums. Owns: reading ahead, damage.
+
+Must not know: engines, parameters, the form inside of a file.
+
+[Note: Reading ahead] Threads read a few blocks ahead while the chunks of the first are verified and copied to where
+they belong. Bytes that nobody else on this machine reads go past the page cache (``direct``), in several reads at once;
+others through it, one read after the other, so that the system reads ahead as well and the next rank finds them there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardengine.checkpoint.tensor_file import ALIGNMENT, bytes_of, checksum
+from shardengine.errors import CheckpointError
+from shardengine.host_memory import staging
+
+_BLOCK_BYTES = 4 << 20
+_AHEAD = 4
+"""Blocks that are being read while one is looked at."""
+_MAX_OPEN = 64
+"""Files that a reader holds open: a checkpoint may have more of them than a process may open."""
+_DIRECT = getattr(os, "O_DIRECT", 0)
+Ranges = Iterable[tuple[int, int]]
+"""Bytes [start, end) of a file."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes [start, end) of ``file`` are not what was written; ``what`` says how."""
+
+    file: str
+    start: int
+    end: int
+    what: str
+
+
+class DamageError(CheckpointError):
+    """What was to be read is damaged."""
+
+    def __init__(self, damage: Damage) -> None:
+        super().__init__(f"{damage.file} {damage.what}")
+        self.damage = damage
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``target`` (1-D, on any device) takes elements of ``dtype`` from byte ``offset`` of a file on."""
+
+    offset: int
+    target: Tensor
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.target.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Bytes [start, end) of a file, which are whole chunks; ``size``: of the file."""
+
+    file: str
+    start: int
+    end: int
+    size: int
+
+
+class Reader:
+    """Ranges of the files in one directory. files: name → (bytes, CRC-32 of each chunk of ``chunk_bytes``).
+
+    direct: past the page cache, where the file system can do that ([Note: Reading ahead]).
+    """
+
+    def __init__(
+        self, directory: Path, files: dict[str, tuple[int, list[int]]], chunk_bytes: int, *, direct: bool = False
+    ) -> None:
+        self._directory, self._files, self._chunk = directory, files, chunk_bytes
+        self._direct = direct and chunk_bytes % ALIGNMENT == 0 and _DIRECT != 0
+        self._opened: dict[tuple[str, bool], int] = {}
+        self._block_bytes = max(1, _BLOCK_BYTES // chunk_bytes) * chunk_bytes
+        self._memory: list[Tensor] = []
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        for number in self._opened.values():
+            os.close(number)
+        self._opened.clear()
+
+    def fill(self, wanted: Mapping[str, Sequence[Wanted]]) -> None:
+        """Fill every target. wanted: by file. ``DamageError`` where that is not possible; some are filled then."""
+        todo = {file: sorted(rows, key=lambda row: row.offset) for file, rows in wanted.items()}
+        done = dict.fromkeys(todo, 0)
+        for file, at, data in self.verified({f: [(row.offset, row.end) for row in rows] for f, rows in todo.items()}):
+            rows, end = todo[file], at + data.numel()
+            while done[file] < len(rows) and rows[done[file]].end <= at:
+                done[file] += 1
+            for row in rows[done[file] :]:
+                if row.offset >= end:
+                    break
+                first, last = max(row.offset, at), min(row.end, end)
+                if first < last:
+                    size = row.dtype.itemsize
+                    part = row.target[(first - row.offset) // size : (last - row.offset) // size]
+                    part.copy_(data[first - at : last - at].view(row.dtype))
+
+    def damage(self, file: str, ranges: Ranges) -> Damage | None:
+        """The first thing that is wrong with ``file`` in the chunks that hold the bytes of ``ranges``."""
+        try:
+            for _ in self.verified({file: ranges}):
+                pass
+        except DamageError as error:
+            return error.damage
+        return None
+
+    def verified(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, int, Tensor]]:
+        """(file, first byte, data) of every chunk that holds some of ``ranges``, file by file from its start on.
+
+        data: uint8, valid until the next is asked for. ``DamageError`` at the first thing that is wrong.
+        """
+        blocks, free = self._blocks(ranges), list(self._memory)
+        under_way: deque[tuple[_Block, Tensor, Future[int]]] = deque()
+        try:
+            while True:
+                while len(under_way) <= _AHEAD and (block := next(blocks, None)) is not None:
+                    data = free.pop() if free else self._more_memory()
+                    under_way.append((block, data, self._submit(block, data)))
+                if not under_way:
+                    return
+                yield from self._whole(*under_way[0])
+                free.append(under_way.popleft()[1])
+        finally:
+            wait([future for _, _, future in under_way])  # until then the memory is not ours
+
+    def read(self, file: str, offset: int, target: Tensor) -> None:
+        """Fill ``target`` (1-D, contiguous, on the CPU) with the bytes from ``offset`` on, which nobody verifies."""
+        data = target.view(torch.uint8)
+        try:
+            count = _pread(self._open(file, direct=False), data, offset, data.numel())
+        except OSError as error:
+            raise CheckpointError(f"{self._directory / file} cannot be read: {error.strerror or error}") from error
+        if count < data.numel():
+            raise CheckpointError(f"{self._directory / file}: expected bytes from {offset + count} on, it ends there")
+
+    def _blocks(self, ranges: Mapping[str, Ranges]) -> Iterator[_Block]:
+        for file, wanted in ranges.items():
+            size = self._size(file)
+            for first, last in _runs(wanted, self._chunk):
+                end = min(last * self._chunk, size)
+                for start in range(first * self._chunk, end, self._block_bytes):
+                    yield _Block(file, start, min(start + self._block_bytes, end), size)
+
+    def _size(self, file: str) -> int:
+        """Of a file that is there and as long as it should be."""
+        size = self._files[file][0]
+        try:
+            facts = (self._directory / file).stat()
+        except OSError as error:
+            raise DamageError(self._unreadable(file, error)) from None
+        found = facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            raise DamageError(Damage(file, 0, size, "is no regular file"))
+        if found != size:
+            text = f"has {found} bytes, expected {size}"
+            raise DamageError(Damage(file, found if found < size else 0, size, text))
+        return size
+
+    def _unreadable(self, file: str, error: OSError) -> Damage:
+        missing = isinstance(error, FileNotFoundError)
+        text = "is missing" if missing else f"cannot be read ({error.strerror})"
+        return Damage(file, 0, self._files[file][0], text)
+
+    def _more_memory(self) -> Tensor:
+        self._memory.append(staging(self._block_bytes))
+        return self._memory[-1]
+
+    def _submit(self, block: _Block, data: Tensor) -> Future[int]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_AHEAD if self._direct else 1, "checkpoint-reader")
+        try:
+            number = self._open(block.file, direct=self._direct)
+        except OSError as error:
+            raise DamageError(self._unreadable(block.file, error)) from None
+        count = block.end - block.start
+        padded = -(-count // ALIGNMENT) * ALIGNMENT if self._direct else count
+        return self._threads.submit(_pread, number, data[:padded], block.start, count)
+
+    def _whole(self, block: _Block, data: Tensor, future: Future[int]) -> Iterator[tuple[str, int, Tensor]]:
+        """The chunks of a block that was asked for, verified one by one."""
+        try:
+            count = future.result()
+        except OSError as error:
+            raise DamageError(self._unreadable(block.file, error)) from None
+        view, sums = bytes_of(data), self._files[block.file][1]
+        for start in range(block.start, block.end, self._chunk):
+            end = min(start + self._chunk, block.end)
+            at = start - block.start
+            if end - block.start > count or checksum(view[at : end - block.start]) != sums[start // self._chunk]:
+                raise DamageError(Damage(block.file, start, end, "is damaged (a checksum differs)"))
+            yield block.file, start, data[at : end - block.start]
+
+    def _open(self, file: str, *, direct: bool) -> int:
+        """A file's number. Those that are being read are the last that were asked for, and stay open."""
+        key = (file, direct)
+        number = self._opened.pop(key, None)
+        if number is None:
+            if len(self._opened) >= _MAX_OPEN:
+                os.close(self._opened.pop(next(iter(self._opened))))
+            number = _open(self._directory / file, _DIRECT if direct else 0)
+            if not direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._opened[key] = number
+        return number
+
+
+def _open(path: Path, direct: int) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | direct)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not direct:
+            raise
+        return os.open(path, os.O_RDONLY)
+
+
+def _pread(number: int, data: Tensor, offset: int, least: int) -> int:
+    """Read until ``least`` bytes are there, or the file ends; the number of bytes. ``data`` may have more room."""
+    view, found = bytes_of(data), 0
+    while found < least:
+        try:
+            count = os.preadv(number, [view[found:]], offset + found)
+        except OSError as error:
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & _DIRECT:
+                raise
+            fcntl.fcntl(number, fcntl.F_SETFL, flags & ~_DIRECT)  # it takes O_DIRECT at opening only
+            continue
+        if not count:
+            break
+        found += count
+    return found
+
+
+def _runs(ranges: Ranges, chunk: int) -> list[tuple[int, int]]:
+    """The chunks that hold the bytes of ``ranges``, as intervals [first, last) of chunk numbers that do not touch."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        first, last = start // chunk, -(-end // chunk)
+        if runs and first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+    return runs
