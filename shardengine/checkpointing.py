@@ -26,8 +26,8 @@ class Checkpointing(Inspection):
 
         Between steps only. tag: default ``step-<global_steps>``; one that is there is replaced once the new one is
         whole. client_state: JSON, rank 0's is kept. A failure raises on every rank and leaves the previous one intact.
-        With ``"checkpoint": {"async_save": true}`` it returns when the tensors are copied to host memory; a failure
-        is then raised by the next call that saves (when its own is under way), loads or waits, or by ``close()``.
+        With ``"checkpoint": {"async_save": true}`` it returns when weights and buffers are copied to host memory, and
+        the next step waits until the optimizer's states are; a failure is then raised by the next call that saves (when its own is under way), loads or waits, or by ``close()``.
         """
         from shardengine import checkpoint
 
@@ -55,8 +55,9 @@ class Checkpointing(Inspection):
         fits, the rest keeps its values, and states of what was not stepped before begin at zero; another shape, kind of
         dtype or optimizer is refused all the same. weights_only: no optimizer, scheduler, counters and random states.
 
-        CheckpointError: damaged. Both are found on every rank before anything is changed. Also the way on where
-        ``reset()`` says that it has none.
+        CheckpointError: damaged. An engine that has trained is not changed by either; one that has not may be partly
+        loaded by a damaged checkpoint, and refuses to train until a whole one is. Also the way on where ``reset()``
+        says that it has none.
         """
         from shardengine import checkpoint
 

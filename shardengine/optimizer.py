@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     calls: EngineCalls | None = None
     being_read: Future[None] | None = None
-    """While it runs, something else reads the states: the next update waits for it."""
+    """While it runs, something else reads the states; see ``await_reader``."""
 
     def __init__(
         self,
@@ -170,9 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if accelerates and not all(self.bucket_states):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
-        if self.being_read is not None:
-            self.being_read.exception()
-            self.being_read = None
+        self.await_reader()
         if not update.begun:
             update.begun, update.divisor = True, self._divisor(update)
             for parameter in self._reducer.touched:
@@ -189,6 +187,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
+
+    def await_reader(self) -> None:
+        """Call this before the states are changed: nothing reads them afterwards."""
+        if self.being_read is not None:
+            self.being_read.exception()
+            self.being_read = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Only the engine knows when gradients are complete: ``UsageError`` unless called by ``engine.step()``."""

@@ -150,6 +150,7 @@ def full_optimizer_state(
     if writable:
         with torch.no_grad():
             core.schedule.rest()
+            optimizer.await_reader()
             _send(core, sources, flats)
             for source in sources:
                 _store(source, flats, source.held, source.first)

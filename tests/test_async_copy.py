@@ -53,13 +53,18 @@ def changes_after_a_save(folder: str, stage: str) -> list[str]:
             for parameter in engine.module.parameters():
                 parameter.fill_(3.0)
 
+    def write_states(engine: Any) -> None:
+        with engine.full_optimizer_state(writable=True) as states, torch.no_grad():
+            for tensors in states.values():
+                tensors["exp_avg"].fill_(3.0)
+
     def again(engine: Any) -> None:
         engine.save_checkpoint(folder, "again")
 
     def close(engine: Any) -> None:
         engine.close()
 
-    for change in (step, load, write, again, close):
+    for change in (step, load, write, write_states, again, close):
         engine = make(stage)
         train(engine)
         engine.save_checkpoint(folder, "first")

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shardengine.collectives import Collectives
 from shardengine.errors import CheckpointError
-from shardengine.host_memory import staging
 from shardengine.mesh import Mesh, Store
 
 Meet = Callable[[str, Callable[[], None]], None]
