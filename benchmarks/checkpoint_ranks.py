@@ -174,7 +174,10 @@ class Rounds:
         self.fresh("plain")
 
     def narrow(self) -> None:
-        """Go on with the ways that were fastest while warming up, the same on every rank."""
+        """Go on with the ways that were fastest while warming up, the same on every rank.
+
+        And, to see what huge pages do, with the fastest one that has none.
+        """
         told: list[Any] = [None] * self.plan.setting.ranks
         dist.all_gather_object(told, self.seconds)
 
@@ -183,7 +186,8 @@ class Rounds:
                 way: min(map(max, zip(*(rank[f"{verb} {way}"] for rank in told), strict=True)))
                 for way in self.plan.ways
             }
-            return sorted(best, key=best.__getitem__)[:KEPT_WAYS]
+            ranked = sorted(best, key=best.__getitem__)
+            return [*ranked[:KEPT_WAYS], *[way for way in ranked[KEPT_WAYS:] if not way.huge][:1]]
 
         self.writes, self.reads = fastest("write"), fastest("read")
 

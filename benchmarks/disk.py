@@ -4,7 +4,8 @@ Owns: system calls on files. Must not know: tensors' meaning, libraries, ranks' 
 
 [Note: Plain ways] Buffered writes and reads, and ``O_DIRECT`` with aligned blocks of 8 MiB from one or four threads;
 each by one process or by all ranks, every one with a file of its own and its share of the bytes. Memory is warm and
-aligned, files are new, written blocks are random, and a write ends with fsync of file and directory.
+aligned, in huge pages and (four threads with O_DIRECT) in pages of 4 KiB as well, files are new, written blocks are
+random, and a write ends with fsync of file and directory.
 
 [Note: Cold reads] Before every load the pages of its files are dropped (``posix_fadvise(DONTNEED)``, which clean pages
 obey: everything was fsynced). ``resident`` tells afterwards whether they have gone.
@@ -20,8 +21,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+
+from shardengine.host_memory import staging
 
 BLOCK_BYTES = 8 << 20
 ALIGNMENT = 4096
@@ -29,20 +33,25 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class Way:
-    """How to move bytes: through the page cache or around it, from how many threads of how many processes."""
+    """How to move bytes: through the page cache or around it, from how many threads of how many processes.
+
+    huge: from memory in huge pages, where the system has them.
+    """
 
     direct: bool
     threads: int
+    huge: bool
     processes: int
 
     def __str__(self) -> str:
         kind = f"O_DIRECT, {self.threads} thread{'s' * (self.threads > 1)}" if self.direct else "buffered"
-        return f"{kind}, {self.processes} process{'es' * (self.processes > 1)}"
+        return f"{kind}, {self.processes} process{'es' * (self.processes > 1)}{'' if self.huge else ', small pages'}"
 
 
 def ways(folder: Path, processes: int) -> list[Way]:
     """The plain ways that ``folder``'s file system offers, with one process and with ``processes``."""
-    kinds = [(False, 1), (True, 1), (True, 4)] if takes_direct(folder) else [(False, 1)]
+    direct = [(True, 1, True), (True, 4, True), (True, 4, False)]
+    kinds = [(False, 1, True), *(direct if takes_direct(folder) else [])]
     return [Way(*kind, count) for count in sorted({1, processes}) for kind in kinds]
 
 
@@ -63,10 +72,15 @@ class PlainFile:
 
     def __init__(self, folder: Path, total: int, number: int) -> None:
         self.folder, self.total, self.number = folder, total, number
-        self.memory = mmap.mmap(-1, self.share(min(number, 1) + 1))
-        for start in range(0, len(self.memory), BLOCK_BYTES):
-            part = min(BLOCK_BYTES, len(self.memory) - start)
-            self.memory[start : start + part] = random.randbytes(part)
+        size = self.share(min(number, 1) + 1)
+        self.memory: dict[bool, Any] = {
+            True: memoryview(cast(Any, staging(size).numpy())),
+            False: memoryview(mmap.mmap(-1, size)),
+        }
+        for start in range(0, size, BLOCK_BYTES):
+            part = random.randbytes(min(BLOCK_BYTES, size - start))
+            for memory in self.memory.values():
+                memory[start : start + len(part)] = part
 
     def share(self, processes: int) -> int:
         """Bytes of one of ``processes`` files, a multiple of the alignment."""
@@ -89,7 +103,7 @@ class PlainFile:
             return
         size, reading = self.share(way.processes), flags == os.O_RDONLY
         file = os.open(self.path(way), flags | (os.O_DIRECT if way.direct else 0), 0o600)
-        window = memoryview(self.memory)
+        window = self.memory[way.huge]
 
         def move(start: int) -> None:
             block = window[start : min(start + BLOCK_BYTES, size)]
@@ -109,7 +123,6 @@ class PlainFile:
             if not reading:
                 os.fsync(file)
         finally:
-            window.release()
             os.close(file)
         if not reading:
             sync(self.folder)

@@ -125,7 +125,11 @@ _ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
     "dtype": (choice("bfloat16", "float16"), "bfloat16", "What autocast computes in; float16 is not available yet."),
 }
 _ACTIVE_CHECKPOINT: dict[str, tuple[Kind, Any, str]] = {
-    "async_save": (BOOL, False, "save_checkpoint returns when the shards are copied to host memory."),
+    "async_save": (
+        BOOL,
+        False,
+        "save_checkpoint returns when the weights are copied to host memory; threads do the rest.",
+    ),
     "keep_last": (
         optional(COUNT, "all"),
         None,

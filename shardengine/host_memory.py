@@ -2,25 +2,27 @@
 
 [Note: Huge pages] A disk is handed memory page by page, and memory that lies scattered in pages of 4 KiB can halve its
 speed (``benchmarks/checkpoint.py`` measures both). So the memory is asked for in huge pages, which the system gives
-where it has them.
+where it has them. It is private, and a child of ``fork`` does not get it: a fork while O_DIRECT reads or writes private
+memory would take pages away from them.
 """
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 2 << 20
+_HUGE_PAGE = 2 << 20
 
 
 def staging(count: int) -> Tensor:
-    """New zeros, uint8 [count], that begin at a page, in huge pages where the system gives them."""
+    """New zeros, uint8 [count], that begin at a page, in huge pages where the system gives them; OSError: none left."""
     if count == 0:
         return torch.empty(0, dtype=torch.uint8)
-    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    area = mmap.mmap(-1, -(-count // HUGE_PAGE) * HUGE_PAGE, flags=private)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)
+    area = mmap.mmap(-1, -(-count // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):  # a kernel, or a system, that has no such thing
+            area.madvise(getattr(mmap, advice))
     return torch.frombuffer(area, dtype=torch.uint8)[:count]

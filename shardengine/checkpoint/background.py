@@ -28,6 +28,8 @@ Meet = Callable[[str, Callable[[], None]], None]
 """Run something on every rank and wait for all; where it raises on one, it raises on all."""
 
 _LONGEST_POLL_S = 0.01
+_POLLS_PER_S = 1000
+"""Of all ranks together, once they poll rarely."""
 _PATIENCE = 1.25
 """A verdict is waited for so much longer than the answers of which it is made."""
 _SLOWEST_DISK = 16 << 20
@@ -40,8 +42,7 @@ class Background:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._copier: ThreadPoolExecutor | None = None
-        self.copying: Future[None] | None = None
-        """Reads what it copies until it is done."""
+        self._copying: Future[None] | None = None
         self._store: Store | None = None
         self._prefix = ""
         self._running: list[tuple[int, Future[None]]] = []
@@ -49,11 +50,13 @@ class Background:
         self._count = 0
         self._told: set[int] = set()
 
-    def copy(self, tensors: list[tuple[str, Tensor]], behind: int, mesh: Mesh) -> list[tuple[str, Tensor]]:
+    def copy(
+        self, tensors: list[tuple[str, Tensor]], behind: int, mesh: Mesh
+    ) -> tuple[list[tuple[str, Tensor]], Future[None]]:
         """``tensors`` in the memory that nothing is being written from; waits until there is one.
 
-        The last ``behind`` are there when ``copying`` is done, and must not be changed until then. Everything that may
-        fail on one rank alone is done here, not in ``submit``.
+        The last ``behind`` are there when the future is done, and must not be changed until then. Everything else that
+        may fail on one rank alone is done here, not in ``submit``.
         """
         self.await_copy()
         if self._thread is None:
@@ -64,22 +67,24 @@ class Background:
                 # engines may share a mesh; every rank makes them in the same order
                 self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
             self._thread = ThreadPoolExecutor(1, "checkpoint")  # the end of the process waits for it
-            self._copier = ThreadPoolExecutor(1, "checkpoint-copy")
+            self._copier = ThreadPoolExecutor(1, "checkpoint-copy", _begin_thread, (mesh.device,))
         if len(self._running) > 1:
             self._running[-2][1].exception()
         copies = self._places(tensors)
         pairs = [(copy, tensor.detach()) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True)]
         ahead = len(pairs) - behind
-        streams = {tensor.device: torch.cuda.current_stream(tensor.device) for _, tensor in pairs if tensor.is_cuda}
+        streams = {device: torch.cuda.Stream(device) for device in {t.device for _, t in pairs if t.is_cuda}}
+        for device, stream in streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
         _copy(pairs[:ahead], streams)
         assert self._copier is not None
-        self.copying = self._copier.submit(_copy, pairs[ahead:], streams)
-        return copies
+        self._copying = self._copier.submit(_copy, pairs[ahead:], streams)
+        return copies, self._copying
 
     def await_copy(self) -> None:
         """Nothing is being copied afterwards; what went wrong is told where the copies are used."""
-        if self.copying is not None:
-            self.copying.exception()
+        if self._copying is not None:
+            self._copying.exception()
 
     def submit(self, write: Callable[[Meet], None], mesh: Mesh, largest: int) -> None:
         """Write later what ``copy`` has copied. largest: bytes of the rank that has most."""
@@ -139,12 +144,13 @@ class Background:
         ]
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]], after: dict[torch.device, torch.cuda.Stream]) -> None:
-    """Copy each second tensor to the first. after: on a device, what its stream has begun until now."""
-    streams = {}
-    for device, begun in after.items():
-        streams[device] = torch.cuda.Stream(device)
-        streams[device].wait_stream(begun)
+def _begin_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread would take, and begin to use, the first one
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]], streams: dict[torch.device, torch.cuda.Stream]) -> None:
+    """Copy each second tensor to the first; on its device's stream, which has waited for what it is made of."""
     for copy, tensor in pairs:
         with torch.cuda.stream(streams.get(tensor.device)):
             copy.copy_(tensor, non_blocking=tensor.is_cuda)
@@ -201,5 +207,5 @@ class _ByStore:
             if time.monotonic() > deadline:
                 return None
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
+            pause = min(2 * pause, max(_LONGEST_POLL_S, self._ranks / _POLLS_PER_S))
         return store.get(f"{self._prefix}/{key}").decode()

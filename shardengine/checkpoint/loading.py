@@ -3,12 +3,13 @@
 Must not know: the form of files and index, how names and intervals are matched.
 
 1. choose   rank 0 lists what is there; the first checkpoint that every rank finds whole is taken
-2. verify   every rank verifies the chunks that it needs and its random states, before anything is changed on any rank
-3. fill     every rank reads its intervals into its own memory; a few blocks of 4 MiB are all that comes on top
+2. verify   every rank verifies the chunks that it needs, unless the engine is new, and reads its random states
+3. fill     every rank reads and verifies its intervals into its own memory; a few blocks of 4 MiB come on top
 
 [Note: Nothing to lose] An engine that has not trained is filled while its checkpoint is verified: the bytes are read
-once. Where some are damaged it takes the next checkpoint, and if none is whole it refuses to train. What has trained,
-and what a load only fills in part (``strict=False``, ``weights_only``), is verified first and then read again.
+once. Where some are damaged it takes the next checkpoint, and if none is whole its optimizer refuses to train. What has
+trained, what a load only fills in part (``strict=False``, ``weights_only``) and what has no optimizer to refuse is
+verified first, so that damage changes nothing, and then read again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +34,7 @@ from shardengine.core import Core
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.inspection import Inspection
 
+_PARTLY = ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
 _MOSTLY_ALONE = 1.5
 """× a checkpoint's size is what all ranks read together at most, where each reads past the page cache."""
 
@@ -88,13 +91,14 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
         place = directory.check_folder(folder)
         return _candidates(place, tag) if rank == 0 else []
 
-    names = collectives.exchange_objects(together(collectives, "finding the checkpoint", listed))[0]
+    new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
+    told = collectives.exchange_objects([together(collectives, "finding the checkpoint", listed), new])
+    names, new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     core.await_weights()
     core.schedule.rest()
     core.reducer.release()
     if not interrupted:
         core.adopt_written_weights()
-    new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
     way = _Way(strict, weights_only, at_once=new and strict and not weights_only)
     chosen = _take_first(engine, Path(folder), names, way)
     if engine.optimizer is not None:
@@ -166,14 +170,16 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
     """Load the first candidate that all ranks find whole; raises, on all ranks, where it does not fit or none is."""
     collectives, rank = engine._core.collectives, engine.rank
     rejected: list[str] = []
+    touched = False
     for name in names:
-        candidate = _examine(engine, folder / name, way)
+        candidate = together(collectives, "verifying a checkpoint", partial(_examine, engine, folder / name, way))
         views = collectives.exchange_objects([candidate.unfit, candidate.damaged])
         unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
         if unfit and not rejected:
             _raise_everywhere(collectives, UsageError(unfit))
         damaged = damaged or unfit  # somebody else's beside a damaged one of ours is no reason to stop looking
-        damaged = damaged or _take(engine, candidate, way)
+        if not damaged:
+            damaged, touched = _take(engine, candidate, way), True
         if not damaged:
             if rejected and rank == 0:
                 text = "; ".join(rejected)
@@ -183,14 +189,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
     others = together(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
     others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
     offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else "there is no other checkpoint"
-    _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_remark(engine)}"))
-
-
-def _remark(engine: Inspection) -> str:
-    """What else to say of a load that has failed."""
-    if engine.optimizer is None or engine.optimizer.update is None:
-        return ""
-    return ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
+    _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
 
 
 def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
@@ -277,14 +276,8 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     """Fill the engine; "", or, on all ranks, what was damaged: the engine is partly loaded then. Collective."""
     core, optimizer = engine._core, engine.optimizer
     collectives = core.collectives
-
-    def restore_random_states() -> None:
-        if not way.weights_only:
-            _restore_random_states(core, chosen)
-
-    together(collectives, "restoring random states", restore_random_states)  # none is filled before all are here
     if optimizer is not None:
-        optimizer.end_window(lost=True)
+        optimizer.end_window(lost=True)  # until load() knows better
     fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)
     weights = [filling for filling in fillings if filling.part.state in (WEIGHT, BUFFER)]
     states = [filling for filling in fillings if filling.part.state not in (WEIGHT, BUFFER)]
@@ -292,29 +285,28 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     with _reader(chosen, direct=way.at_once and alone) as reader:
 
         def fill(part: list[fit.Filling]) -> str:
-            try:
-                _fill(reader, part)
-            except DamageError as error:
-                return _told(chosen, error.damage)
-            return ""
+            """ "", or what was damaged on any rank."""
+            texts = collectives.exchange_objects(together(collectives, what, lambda: _filled(reader, chosen, part)))
+            return next((text for text in texts if text), "")
 
-        def fill_states() -> str:
-            damaged = fill(states)
-            if not damaged and not way.weights_only:
-                _restore(engine, chosen)
-            return damaged
-
-        damaged = _first(collectives.exchange_objects(together(collectives, what, lambda: fill(weights))))
+        damaged = fill(weights)
         if not damaged:
             with core.adopting_masters():
-                damaged = _first(collectives.exchange_objects(together(collectives, what, fill_states)))
+                damaged = fill(states)
+    if not damaged and not way.weights_only:
+        together(collectives, what, lambda: _restore(engine, chosen))
     if damaged and not way.at_once:  # it was whole a moment ago, and an older one need not write all of the engine
         _raise_everywhere(collectives, CheckpointError(f"{what} failed: {damaged}"))
     return damaged
 
 
-def _first(texts: list[str]) -> str:
-    return next((text for text in texts if text), "")
+def _filled(reader: Reader, chosen: _Candidate, fillings: list[fit.Filling]) -> str:
+    """Fill; "", or what is damaged."""
+    try:
+        _fill(reader, fillings)
+    except DamageError as error:
+        return _told(chosen, error.damage)
+    return ""
 
 
 def _reads_alone(chosen: _Candidate, core: Core) -> bool:
@@ -353,6 +345,7 @@ def _fill(reader: Reader, fillings: Iterable[fit.Filling]) -> None:
 def _restore(engine: Inspection, chosen: _Candidate) -> None:
     """Everything but weights, buffers and the optimizer's tensors."""
     plan = chosen.plan
+    _restore_random_states(engine._core, chosen)
     for part in plan.fresh:
         part.values.zero_()
     if engine.optimizer is not None:

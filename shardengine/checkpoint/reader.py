@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardengine.checkpoint.tensor_file import ALIGNMENT, bytes_of, checksum
-from shardengine.errors import CheckpointError
+from shardengine.errors import CheckpointError, InternalError
 from shardengine.host_memory import staging
 
 _BLOCK_BYTES = 4 << 20
@@ -70,12 +70,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Block:
-    """Bytes [start, end) of a file, which are whole chunks; ``size``: of the file."""
+    """Bytes [start, end) of a file, which are whole chunks."""
 
     file: str
     start: int
     end: int
-    size: int
 
 
 class Reader:
@@ -92,6 +91,7 @@ class Reader:
         self._opened: dict[tuple[str, bool], int] = {}
         self._block_bytes = max(1, _BLOCK_BYTES // chunk_bytes) * chunk_bytes
         self._memory: list[Tensor] = []
+        self._reading = False
         self._threads: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Reader:
@@ -123,7 +123,7 @@ class Reader:
                     part.copy_(data[first - at : last - at].view(row.dtype))
 
     def damage(self, file: str, ranges: Ranges) -> Damage | None:
-        """The first thing that is wrong with ``file`` in the chunks that hold the bytes of ``ranges``."""
+        """What is wrong with ``file``, or, if it is there, with the first bad chunk of those that hold ``ranges``."""
         try:
             for _ in self.verified({file: ranges}):
                 pass
@@ -134,8 +134,12 @@ class Reader:
     def verified(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, int, Tensor]]:
         """(file, first byte, data) of every chunk that holds some of ``ranges``, file by file from its start on.
 
-        data: uint8, valid until the next is asked for. ``DamageError`` at the first thing that is wrong.
+        data: uint8, valid until the next is asked for. ``DamageError`` at the first thing that is wrong, or a little
+        before where that is a file's size. One at a time: the memory is the reader's.
         """
+        if self._reading:
+            raise InternalError("Reader.verified: expected the last one to be at its end, it is still going on")
+        self._reading = True
         blocks, free = self._blocks(ranges), list(self._memory)
         under_way: deque[tuple[_Block, Tensor, Future[int]]] = deque()
         try:
@@ -148,7 +152,8 @@ class Reader:
                 yield from self._whole(*under_way[0])
                 free.append(under_way.popleft()[1])
         finally:
-            wait([future for _, _, future in under_way])  # until then the memory is not ours
+            wait([future for _, _, future in under_way])  # until then the memory is theirs
+            self._reading = False
 
     def read(self, file: str, offset: int, target: Tensor) -> None:
         """Fill ``target`` (1-D, contiguous, on the CPU) with the bytes from ``offset`` on, which nobody verifies."""
@@ -166,7 +171,7 @@ class Reader:
             for first, last in _runs(wanted, self._chunk):
                 end = min(last * self._chunk, size)
                 for start in range(first * self._chunk, end, self._block_bytes):
-                    yield _Block(file, start, min(start + self._block_bytes, end), size)
+                    yield _Block(file, start, min(start + self._block_bytes, end))
 
     def _size(self, file: str) -> int:
         """Of a file that is there and as long as it should be."""
@@ -184,6 +189,8 @@ class Reader:
         return size
 
     def _unreadable(self, file: str, error: OSError) -> Damage:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise error  # this process's trouble, not the file's
         missing = isinstance(error, FileNotFoundError)
         text = "is missing" if missing else f"cannot be read ({error.strerror})"
         return Damage(file, 0, self._files[file][0], text)

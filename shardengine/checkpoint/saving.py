@@ -30,7 +30,7 @@ from shardengine.inspection import Inspection
 class Job:
     """Everything that one rank writes of one checkpoint.
 
-    tensors: what is written, by its key in the file · behind: how many of them, from the end, only the optimizer writes
+    tensors: what is written, by its key in the file · behind: how many, from the end, are the optimizer's states
     parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
     ready: returns when the tensors hold what is saved
     """
@@ -73,16 +73,12 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
         _write(job, _by_collectives(collectives))
         return place / name
     saves = background_of(engine)
-
-    def copy() -> list[tuple[str, Tensor]]:
-        return saves.copy(job.tensors, job.behind, core.mesh)
-
-    copied = replace(job, tensors=together(collectives, "copying a checkpoint to host memory", copy))
-    if (copying := saves.copying) is not None:
-        copied = replace(copied, ready=copying.result)
-        if engine.optimizer is not None:
-            engine.optimizer.being_read = copying
-    copies = copied.tensors
+    copies, copying = together(
+        collectives, "copying a checkpoint to host memory", lambda: saves.copy(job.tensors, job.behind, core.mesh)
+    )
+    copied = replace(job, tensors=copies, ready=copying.result)
+    if engine.optimizer is not None:
+        engine.optimizer.being_read = copying
     rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
     saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(size for size, _ in rows))
     saves.tell([failures for _, failures in rows], collectives)
@@ -92,7 +88,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
 def finish(engine: Inspection) -> None:
     """Wait until everything that was saved is on disk; raises what went wrong, on all ranks; collective."""
     if engine._saves is not None:
-        engine._saves.await_copy()
+        engine._saves.await_copy()  # of a save that failed before it was submitted nobody else does
         engine._saves.surface(engine._core.collectives)
 
 

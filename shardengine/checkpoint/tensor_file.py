@@ -98,6 +98,7 @@ class Stream:
     def __init__(self, path: Path, size: int = 0) -> None:
         """size: bytes that will be appended, where that is known: their room on the disk is taken at once."""
         self.chunks: list[int] = []
+        self._blocks = list(staging(_BLOCKS * _BLOCK_CHUNKS * CHUNK_BYTES).chunk(_BLOCKS))
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
@@ -110,7 +111,6 @@ class Stream:
         except OSError:
             os.close(self._file)
             raise
-        self._blocks = list(staging(_BLOCKS * _BLOCK_CHUNKS * CHUNK_BYTES).chunk(_BLOCKS))
         self._filled = 0
         self._written = 0
         self._threads = ThreadPoolExecutor(_BLOCKS - 1)

@@ -1,0 +1,49 @@
+"""Memory between disk and tensors: aligned, zero, and there on systems without huge pages; a fork leaves it behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from shardengine import host_memory
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, (2 << 20) + 1])
+def test_it_begins_at_a_page_and_is_zero(count: int) -> None:
+    memory = host_memory.staging(count)
+    assert memory.shape == (count,) and memory.dtype is torch.uint8
+    assert count == 0 or memory.data_ptr() % mmap.PAGESIZE == 0
+    assert not memory.any()
+    memory.fill_(3)
+    assert bool((memory == 3).all())
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old(mmap.mmap):
+        def madvise(self, *_: Any) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Old)
+    assert host_memory.staging(5000).fill_(1).sum() == 5000
+
+
+def test_a_system_without_such_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        monkeypatch.delattr(mmap, name, raising=False)
+    assert host_memory.staging(5000).fill_(1).sum() == 5000
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux")
+def test_a_child_does_not_share_it() -> None:
+    memory = host_memory.staging(4096)
+    child = os.fork()
+    if child == 0:
+        memory[0].item()  # no such address in here
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+    assert memory[0].item() == 0
