@@ -54,7 +54,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     collectives = core.collectives
     client = {} if client_state is None else client_state
 
-    def prepare() -> tuple[Path, str, dict[str, Any]]:
+    def prepare() -> Job:
         if engine.optimizer is not None:
             engine.optimizer.require_whole()
         require_rest(engine, "save_checkpoint")
@@ -63,15 +63,15 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
         state.require_json(client, "client_state")
         place = directory.check_folder(folder)
         name = directory.check_tag(directory.tag_of(engine.global_steps) if tag is None else tag)
-        return place, name, json.loads(json.dumps({**_describe(engine), "client_state": client}))
+        facts = json.loads(json.dumps({**_describe(engine), "client_state": client}))
+        return _job(engine, place, name, facts)
 
-    place, name, facts = together(collectives, "preparing a checkpoint", prepare)
+    job = together(collectives, "preparing a checkpoint", prepare)
+    compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag]})
     core.adopt_written_weights()
-    compare(collectives, {"place given to save_checkpoint": [str(place), name]})
-    job = together(collectives, "collecting a checkpoint's tensors", lambda: _job(engine, place, name, facts))
     if not engine.config.checkpoint.async_save:
         _write(job, _by_collectives(collectives))
-        return place / name
+        return job.folder / job.tag
     saves = background_of(engine)
     copies, copying = together(
         collectives, "copying a checkpoint to host memory", lambda: saves.copy(job.tensors, job.behind, core.mesh)
@@ -82,7 +82,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
     saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(size for size, _ in rows))
     saves.tell([failures for _, failures in rows], collectives)
-    return place / name
+    return job.folder / job.tag
 
 
 def finish(engine: Inspection) -> None:
