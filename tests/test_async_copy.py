@@ -119,3 +119,16 @@ def test_a_copy_that_fails_fails_the_save(pools: Pools, tmp_path: Path) -> None:
     for said in pools(2).run(copy_fails, str(tmp_path)):
         assert len(said) == 1 and "no room" in said[0]
     assert directory.saved(tmp_path) == ["b"]
+
+
+def test_a_save_from_an_evaluation(tmp_path: Path) -> None:
+    engine = make("2")
+    train(engine)
+    expected = bits(engine)
+    with torch.inference_mode():
+        engine.save_checkpoint(tmp_path, "best")
+    train(engine)
+    engine.save_checkpoint(tmp_path, "later")
+    engine.load_checkpoint(tmp_path, "best")
+    assert bits(engine) == expected
+    engine.close()

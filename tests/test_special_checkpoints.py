@@ -270,3 +270,17 @@ def test_another_precision_takes_over_the_master_weights(pools: Pools, tmp_path:
     said = [text for text in after[0][1] if "converted" in text]
     words = "float32 to bfloat16" if low else "bfloat16 to float32"
     assert len(said) == 1 and f"embed.weight ({words})" in said[0] and not any("converted" in t for t in after[1][1])
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_buffer_that_is_a_column(tmp_path: Path, behind: bool) -> None:
+    """Elements that do not lie beside each other."""
+    engine = cases.make_engine(torch.nn.BatchNorm1d(5), cases.config_of("1", checkpoint={"async_save": behind}))
+    column = torch.arange(10.0).view(5, 2)[:, 1]
+    engine.module._buffers["running_mean"] = column
+    engine.save_checkpoint(tmp_path)
+    expected = column.clone()
+    column.zero_()
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(engine.module.running_mean, expected)
+    engine.close()

@@ -70,8 +70,9 @@ class Background:
             self._copier = ThreadPoolExecutor(1, "checkpoint-copy", _begin_thread, (mesh.device,))
         if len(self._running) > 1:
             self._running[-2][1].exception()
-        copies = self._places(tensors)
-        pairs = [(copy, tensor.detach()) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True)]
+        with torch.inference_mode(False):  # a thread is in no such mode, and could not write what was made in it
+            copies = self._places(tensors)
+            pairs = [(copy, tensor.detach()) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True)]
         ahead = len(pairs) - behind
         streams = {device: torch.cuda.Stream(device) for device in {t.device for _, t in pairs if t.is_cuda}}
         for device, stream in streams.items():

@@ -88,7 +88,7 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Written:
     with Stream(path, total) as stream:
         stream.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for _, tensor in ordered:
-            stream.put(tensor.detach().reshape(-1).view(torch.uint8))
+            stream.put(tensor.detach().reshape(-1).contiguous().view(torch.uint8))
     return Written(total, stream.chunks, offsets)
 
 
