@@ -46,8 +46,8 @@ TARGET_DISK = 0.80
 """× the disk's bandwidth at least, saving and loading."""
 TARGET_BLOCK = 1.0
 """× the copy to host at most, for the call of an asynchronous save."""
-DISK_FOR = 6
-"""Free bytes wanted per byte of state: a save that is loaded, or all plain files, one per way."""
+DISK_FOR = 24
+"""Free bytes wanted per byte of state: what is kept, and all plain files, one per way, before and after."""
 PEER_ROUNDS = 10
 WARMUP = 2
 """The second asynchronous save is the first that finds both host buffers; both are warm afterwards."""

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from benchmarks.disk import PlainFile, Way, bytes_in, drop_cache, resident
+from benchmarks.disk import KEPT_STATES, PlainFile, Way, bytes_in, drop_cache, resident
 from benchmarks.peers import import_deepspeed
 from benchmarks.ranks import collected, forget_peak, joined, leave, rss_bytes
 from benchmarks.savers import READERS, SAVERS
@@ -95,6 +95,7 @@ class Rounds:
         self.peaks: dict[str, list[int]] = {}
         self.written: dict[str, int] = {}
         self.warm, self.started, self.before = 0.0, 0.0, 0
+        self.old: list[tuple[Path, int]] = []
         self.writes = self.reads = list(plan.ways)
         self.template = make_model(plan.setting)
         self.states: dict[Any, Variant] = {}
@@ -124,6 +125,7 @@ class Rounds:
             if self.rank == 0:
                 end = "\n" if number + 1 == total else ""
                 print(f"\rround {number + 1} of {total}", end=end, file=sys.stderr, flush=True)
+        self.remove_old(0)
 
     def timed(self, key: str, action: Callable[[], T]) -> T:
         """Run ``action`` on all ranks at once and keep what it took."""
@@ -145,13 +147,21 @@ class Rounds:
         self.peaks.setdefault(key, []).append(max(0, rss_bytes(peak=True) - self.before))
 
     def fresh(self, name: str) -> Path:
-        """An empty name in ``place``; what was there is removed."""
+        """An empty name in ``place``; what was there goes later (disk: [Note: What was removed])."""
         dist.barrier()
         target = self.place / name
-        if self.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
+        if self.rank == 0 and target.exists():
+            old = self.place / f"old-{time.perf_counter_ns()}"
+            target.rename(old)
+            self.old.append((old, bytes_in(old)))
+            self.remove_old(KEPT_STATES * state_bytes(self.plan.setting))
         dist.barrier()
         return target
+
+    def remove_old(self, kept: int) -> None:
+        """Remove what has at least ``kept`` bytes of younger ones."""
+        while self.old and sum(size for _, size in self.old[1:]) >= kept:
+            shutil.rmtree(self.old.pop(0)[0], ignore_errors=True)
 
     def cool(self, folder: Path) -> None:
         """Drop ``folder`` from the page cache and remember how much of it stayed."""
