@@ -1,9 +1,9 @@
 """Host memory for data on its way to or from a disk. Must not know: files, who uses it.
 
-[Note: Huge pages] A disk is handed memory page by page, and moves what lies scattered in pages of 4 KiB more slowly than
-what lies in one place (``benchmarks/checkpoint.py`` measures both). So the memory is asked for in huge pages, which the
-system gives where it has them. It is private, and a child of ``fork`` does not get it: a fork while O_DIRECT reads or writes private
-memory would take pages away from them.
+[Note: Huge pages] A disk is handed memory page by page, and moves what lies scattered in pages of 4 KiB more slowly
+than what lies in one place (``benchmarks/checkpoint.py`` measures both). So the memory is asked for in huge pages,
+which the system gives where it has them. It is private, and a child of ``fork`` does not get it: a fork while O_DIRECT
+reads or writes private memory would take pages away from them.
 """
 
 from __future__ import annotations
