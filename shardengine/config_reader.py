@@ -163,7 +163,9 @@ class Reader:
             elif dotted in KEYS:
                 self._leaf(KEYS[dotted], value)
             else:
-                self.problem(dotted, f'unknown key; the nearest valid key is "{_nearest_key(section, name)}"')
+                close = _nearest_key(section, name)
+                level = ", on the top level" if section and "." not in close else ""
+                self.problem(dotted, f'unknown key; the nearest valid key is "{close}"{level}')
 
     def _section(self, name: str, value: Any) -> None:
         if isinstance(value, dict):

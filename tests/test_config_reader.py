@@ -56,6 +56,12 @@ def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_key(written: A
     assert f'nearest valid key is "{close}"' in message
 
 
+def test_a_key_on_the_wrong_level_is_told_where_it_belongs() -> None:
+    message = problem(zero_optimization={"overlap_param_gather": True})
+    assert message.startswith("zero_optimization.overlap_param_gather: unknown ")
+    assert 'the nearest valid key is "overlap_param_gather", on the top level' in message
+
+
 def test_a_known_key_without_meaning_is_accepted_and_said_once() -> None:
     config = load(zero_optimization={"contiguous_gradients": True, "sub_group_size": 1e9})
     for name in ("contiguous_gradients", "sub_group_size"):
