@@ -42,8 +42,8 @@ def file_of(rank: int) -> str:
 def to_text(facts: dict[str, Any]) -> str:
     """The index as a file: with its form's number, versions and a checksum of its own."""
     versions = {"shardengine": __version__, "torch": str(torch.__version__)}
-    text = _sorted({"format": FORMAT, "versions": versions, "chunk_bytes": CHUNK_BYTES, **facts})
-    return f'{{"sha256": "{_digest(text)}", "index": {text}}}'
+    index = {"format": FORMAT, "versions": versions, "chunk_bytes": CHUNK_BYTES, **facts}
+    return json.dumps({"sha256": _digest(index), "index": index})
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def read(directory: Path) -> dict[str, Any]:
         whole = json.loads(path.read_text(encoding="utf-8"))
         _expect(isinstance(whole, dict) and isinstance(whole.get("index"), dict), "index: expected an object")
         index: dict[str, Any] = whole["index"]
-        _expect(whole.get("sha256") == _digest(_sorted(index)), "its checksum differs")
+        _expect(whole.get("sha256") == _digest(index), "its checksum differs")
         if index.get("format") != FORMAT:
             raise CheckpointError(
                 f"checkpoint {directory}: format {index.get('format')!r}, this version reads {FORMAT}"
@@ -104,12 +104,8 @@ def names_at(index: dict[str, Any], file: str, start: int, end: int) -> list[str
     ]  # fmt: skip
 
 
-def _sorted(index: dict[str, Any]) -> str:
-    return json.dumps(index, sort_keys=True)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 # What is checked of an index
