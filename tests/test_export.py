@@ -168,15 +168,18 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def test_memory_is_bounded_and_nothing_heavy_is_imported(tmp_path: Path, monkeypatch: Any) -> None:
-    """80 MiB in matrices of 20 MiB: in blocks (24 MiB to write) for safetensors, one matrix and a copy for DCP."""
+    """120 MiB in matrices of 20 MiB: in blocks (24 MiB to write) for safetensors; up to three matrices for DCP.
+
+    How many of them torch's writer holds at once depends on when it is done with the last one: one to three were seen.
+    """
     for name, width in (("little", 8), ("large", 2290)):
-        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)])
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(6)])
         engine = cases.make_engine(model, cases.config_of("3", zero={"reduce_bucket_size": 1 << 26}), None)
         engine.save_checkpoint(tmp_path / name)
         engine.close()
     for package in ("transformers", "peft"):
         monkeypatch.setitem(sys.modules, package, None)  # an import of it would raise
-    for form, most in (("safetensors", 40), ("dcp", 56)):
+    for form, most in (("safetensors", 40), ("dcp", 76)):
         taken = []
         for name in ("little", "large"):
             command = ["export", str(tmp_path / name), str(tmp_path / f"{name}-{form}"), "--format", form]
