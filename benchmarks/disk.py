@@ -7,9 +7,9 @@ each by one process or by all ranks, every one with a file of its own and its sh
 aligned, in huge pages and (four threads with O_DIRECT) in pages of 4 KiB as well, files are new, written blocks are
 random, and a write ends with fsync of file and directory.
 
-[Note: What was removed] Where the disk is another computer's file, a write may be two or three times slower while the
-files that were written last have just been removed: what their removal freed there has to be made anew. So nothing is
-removed before ``KEPT_STATES`` times its size was written after it, neither a plain file nor a saver's.
+[Note: What was removed] Where the disk is another computer's file, writes were seen to be much slower when the files
+that were written last had just been removed (why is not known for certain). So nothing is removed before
+``KEPT_STATES`` times its size was written after it, neither a plain file nor a saver's.
 
 [Note: Cold reads] Before every load the pages of its files are dropped (``posix_fadvise(DONTNEED)``, which clean pages
 obey: everything was fsynced). ``resident`` tells afterwards whether they have gone.

@@ -251,8 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def require_whole(self) -> None:
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
         if self.update is not None and self.update.begun:
-            way = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
-            way = "engine.load_checkpoint() on every rank" if self.update.lost else way
+            finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
+            way = "engine.load_checkpoint() on every rank" if self.update.lost else finish
             raise UsageError(
                 "the last step() or load was interrupted in the middle of its update, so its window can neither be "
                 f"forgotten nor gone on with: call {way}"

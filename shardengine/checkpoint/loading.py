@@ -217,7 +217,7 @@ def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
         candidate.unfit = f"checkpoint {place} does not fit this engine:\n  - {text}{hint if way.strict else ''}"
         return candidate
     try:
-        with _reader(candidate) as reader:
+        with Reader(place, candidate.saved["files"], candidate.saved["chunk_bytes"]) as reader:
             for _ in reader.verified(_verified_first(candidate, core, way)):
                 pass
             if not way.weights_only:
@@ -264,11 +264,6 @@ def _read_random_states(reader: Reader, saved: dict[str, Any], core: Core) -> di
     return states
 
 
-def _reader(candidate: _Candidate, *, direct: bool = False) -> Reader:
-    files = {file: (facts["bytes"], facts["chunks"]) for file, facts in candidate.saved["files"].items()}
-    return Reader(candidate.place, files, candidate.saved["chunk_bytes"], direct=direct)
-
-
 # 3. fill
 
 
@@ -282,10 +277,11 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     weights = [filling for filling in fillings if filling.part.state in (WEIGHT, BUFFER)]
     states = [filling for filling in fillings if filling.part.state not in (WEIGHT, BUFFER)]
     what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
-    with _reader(chosen, direct=way.at_once and alone) as reader:
+    files, direct = chosen.saved["files"], way.at_once and alone
+    with Reader(chosen.place, files, chosen.saved["chunk_bytes"], direct=direct) as reader:
 
         def fill(part: list[fit.Filling]) -> str:
-            """ "", or what was damaged on any rank."""
+            """What was damaged on any rank; "" if nothing was."""
             texts = collectives.exchange_objects(together(collectives, what, lambda: _filled(reader, chosen, part)))
             return next((text for text in texts if text), "")
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,13 +79,13 @@ class _Block:
 
 
 class Reader:
-    """Ranges of the files in one directory. files: name → (bytes, CRC-32 of each chunk of ``chunk_bytes``).
+    """Ranges of the files in one directory. files: name → "bytes" and "chunks", a CRC-32 per ``chunk_bytes``.
 
     direct: past the page cache, where the file system can do that ([Note: Reading ahead]).
     """
 
     def __init__(
-        self, directory: Path, files: dict[str, tuple[int, list[int]]], chunk_bytes: int, *, direct: bool = False
+        self, directory: Path, files: Mapping[str, Mapping[str, Any]], chunk_bytes: int, *, direct: bool = False
     ) -> None:
         self._directory, self._files, self._chunk = directory, files, chunk_bytes
         self._direct = direct and chunk_bytes % ALIGNMENT == 0 and _DIRECT != 0
@@ -175,7 +176,7 @@ class Reader:
 
     def _size(self, file: str) -> int:
         """Of a file that is there and as long as it should be."""
-        size = self._files[file][0]
+        size = self._files[file]["bytes"]
         try:
             facts = (self._directory / file).stat()
         except OSError as error:
@@ -193,7 +194,7 @@ class Reader:
             raise error  # this process's trouble, not the file's
         missing = isinstance(error, FileNotFoundError)
         text = "is missing" if missing else f"cannot be read ({error.strerror})"
-        return Damage(file, 0, self._files[file][0], text)
+        return Damage(file, 0, self._files[file]["bytes"], text)
 
     def _more_memory(self) -> Tensor:
         self._memory.append(staging(self._block_bytes))
@@ -216,7 +217,7 @@ class Reader:
             count = future.result()
         except OSError as error:
             raise DamageError(self._unreadable(block.file, error)) from None
-        view, sums = bytes_of(data), self._files[block.file][1]
+        view, sums = bytes_of(data), self._files[block.file]["chunks"]
         for start in range(block.start, block.end, self._chunk):
             end = min(start + self._chunk, block.end)
             at = start - block.start

@@ -55,6 +55,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     client = {} if client_state is None else client_state
 
     def prepare() -> Job:
+        """What may be wrong on one rank alone is found before anything is written."""
         if engine.optimizer is not None:
             engine.optimizer.require_whole()
         require_rest(engine, "save_checkpoint")

@@ -90,7 +90,7 @@ class Stored:
         self.buffers: list[dict[str, Any]] = self.index["buffers"]
         self._rows = {row["names"][0]: row for row in self.parameters} | {row["name"]: row for row in self.buffers}
         self._entries = {(name, state): (dtype, kept) for name, state, dtype, kept in index.entries(self.index)}
-        self._reader = _reader(place, self.index)
+        self._reader = Reader(place, self.index["files"], self.index["chunk_bytes"])
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._verified: set[tuple[str, int]] = set()
 
@@ -191,7 +191,7 @@ class Damaged:
 def damages(place: Path, saved: dict[str, Any]) -> list[Damaged]:
     """Everything that is damaged in the files of the checkpoint whose index is ``saved``; reads all of every file."""
     found = []
-    with _reader(place, saved) as reader:
+    with Reader(place, saved["files"], saved["chunk_bytes"]) as reader:
         for file in sorted(saved["files"]):
             size, at, whats, holds = saved["files"][file]["bytes"], 0, [], []
             while (damage := reader.damage(file, [(at, size)] if at < size else [])) is not None:
@@ -214,8 +214,3 @@ def model_of(saved: dict[str, Any]) -> dict[str, Any]:
 def weight_of(stored: Stored, row: dict[str, Any]) -> tuple[str, str]:
     """(first name, state) of a row of ``stored.parameters`` or ``stored.buffers``."""
     return (row["names"][0], WEIGHT) if "names" in row else (row["name"], BUFFER)
-
-
-def _reader(place: Path, saved: dict[str, Any]) -> Reader:
-    files = {file: (facts["bytes"], facts["chunks"]) for file, facts in saved["files"].items()}
-    return Reader(place, files, saved["chunk_bytes"])
