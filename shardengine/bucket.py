@@ -91,20 +91,21 @@ class Bucket:
         return self.full if whole else self.shard
 
     def adopt_master(self) -> None:
-        """The master weights were stepped: round them to the weights."""
+        """The master weights were written: round them to the weights."""
         if self.master is not None:
-            self._below(self.master).copy_(self.master)
+            self.weights_of_master.copy_(self.master)
 
     def adopt_weights(self) -> None:
         """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
         if self.master is not None:
-            weights = self._below(self.master)
+            weights = self.weights_of_master
             changed = weights != self.master.to(weights.dtype)
             self.master.copy_(torch.where(changed, weights.float(), self.master))
 
-    def _below(self, master: Tensor) -> Tensor:
+    @property
+    def weights_of_master(self) -> Tensor:
         """The weights that ``master`` is the master of. At one rank the slice is everything."""
-        return self.full if master.numel() > self.shard.numel() else self.shard
+        return self.full if self.master is not None and self.master.numel() > self.shard.numel() else self.shard
 
     def load_shard(self) -> None:
         """Copy the shard to its place in ``full``, ready to be gathered."""

@@ -9,10 +9,10 @@ debug mode compares it across ranks; a failure becomes an error that names opera
 slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the
 host never blocks there; it learns of a fault in the next exchange, which is always gloo's.
 
-[Note: Direct reduce-scatter] All-to-all of slices, then a local sum in tree order (kernels: [Note: One arithmetic]).
-It sends (N-1)/N of the bucket like a ring, has one order of summation at any bucket size, and sums in fp32 whatever the
-wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32 (faster on NCCL, its order of summation is its
-own); it would sum other dtypes in themselves, so those always go the direct way.
+[Note: Direct reduce-scatter] All-to-all of slices, then a local sum in tree order (kernels: [Note: One arithmetic]),
+which is the caller's ``land``. It sends (N-1)/N of the bucket like a ring, has one order of summation at any bucket
+size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32 (faster on
+NCCL, its order of summation is its own); it would sum other dtypes in themselves, so those always go the direct way.
 
 [Note: Gather by broadcasts] On gloo N broadcasts, each rank its own slice in place, are up to three times as fast as
 its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks the latency of N operations wins.
@@ -20,12 +20,11 @@ its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks th
 
 from __future__ import annotations
 
-import enum
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,10 +32,10 @@ from torch import Tensor
 
 from shardengine.bucket import BufferPool
 from shardengine.errors import CommunicationError, MismatchError
-from shardengine.faults import Faults, Notice, Waiting
+from shardengine.faults import Faults, Notice
 from shardengine.history import History, first_difference
-from shardengine.kernels import tree_sum
 from shardengine.mesh import Mesh
+from shardengine.record import Purpose, Record
 from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
@@ -46,64 +45,6 @@ _SLICE = timedelta(seconds=0.5)
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Purpose(enum.Enum):
-    """What bytes are sent for; ``STEP`` are those that a stage's formula counts."""
-
-    GRADIENTS = "gradients: reduce-scatter"
-    WHOLE_GRADIENTS = "gradients: all-gather"
-    WEIGHTS = "weights: all-gather"
-    EVALUATION = "weights without grad: all-gather"
-    WHOLE_WEIGHTS = "full_params and state_dict"
-    WHOLE_STATE = "full_grads and full_optimizer_state"
-    BUFFERS = "buffers"
-    RELAYOUT = "new layout"
-    START = "start"
-    CONTROL = "control"
-
-
-STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
-
-
-class Record(NamedTuple):
-    """What a collective is. sequence: among all that this rank issued; place: among those of its group.
-
-    what: the bucket, or what is exchanged · names: the parameters in it · sent: bytes that this rank sends
-    """
-
-    sequence: int
-    place: int
-    group: str
-    operation: str
-    what: str
-    names: tuple[str, ...]
-    sent: int
-    purpose: Purpose
-
-    @property
-    def subject(self) -> str:
-        """The bucket with its parameters, or what is exchanged."""
-        names = _shorten(self.names)
-        return f"{self.what} ({names})" if self.what and names else self.what or names
-
-    @property
-    def title(self) -> str:
-        """In a trace."""
-        return f"{self.operation} {self.what}" if self.what else self.operation
-
-    @property
-    def announcement(self) -> str:
-        """What debug mode compares."""
-        return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
-
-    def describe(self, rank: int) -> str:
-        """For errors."""
-        return f"{self.operation} number {self.place} on rank {rank} for {self.subject}"
-
-    def waiting(self, rank: int) -> Waiting:
-        """For the other ranks, while this one waits."""
-        return Waiting(self.describe(rank), f"{self.group} {self.place} {self.operation} {self.subject}")
 
 
 class Pending:
@@ -195,17 +136,21 @@ class Collectives:
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         return self._issue(self._record("gather", "all-gather", what, names, size, purpose), call)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, names: Sequence[str], what: str = "") -> Pending:
-        """``out`` (a slice, fp32; may be this rank's slice of ``full``) = the sum over ranks of its slice of ``full``.
+    def reduce_scatter(
+        self, full: Tensor, land: Callable[[Sequence[Tensor]], None], names: Sequence[str], what: str = ""
+    ) -> Pending:
+        """``wait`` hands ``land`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``.
 
-        ``full`` may be overwritten only after ``wait``. names, what: as in ``all_gather``.
+        They are only lent to it. It may write into ``full``, which nobody else may touch before it is called.
+        names, what: as in ``all_gather``.
         """
         mesh = self.mesh
         if mesh.ranks == 1:
-            return Pending(finish=lambda: tree_sum([full], out))
+            return Pending(finish=lambda: land([full]))
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         direct = self._direct or full.dtype is not torch.float32
-        received = self._pool.take(full.numel() if direct else out.numel(), full.dtype, full.device)
+        length = full.numel() // mesh.ranks
+        received = self._pool.take(full.numel() if direct else length, full.dtype, full.device)
 
         def call() -> list[dist.Work]:
             if direct:
@@ -213,7 +158,7 @@ class Collectives:
             return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
 
         def finish() -> None:
-            tree_sum(received.split(out.numel()), out)
+            land(received.split(length))
             self._pool.give(received)
 
         record = self._record("reduce", "reduce-scatter", what, names, sent, Purpose.GRADIENTS)
@@ -246,6 +191,27 @@ class Collectives:
         sent = payload.numel() * (self.mesh.ranks - 1)
         self._issue(self._record("control", "exchange", what, (), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
+
+    def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
+        """As ``exchange``, with fp64 ``values`` (1-D) that stay on the mesh's device: [ranks, n] and the payloads.
+
+        One message on the CPU. On a GPU the values travel on their own, and the host does not wait for them.
+        """
+        if values.device.type == "cpu":
+            rows = self.exchange(torch.cat([values.view(torch.uint8), payload]), what)
+            head, tail = rows.split([values.nbytes, payload.numel()], dim=1)
+            return head.reshape(-1).clone().view(torch.float64).view(self.mesh.ranks, values.numel()), tail
+        rows = self.exchange(payload, what)
+        if self.mesh.ranks == 1:
+            return values.unsqueeze(0), rows
+        gathered = values.new_empty(self.mesh.ranks * values.numel())
+
+        def call() -> list[dist.Work]:
+            return [_all_gather_single(gathered, values, group=self.mesh.gather, async_op=True)]
+
+        record = self._record("gather", "all-gather", what, (), values.nbytes * (self.mesh.ranks - 1), Purpose.CONTROL)
+        self._issue(record, call).wait()
+        return gathered.view(self.mesh.ranks, -1), rows
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order; blocks. For start-up and error paths."""
@@ -303,7 +269,7 @@ class Collectives:
         mesh, faults = self.mesh, self.faults
 
         def settle(work: dist.Work) -> None:
-            if mesh.backend != "nccl" or not is_data:
+            if mesh.backend != "nccl" or record.group == "control":
                 _settle(work, record, faults)
             else:
                 _order(work, record, mesh.rank)
@@ -378,9 +344,3 @@ _KNOWN_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.
 def _sendable(flat: Tensor) -> Tensor:
     """``flat`` itself, or the same memory as bytes where a backend may not know its dtype; for what is only copied."""
     return flat if flat.dtype in _KNOWN_DTYPES else flat.view(torch.uint8)
-
-
-def _shorten(names: Sequence[str], limit: int = 4) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -89,10 +89,35 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class Bf16Config:
-    """``enabled``: fp32 parameters are cast to bf16 and what was given becomes their fp32 master weights."""
+    """``enabled``: fp32 parameters are cast to bf16 and what was given becomes their fp32 master weights.
+
+    Without ``master_weights`` the bf16 weights are stepped themselves, rounded to nearest or stochastically.
+    """
 
     enabled: bool = False
     master_weights: bool = True
+    stochastic_rounding: bool = False
+
+
+@dataclass(frozen=True)
+class Fp16Config:
+    """``enabled``: parameters are cast to fp16, with fp32 master weights and a scaled loss; the rest is the scale's."""
+
+    enabled: bool = False
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: float = 1.0
+    consecutive_hysteresis: bool = False
+
+
+@dataclass(frozen=True)
+class TypesConfig:
+    """In which dtype gradients wait for later micro-batches, and to which sums over ranks are rounded."""
+
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
 @dataclass(frozen=True)
@@ -114,6 +139,8 @@ class CheckpointConfig:
 _SECTIONS: dict[str, type] = {
     "zero_optimization": ZeroConfig,
     "bf16": Bf16Config,
+    "fp16": Fp16Config,
+    "data_types": TypesConfig,
     "torch_autocast": AutocastConfig,
     "checkpoint": CheckpointConfig,
 }
@@ -139,9 +166,11 @@ class Config:
     scheduler: SchedulerConfig | None = None
     zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
     bf16: Bf16Config = field(default_factory=Bf16Config)
+    fp16: Fp16Config = field(default_factory=Fp16Config)
+    data_types: TypesConfig = field(default_factory=TypesConfig)
     torch_autocast: AutocastConfig = field(default_factory=AutocastConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    communication_data_type: Literal["fp32", "bf16"] | None = None
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     overlap_comm: bool = True
     overlap_param_gather: bool = False
     reproducible: bool | None = None
@@ -256,10 +285,7 @@ def _build(tree: dict[str, Any], source: str) -> Config:
     reader = Reader()
     reader.read(tree)
     optimizer, scheduler = reader.optimizer(), reader.named("scheduler", "WarmupCosineLR")
-    if reader.values.get("bf16.enabled") and reader.values.get("bf16.master_weights") is False:
-        reader.later("bf16.master_weights", "true")
-    if reader.values.get("torch_autocast.enabled") and reader.values.get("torch_autocast.dtype") == "float16":
-        reader.later("torch_autocast.dtype", '"bfloat16"')
+    _check_precision(reader)
     if not reader.failed.intersection(TRIPLE):
         _check_triple(reader)
     if reader.problems:
@@ -268,7 +294,8 @@ def _build(tree: dict[str, Any], source: str) -> Config:
         reader.notices.append("gradients are not clipped, because gradient_clipping is not in the config")
     for key in KEYS.values():
         named = key.name.startswith(("optimizer.", "scheduler."))
-        if key.status is Status.ACTIVE and not named and key.name not in reader.values:
+        missing = reader.values.get(key.name) is None and (key.name not in reader.values or key.default is not None)
+        if key.status is Status.ACTIVE and not named and missing:
             reader.values[key.name], reader.sources[key.name] = key.default, "default"
     sections: dict[str, dict[str, Any]] = {name: {} for name in ("", *_SECTIONS)}
     for name, value in reader.values.items():
@@ -282,6 +309,26 @@ def _build(tree: dict[str, Any], source: str) -> Config:
         sources=reader.sources,
         notices=tuple(reader.notices),
     )
+
+
+def _check_precision(reader: Reader) -> None:
+    value = {key.name: reader.values.get(key.name, key.default) for key in KEYS.values()}
+    if value["fp16.enabled"] and value["bf16.enabled"]:
+        reader.problem("fp16.enabled", "expected fp16 or bf16, came both; switch one of them off")
+    if value["bf16.enabled"] and value["bf16.stochastic_rounding"] and value["bf16.master_weights"]:
+        reader.problem(
+            "bf16.stochastic_rounding",
+            "it rounds bf16 weights that are stepped themselves, and with fp32 master weights they are not; set "
+            '"master_weights": false, or leave it out',
+        )
+    scale = value["fp16.loss_scale"] or 2.0 ** value["fp16.initial_scale_power"]
+    scaled = value["fp16.enabled"] or (value["torch_autocast.enabled"] and value["torch_autocast.dtype"] == "float16")
+    if scaled and not value["fp16.loss_scale"] and scale < value["fp16.min_loss_scale"]:
+        reader.problem(
+            "fp16.min_loss_scale",
+            f"expected at most the first loss scale, 2 ** initial_scale_power = {scale:g}, came "
+            f"{value['fp16.min_loss_scale']:g}",
+        )
 
 
 def _check_triple(reader: Reader) -> None:

@@ -28,6 +28,7 @@ from shardengine.config_kinds import (
     GROUP_SIZE,
     NOT_NEGATIVE,
     OBJECT,
+    POSITIVE,
     SIZE,
     TEXT,
     UNITS,
@@ -80,7 +81,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
         "How gradients rest between micro-batches: full size and unreduced, or reduced and sharded.",
     ),
     "communication_data_type": (
-        optional(choice("fp32", "bf16"), "the parameter's dtype"),
+        optional(DTYPE, "the parameter's dtype"),
         None,
         "The dtype in which gradients are sent and completed; sums are fp32 in any case.",
     ),
@@ -102,7 +103,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
         "Seconds until an unfinished collective is an error; with initialize(mesh=...) the mesh's own number counts.",
     ),
     "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
-    "seed": (integer(0, 2**63 - 1), 42, "Seed of the train command's data and dropout; the engine draws nothing."),
+    "seed": (integer(0, 2**63 - 1), 42, "Seed of stochastic rounding, and of the train command's data and dropout."),
     "steps_per_print": (SIZE, 10, "Optimizer steps between two lines of the train command; 0 prints none."),
     "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'),
     "optimizer.params": (OBJECT, {}, "The optimizer's hyper-parameters."),
@@ -119,10 +120,28 @@ _ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
 _ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights."),
     "master_weights": (BOOL, True, "Step fp32 master weights, not the bf16 weights themselves."),
+    "stochastic_rounding": (BOOL, False, "Round stepped bf16 weights up or down at random; without master weights."),
+}
+_ACTIVE_FP16: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Cast parameters to fp16; optimizers step fp32 master weights; the loss is scaled."),
+    "loss_scale": (NOT_NEGATIVE, 0.0, "A fixed loss scale; 0: it follows overflows."),
+    "initial_scale_power": (integer(0, 127), 16, "The first loss scale is 2 to this power."),
+    "loss_scale_window": (COUNT, 1000, "Steps without overflow after which the loss scale is doubled."),
+    "hysteresis": (COUNT, 2, "Overflows until the loss scale is halved."),
+    "min_loss_scale": (POSITIVE, 1.0, "The loss scale is never halved below this; an overflow there is an error."),
+    "consecutive_hysteresis": (BOOL, False, "Every step without overflow makes the hysteresis whole again."),
+}
+_ACTIVE_TYPES: dict[str, tuple[Kind, Any, str]] = {
+    "grad_accum_dtype": (optional(DTYPE, "fp32"), "fp32", "The dtype in which gradients wait for later micro-batches."),
+    "reduce_dtype": (optional(DTYPE, "fp32"), "fp32", "The dtype to which each sum over ranks is rounded."),
 }
 _ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Run the module's forward under torch.autocast."),
-    "dtype": (choice("bfloat16", "float16"), "bfloat16", "What autocast computes in; float16 is not available yet."),
+    "dtype": (
+        choice("bfloat16", "float16"),
+        "bfloat16",
+        "What autocast computes in; with float16 the loss is scaled as fp16 says.",
+    ),
 }
 _ACTIVE_CHECKPOINT: dict[str, tuple[Kind, Any, str]] = {
     "async_save": (
@@ -142,19 +161,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "zero_allow_untested_optimizer": (BOOL, False),
         "wall_clock_breakdown": (BOOL, False),
     },
-    "data_types": {"grad_accum_dtype": (DTYPE, "fp32"), "reduce_dtype": (DTYPE, "fp32")},
-    "fp16": {
-        "enabled": (BOOL, False),
-        "loss_scale": (NOT_NEGATIVE, 0),
-        "initial_scale_power": (SIZE, 16),
-        "loss_scale_window": (COUNT, 1000),
-        "hysteresis": (COUNT, 2),
-        "min_loss_scale": (NOT_NEGATIVE, 1),
-        "auto_cast": (BOOL, False),
-        "consecutive_hysteresis": (BOOL, False),
-        "fp16_master_weights_and_grads": (BOOL, False),
-    },
-    "bf16": {"stochastic_rounding": (BOOL, False)},
+    "fp16": {"auto_cast": (BOOL, False), "fp16_master_weights_and_grads": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_hpz_partition_size": (COUNT, 1),
@@ -273,6 +280,8 @@ KEYS: dict[str, Key] = {
         _rows(Status.ACTIVE, "", _ACTIVE_TOP),
         _rows(Status.ACTIVE, "zero_optimization", _ACTIVE_ZERO),
         _rows(Status.ACTIVE, "bf16", _ACTIVE_BF16),
+        _rows(Status.ACTIVE, "fp16", _ACTIVE_FP16),
+        _rows(Status.ACTIVE, "data_types", _ACTIVE_TYPES),
         _rows(Status.ACTIVE, "torch_autocast", _ACTIVE_AUTOCAST),
         _rows(Status.ACTIVE, "checkpoint", _ACTIVE_CHECKPOINT),
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),

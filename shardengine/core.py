@@ -1,6 +1,6 @@
-"""The parts of one engine, put together in order, and the formulas beside what is measured of them.
+"""The parts of one engine, put together in order.
 
-Owns: building (analyse → agree → place → reducer → schedule → hooks) and accounting.
+Owns: building (analyse → agree → place → reducer → schedule → hooks). The formulas are ``formulas.py``'s.
 Must not know: steps, the user's loop.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,22 +16,22 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardengine import hooks, layout, partition, stages
+from shardengine import hooks, layout, partition, precision, stages
 from shardengine.accumulation import Window
 from shardengine.agreement import compare, together
 from shardengine.arrivals import Arrivals
 from shardengine.bucket import Bucket, BufferPool, restore_poison
-from shardengine.collectives import Collectives, Pending, Purpose
+from shardengine.collectives import Collectives, Pending
 from shardengine.config import Config
-from shardengine.ddp import BufferSync, Reducer, Rules
+from shardengine.ddp import BufferSync, Reducer, Rules, no_payload
 from shardengine.errors import UsageError
-from shardengine.layout import ArenaLayout, Layout
+from shardengine.layout import Layout
 from shardengine.mesh import Mesh
 from shardengine.partition import Partition
+from shardengine.precision import Precision
+from shardengine.record import Purpose
 from shardengine.schedule import Schedule
 from shardengine.unit import Unit, Weights, weight_bytes
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Core:
     buffers: BufferSync
     arrivals: Arrivals | None
     guard: Guard
+    precision: Precision
     handles: list[RemovableHandle] = field(default_factory=list)
 
     @property
@@ -133,44 +134,6 @@ class Core:
     def weight_bytes(self) -> int:
         """Bytes that hold weights at this moment, frozen ones outside of arenas included."""
         return weight_bytes(self.units) + sum(p.nbytes for p in self.partition.outside)
-
-    def predicted_bytes(self, state_bytes_per_element: int, micro_batches: int) -> float:
-        """The stage's formula for model state per rank, padding included, at the end of a window of micro-batches."""
-        predicted = 0.0
-        for arena in self.layout.arenas:
-            predicted += self.stage.model_state_bytes(
-                arena.length if arena.trainable else 0,
-                self.mesh.ranks,
-                weight=arena.itemsize,
-                gradient=4 if micro_batches > 1 else self.wire_of(arena).itemsize,
-                state=state_bytes_per_element + (4 if arena.itemsize < 4 else 0),
-                frozen=0 if arena.trainable else arena.length,
-            )
-        return predicted + sum(p.nbytes for p in self.partition.outside)
-
-    def predicted_traffic(self, micro_batches: int) -> float:
-        """The stage's formula for bytes sent per rank and step, padding included."""
-        sent = 0.0
-        for arena in self.layout.arenas:
-            volume = stages.Volume(
-                trainable=arena.length if arena.trainable else 0,
-                unit=arena.length if arena.unit else 0,
-                root=0 if arena.unit else arena.length,
-            )
-            sent += self.stage.bytes_sent(
-                volume,
-                self.mesh.ranks,
-                micro_batches=micro_batches,
-                weight=arena.itemsize,
-                gradient=self.wire_of(arena).itemsize,
-            )
-        return sent
-
-    def wire_of(self, arena: ArenaLayout) -> torch.dtype:
-        """The dtype in which gradients of ``arena`` are sent."""
-        wire = self.reducer.rules.wire
-        own: torch.dtype = getattr(torch, arena.dtype)
-        return wire or own
 
     def sent(self) -> Counter[Purpose]:
         """Bytes sent so far, by purpose."""
@@ -267,11 +230,11 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
 
-    cast = torch.bfloat16 if config.bf16.enabled else None
+    which = precision.of(config)
 
     def analyse() -> Partition:
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights, cast=cast)
+        return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights, which=which)
 
     found = together(collectives, "looking at the model", analyse)
     compare(collectives, partition.facts(model, found, config.to_dict(), groups))
@@ -283,7 +246,7 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
             collectives,
             shards_weights=stage.moves_weights,
             whole_masters=stage.gathers_gradients,
-            cast=cast,
+            which=which,
         )
         buffers = BufferSync(model, collectives)
         for module in model.modules():
@@ -293,7 +256,9 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     window = Window(config.gradient_accumulation_steps or 1)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
     arrivals, blocks = _expect(config, stage, collectives, model, found, units)
-    core = Core(stage, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard())
+    core = Core(
+        stage, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard(), which
+    )
     _attach(core, model, blocks)
     return core
 
@@ -326,15 +291,24 @@ def _drive(
     window: Window,
 ) -> tuple[Reducer, Schedule]:
     """What moves the gradients and the weights of ``units``."""
-    wire = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
+    which = precision.of(config)
     divisor = collectives.mesh.ranks if config.gradient_allreduce_op == "mean" else 1
-    rules = Rules(stage.reduces_every_micro_batch, stage.gathers_gradients, divisor, wire)
+    accumulate = which.accumulate if window.size > 1 else torch.float32
+    rules = Rules(
+        sharded=stage.reduces_every_micro_batch,
+        gathers=stage.gathers_gradients,
+        divisor=divisor,
+        wire=which.wire,
+        reduce=which.reduce,
+        accumulate=accumulate,
+        scaled=which.scaling is not None,
+    )
     by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
     buckets = [by_index[index] for index in range(len(plan.buckets))]
     reducer = Reducer(plan, buckets, collectives, pool, rules)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
-    schedule.on_complete = lambda: reducer.agree(lambda: torch.zeros(0, dtype=torch.uint8))
+    schedule.on_complete = lambda: reducer.agree(no_payload)
     return reducer, schedule
 
 
@@ -379,10 +353,3 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
             )
 
     core.handles.extend(hooks.attach_state_dict_guard(model, refuse))
-
-
-def autocast(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
-    """What the module's forward runs in, as the config's ``torch_autocast`` says; a user's region stays as it is."""
-    if not config.torch_autocast.enabled:
-        return nullcontext()
-    return torch.autocast(mesh.device.type, getattr(torch, config.torch_autocast.dtype))

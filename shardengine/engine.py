@@ -16,17 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import core as core_module
-from shardengine import gathered, lr_schedules, recovery, relayout, whole
+from shardengine import gathered, lr_schedules, overflow, recovery, relayout, whole
 from shardengine import mesh as mesh_module
+from shardengine.accumulation import Window
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
 from shardengine.checkpointing import Checkpointing
 from shardengine.collectives import Collectives
 from shardengine.config import Config, load_config, timeout_of
+from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
-from shardengine.optimizer import EngineCalls, ShardedOptimizer
+from shardengine.optimizer import EngineCalls, Settings, ShardedOptimizer
 from shardengine.optimizer_forms import groups_for
 from shardengine.recovery import announced, announced_with
 
@@ -107,8 +109,9 @@ class Engine(Checkpointing):
 
         def equip() -> None:
             if kind is not None:
-                self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, core.pool)
-                self.optimizer.max_norm = self.config.gradient_clipping
+                which = core.precision
+                settings = Settings(self.config.gradient_clipping, which.seed, which.scaler())
+                self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, settings)
                 self.optimizer.calls = EngineCalls(self.zero_grad, self._add_param_group)
                 core.schedule.on_complete = self.optimizer.finish_gradients
             self.lr_scheduler = self._make_scheduler(lr_scheduler)
@@ -134,7 +137,7 @@ class Engine(Checkpointing):
             core.buffers.broadcast(persistent_only=True)
             self._buffers_sent = True
         try:
-            with core_module.autocast(self.config, core.mesh):
+            with core.precision.forward(core.mesh.device.type):
                 return self.module(*args, **kwargs)
         except BaseException:
             core.schedule.restart()
@@ -143,12 +146,13 @@ class Engine(Checkpointing):
 
     @announced("backward")
     def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
-        """Backward of ``loss`` divided by the accumulation steps; returns that scaled loss.
+        """Backward of ``loss`` divided by the accumulation steps; returns that quotient.
 
         gradient: what the gradient of a ``loss`` that is no scalar is multiplied with, as in ``Tensor.backward``.
         A window that is ended early keeps the divisor, so that every sample weighs the same. In the window's last
         micro-batch this may be called several times: each call's gradients are completed and added.
-        ``loss.backward()`` without the engine works as well, and divides by nothing but the number of ranks.
+        ``loss.backward()`` without the engine works as well, and divides by nothing but the number of ranks; only where
+        the loss is scaled (fp16), which happens here, it is refused.
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -162,8 +166,9 @@ class Engine(Checkpointing):
             self.optimizer.require_whole()
         scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
         schedule.begin_backward()
+        scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
         try:
-            scaled.backward(gradient, retain_graph=retain_graph)
+            (scaled if scale == 1 else scaled.float() * scale).backward(gradient, retain_graph=retain_graph)
             schedule.end_backward()
         except BaseException:
             schedule.backward_failed()
@@ -185,7 +190,9 @@ class Engine(Checkpointing):
     def step(self, *, flush: bool = False) -> None:
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
 
-        flush: end the window here, although its last backward was not on the boundary.
+        flush: end the window here, although its last backward was not on the boundary. Where the loss is scaled and the
+        gradients overflowed, every rank leaves the step out: weights, states and scheduler stay, the window counts. If
+        the loss scale cannot fall any further, LossScaleError says where the overflow is.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         core.schedule.settle()
@@ -212,15 +219,23 @@ class Engine(Checkpointing):
     def _end_step(self) -> None:
         core, optimizer, window = self._core, self._need_optimizer("step()"), self._window
         core.note_stepped()
+        exhausted, scale = optimizer.is_exhausted, optimizer.loss_scale
+        self._applied = optimizer.conclude()
+        try:
+            if not self._applied and exhausted:
+                overflow.report(core, scale)
+        finally:
+            self._close_window(core, optimizer, window)
+
+    def _close_window(self, core: Core, optimizer: ShardedOptimizer, window: Window) -> None:
         core.reducer.release()
         optimizer.end_window()
-        self._applied = True
         self._buffers_sent = False
         micro_batches = window.close()
         self.global_steps += 1
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
         self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and self._applied:
             optimizer.mark_stepped(self.lr_scheduler)
             self.lr_scheduler.step()
 
@@ -293,10 +308,12 @@ class Engine(Checkpointing):
 
         For every name asked for (None: all); None where no rank used the parameter, or it is frozen or has no elements.
         Tied names share a tensor. Complete: between the backward on the boundary and ``step()``. The dtype is the one
-        in which gradients are sent; they were rounded to it. writable: what rank 0 wrote is what every rank steps with,
+        in which gradients are sent; they were rounded to it. Where the loss is scaled they are shown in fp32, without
+        the scale. writable: what rank 0 wrote is what every rank steps with,
         and the norm is taken again. An exception inside, on any rank, then leaves all as it was and raises on all.
         """
-        return whole.full_grads(self._need_core(), names, writable=writable)
+        scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
+        return whole.full_grads(self._need_core(), names, writable=writable, scale=scale)
 
     @announced_with("full_optimizer_state")
     def full_optimizer_state(

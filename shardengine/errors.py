@@ -5,6 +5,7 @@
     ├── UsageError   (RuntimeError)  the library was called in a way it cannot serve (model, optimizer, order of calls)
     ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or could not be written
+    ├── LossScaleError (RuntimeError) fp16 gradients overflow at the smallest loss scale; names the first parameters
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
 
@@ -39,6 +40,10 @@ class MismatchError(ShardEngineError, RuntimeError):
 
 class CommunicationError(ShardEngineError, RuntimeError):
     """A collective failed or timed out."""
+
+
+class LossScaleError(ShardEngineError, RuntimeError):
+    """Gradients are not finite although the loss scale is as small as it may be."""
 
 
 class CheckpointError(ShardEngineError, RuntimeError):

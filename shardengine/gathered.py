@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from shardengine import trace
 from shardengine.agreement import compare, together
 from shardengine.bucket import shaped
-from shardengine.collectives import Purpose
 from shardengine.config_kinds import nearest
 from shardengine.core import Core
 from shardengine.errors import UsageError
+from shardengine.record import Purpose
 from shardengine.unit import Unit
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardengine import formulas
 from shardengine.accumulation import Window
-from shardengine.collectives import STEP, Purpose
 from shardengine.config import Config
 from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optimizer import ShardedOptimizer
+from shardengine.record import STEP, Purpose
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
@@ -106,6 +107,16 @@ class Inspection:
         """Whether the last ``step()`` changed the weights."""
         return self._applied
 
+    def get_loss_scale(self) -> float:
+        """What ``backward`` multiplies the loss of the coming window with; 1 where the loss is not scaled."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of ``global_steps`` were left out because their gradients overflowed."""
+        scaler = None if self.optimizer is None else self.optimizer.settings.scaler
+        return 0 if scaler is None else scaler.skipped
+
     def zero_optimization_stage(self) -> int:
         """The configured stage, 0 to 3."""
         return self.config.zero_optimization.stage
@@ -122,7 +133,7 @@ class Inspection:
         """
         states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
         return {
-            "predicted_model_state_bytes": self._core.predicted_bytes(states, self._window.size),
+            "predicted_model_state_bytes": formulas.predicted_bytes(self._core, states, self._window.size),
             "measured_model_state_bytes": self._report.model_state_bytes or self._live_bytes(),
             "live_weight_bytes": self._core.weight_bytes(),
             "live_gradient_bytes": self._core.reducer.gradient_bytes(),
@@ -136,7 +147,9 @@ class Inspection:
         ``exposed_s_*``: seconds that this rank stood still, waiting for collectives.
         """
         return {
-            "formula_bytes_per_step": self._core.predicted_traffic(self._report.micro_batches or self._window.size),
+            "formula_bytes_per_step": formulas.predicted_traffic(
+                self._core, self._report.micro_batches or self._window.size
+            ),
             "measured_bytes_last_step": self._report.data_bytes(),
             "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
             "exposed_s_last_step": self._report.waited_s,

@@ -39,7 +39,8 @@ class ParameterSpec:
 
     group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
     order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in an
-    arena count elements in memory order, so that channels_last weights keep their strides.
+    arena count elements in memory order, so that channels_last weights keep their strides. number: of its first element
+    among all elements of all of the model's parameters, which no layout changes.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class ParameterSpec:
     group: int
     unit: int
     order: tuple[int, ...] = ()
+    number: int = 0
 
     @cached_property
     def numel(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardengine.errors import UsageError
-from shardengine.kernels import lion_step
+from shardengine.kernels import Spans, rule_for, update
 
 
 class Lion(torch.optim.Optimizer):
@@ -50,6 +50,10 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                tensors = {"weight": [parameter], "gradient": [parameter.grad], "exp_avg": [state["exp_avg"]]}
-                lion_step(tensors, group, 0, None)
+                tensors = {"weight": parameter, "gradient": parameter.grad, "exp_avg": state["exp_avg"]}
+                flats = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
+                update(flats, Spans([(0, parameter.numel())]), rule_for("Lion", group, 1))
+                for name in ("weight", "exp_avg"):  # reshape copies what is not contiguous
+                    if flats[name].data_ptr() != tensors[name].data_ptr():
+                        tensors[name].copy_(flats[name].view(parameter.shape))
         return loss

@@ -5,7 +5,8 @@ Must not know: hooks, modules, how gradients came to be complete.
 
 The three phases of a step, repeated as comments below:
   1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
-  2. update   per bucket: the segments of one group and step count in one kernel call; clipping is folded in
+  2. update   per bucket: the segments of one group and step count in one kernel call, which unscales, clips, steps the
+              master weights and writes the weights
   3. publish  the caller gathers each stepped bucket where weights rest replicated
 """
 
@@ -17,24 +18,19 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardengine.bucket import Bucket, BufferPool
-from shardengine.ddp import GradientBucket, Reducer
+from shardengine import kernels
+from shardengine.bucket import Bucket
+from shardengine.ddp import GradientBucket, Payload, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import adam_step, clip_divisor, lion_step, norm_from_squares, sgd_step, sum_of_squares
+from shardengine.kernels import STATE_NAMES, Noise, Span, Spans
 from shardengine.layout import Layout
+from shardengine.loss_scale import LossScaler
 
-STATE_NAMES = {
-    "AdamW": ("exp_avg", "exp_avg_sq"),
-    "Adam": ("exp_avg", "exp_avg_sq"),
-    "SGD": ("momentum_buffer",),
-    "Lion": ("exp_avg",),
-}
 _Label = tuple[int, int]
 
 
@@ -42,16 +38,27 @@ _Label = tuple[int, int]
 class Update:
     """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
 
-    max_norm: to clip this one to, None for the configured value · begun: step counts have advanced · stepped: whole
-    buckets that are done · torn: inside of a bucket's kernels · lost: cannot be finished, a checkpoint must be loaded
+    max_norm: to clip this one to, None for the configured value · skip: on the device, whether it is left out because
+    the norm is not finite; None where such a step is taken · begun: step counts have advanced · stepped: whole buckets
+    that are done · torn: inside of a bucket's kernels · lost: cannot be finished, a checkpoint must be loaded
     """
 
     max_norm: float | None = None
-    divisor: Tensor | None = None
+    factor: Tensor | None = None
+    skip: Tensor | None = None
     begun: bool = False
     stepped: int = 0
     torn: bool = False
     lost: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the config says about steps. max_norm: 0 for no clipping · seed: of stochastic rounding, None for none."""
+
+    max_norm: float = 0.0
+    seed: int | None = None
+    scaler: LossScaler | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +89,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         layout: Layout,
         reducer: Reducer,
-        pool: BufferPool,
+        settings: Settings,
     ) -> None:
         super().__init__(groups, defaults)
         self.param_groups = groups  # the given list itself, so that both optimizers' see a group that is added
         self.calls = EngineCalls(reducer.release, _no_engine)
         self.kind = kind
         self.norm: Tensor | None = None
-        self.max_norm = 0.0
         self.update: Update | None = None
-        self._pool = pool
+        self.settings = settings
         self.lay_out(layout, reducer, [0] * len(layout.parameters), [{} for _ in reducer.buckets])
 
     def begin(self) -> None:
@@ -107,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer = reducer
         self.steps = steps
         self.bucket_states = bucket_states
-        self._segments: tuple[Any, list[list[tuple[Any, int, int]]]] = (None, [])
+        self._spans: tuple[Any, list[dict[_Label, Spans]]] = (None, [])
 
     def new_state(self, bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
         """Optimizer state of ``bucket`` before its first step. whole: of all of it, not of this rank's slice."""
@@ -115,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.kind == "SGD" and not any(group["momentum"] for group in self.param_groups):
             names = ()
         weight = bucket.stepped(whole=whole)
-        return {name: torch.zeros_like(weight) for name in names}
+        return {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
 
     def _weight(self, bucket: Bucket) -> Tensor:
         return bucket.stepped(whole=self._reducer.rules.gathers)
@@ -124,25 +130,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
         self.require_whole()
         # 1. norm
-        rows, options = self._reducer.agree(self._payload).split([8, 4], dim=1)
+        squares, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, so their weights would: "
                 f"expected the same on every rank, this one has {groups}; set them and call engine.zero_grad()"
             )
-        self.norm = norm_from_squares(rows.flatten().clone().view(torch.float64))
+        self.norm = kernels.norm_from_squares(squares.flatten(), self.loss_scale)
         self.update = Update(None if self.update is None else self.update.max_norm)
 
-    def _payload(self) -> Tensor:
-        """This rank's part of the squared norm, 8 bytes, and a digest of the optimizer's options, 4 bytes."""
-        device = self._reducer.buckets[0].bucket.full.device
-        squares = torch.zeros((), dtype=torch.float64, device=device)
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the loss scale cannot answer another overflow."""
+        return self.settings.scaler is not None and self.settings.scaler.is_exhausted
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of this window was multiplied with."""
+        return 1.0 if self.settings.scaler is None else self.settings.scaler.scale
+
+    def _payload(self) -> Payload:
+        """This rank's part of the squared norm, and a digest of the optimizer's options, 4 bytes."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._reducer.buckets[0].bucket.full.device)
         for state in self._reducer.buckets:
             if state.complete is not None:
                 interval = state.bucket.layout.slice_interval(state.bucket.rank)
                 for _, start, end in self._layout.segments(state.bucket.layout, interval, self._counted):
-                    squares += sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
+                    squares += kernels.sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
         options = repr(
             [
                 (key, float(value) if isinstance(value, Tensor) else value)
@@ -152,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ]
         )
         digest = torch.tensor([zlib.crc32(options.encode())], dtype=torch.int64).to(torch.uint32)
-        return torch.cat([squares.cpu().view(1).view(torch.uint8), digest.view(torch.uint8)])
+        return Payload(digest.view(torch.uint8), squares.view(1))
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
@@ -172,21 +187,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         self.await_reader()
         if not update.begun:
-            update.begun, update.divisor = True, self._divisor(update)
+            update.begun = True
+            update.factor, update.skip = self._factor(update), self._skip()
             for parameter in self._reducer.touched:
                 self.steps[parameter] += 1
-        work = zip(self._reducer.buckets, self._current_segments(), strict=True)
-        for state, segments in itertools.islice(work, update.stepped, None):
-            gradient = self._gradient(state)
-            for (group, step), tensors in self._by_label(state, gradient, segments):
+        work = zip(self._reducer.buckets, self._current_spans(), strict=True)
+        for state, spans_of in itertools.islice(work, update.stepped, None):
+            flats = self._flats(state)
+            for (group, step), spans in spans_of.items():
                 update.torn = True
-                _KERNELS[self.kind](tensors, self.param_groups[group], step, update.divisor)
-            if gradient is not state.gradient:
-                self._pool.give(gradient)
-            state.bucket.adopt_master()
+                rule = kernels.rule_for(self.kind, self.param_groups[group], step)
+                noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
+                kernels.update(flats, spans, rule, factor=update.factor, skip=update.skip, noise=noise)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
+
+    def conclude(self) -> bool:
+        """The update is done: whether it was applied, which is where the host learns that it was left out."""
+        update, scaler = self.update, self.settings.scaler
+        overflow = update is not None and update.skip is not None and bool(update.skip)
+        if overflow:
+            for parameter in self._reducer.touched:
+                self.steps[parameter] -= 1
+        if scaler is not None:
+            scaler.update(overflow)
+        return not overflow
 
     def await_reader(self) -> None:
         """Call this before the states are changed: nothing reads them afterwards."""
@@ -232,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state_bytes_per_element(self) -> int:
-        """fp32 bytes of optimizer state per element, without master weights."""
+        """Bytes of optimizer state per element, without master weights."""
         return 4 * max((len(tensors) for tensors in self.bucket_states), default=0)
 
     def state_bytes(self) -> int:
@@ -287,66 +313,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Label for the norm: parameters that some optimizer group steps."""
         return 0 if self._layout.parameters[parameter].group >= 0 else None
 
-    def _divisor(self, update: Update) -> Tensor | None:
-        max_norm = self.max_norm if update.max_norm is None else update.max_norm
-        if not max_norm or self.norm is None:
+    def _factor(self, update: Update) -> Tensor | None:
+        max_norm = self.settings.max_norm if update.max_norm is None else update.max_norm
+        if self.norm is None or (not max_norm and self.loss_scale == 1):
             return None
-        return clip_divisor(self.norm, max_norm).to(self._reducer.buckets[0].bucket.full.device)
+        return kernels.gradient_factor(self.norm, max_norm, self.loss_scale)
+
+    def _skip(self) -> Tensor | None:
+        return None if self.norm is None or self.settings.scaler is None else ~torch.isfinite(self.norm)
 
     def _label(self, parameter: int) -> _Label | None:
         group = self._layout.parameters[parameter].group
         return (group, self.steps[parameter]) if group >= 0 and parameter in self._reducer.touched else None
 
-    def _current_segments(self) -> list[list[tuple[Any, int, int]]]:
-        """Segments per bucket in coordinates of the stepped tensor. Labels change every step, cuts almost never."""
+    def _current_spans(self) -> list[dict[_Label, Spans]]:
+        """Per bucket, what is stepped with one group and step count. Labels change every step, cuts almost never."""
         labels = [self._label(parameter) for parameter in range(len(self._layout.parameters))]
         base = min((label[1] for label in labels if label is not None), default=0)
         pattern = [None if label is None else (label[0], label[1] - base) for label in labels]
-        if self._segments[0] != pattern:
-            self._segments = (pattern, [self._cut(state.bucket, pattern) for state in self._reducer.buckets])
-        return [
-            [((group, lag + base), start, end) for (group, lag), start, end in segments]
-            for segments in self._segments[1]
-        ]
+        if self._spans[0] != pattern:
+            self._spans = (pattern, [self._cut(state.bucket, pattern) for state in self._reducer.buckets])
+        return [{(group, lag + base): spans for (group, lag), spans in found.items()} for found in self._spans[1]]
 
-    def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> list[tuple[Any, int, int]]:
+    def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> dict[_Label, Spans]:
+        """Spans of the stepped tensor, by label; of single parameters where each element has a number of its own."""
         layout = bucket.layout
-        interval = (layout.start, layout.end) if self._reducer.rules.gathers else layout.slice_interval(bucket.rank)
-        found = self._layout.segments(layout, interval, pattern.__getitem__)
-        return [(label, start - interval[0], end - interval[0]) for label, start, end in found]
+        whole = self._reducer.rules.gathers
+        first, last = (layout.start, layout.end) if whole else layout.slice_interval(bucket.rank)
+        found: dict[Any, list[Span]] = {}
+        if self.settings.seed is None:
+            for label, start, end in self._layout.segments(layout, (first, last), pattern.__getitem__):
+                found.setdefault(label, []).append(Span(start - first, end - first))
+        else:
+            for piece in self._layout.pieces_within(layout, (first, last)):
+                if (own := pattern[piece.parameter]) is not None:
+                    number = self._layout.parameters[piece.parameter].number + piece.offset
+                    found.setdefault(own, []).append(Span(piece.start - first, piece.end - first, number))
+        return {label: Spans(spans) for label, spans in found.items()}
 
-    def _gradient(self, state: GradientBucket) -> Tensor:
-        """The bucket's complete gradient in fp32: itself, or a copy in a buffer of the pool."""
-        gradient = state.gradient
+    def _flats(self, state: GradientBucket) -> dict[str, Tensor]:
+        """What an update of one bucket reads and writes."""
+        gradient, bucket = state.gradient, state.bucket
         if gradient is None:
             raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
-        if gradient.dtype is torch.float32:
-            return gradient
-        wide = self._pool.take(gradient.numel(), torch.float32, gradient.device)
-        wide.copy_(gradient)
-        return wide
-
-    def _by_label(
-        self, state: GradientBucket, gradient: Tensor, segments: list[tuple[Any, int, int]]
-    ) -> Iterator[tuple[_Label, dict[str, list[Tensor]]]]:
-        """The tensors of each (group, step) of one bucket, ready for a kernel."""
-        index = state.bucket.layout.index
-        flats = {"weight": self._weight(state.bucket), "gradient": gradient, **self.bucket_states[index]}
-        for label in dict.fromkeys(label for label, _, _ in segments):
-            cuts = [(start, end) for other, start, end in segments if other == label]
-            tensors = {name: [flat[start:end] for start, end in cuts] for name, flat in flats.items()}
-            if self.kind == "SGD" and not self.param_groups[label[0]]["momentum"]:
-                tensors.pop("momentum_buffer", None)
-            yield label, tensors
+        states = self.bucket_states[bucket.layout.index]
+        flats = {"weight": self._weight(bucket), "gradient": gradient, **states}
+        return flats if bucket.master is None else {**flats, "low": bucket.weights_of_master}
 
 
 def _no_engine(_group: dict[str, Any]) -> None:
     raise UsageError("add_param_group: expected the optimizer of an open engine, came one without an engine")
-
-
-_KERNELS: dict[str, Callable[..., None]] = {
-    "AdamW": partial(adam_step, decoupled=True),
-    "Adam": partial(adam_step, decoupled=False),
-    "SGD": sgd_step,
-    "Lion": lion_step,
-}

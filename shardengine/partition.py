@@ -12,6 +12,7 @@ anything runs. Parameters without elements, and frozen ones where weights rest r
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ from torch import Tensor, nn
 
 from shardengine.agreement import describe
 from shardengine.bucket import Arena
-from shardengine.collectives import Collectives, Purpose
+from shardengine.collectives import Collectives
 from shardengine.config_kinds import nearest
 from shardengine.errors import UsageError
 from shardengine.layout import ArenaLayout, Layout, ParameterSpec
 from shardengine.mesh import Mesh
+from shardengine.precision import Precision
+from shardengine.record import Purpose
 from shardengine.unit import Member, Unit
 
 
@@ -64,23 +67,27 @@ def analyse(
     group_of: dict[int, int],
     *,
     shards_weights: bool,
-    cast: torch.dtype | None = None,
+    which: Precision = Precision(),  # noqa: B008  (frozen)
 ) -> Partition:
     """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
 
-    cast: the dtype that floating parameters will have; None: their own.
+    which: the dtypes that parameters will have.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     all_names: dict[int, list[str]] = {}
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list(model.parameters())
-    dtypes = {id(p): cast if cast is not None and p.is_floating_point() else p.dtype for p in parameters}
-    _check(parameters, all_names, dtypes)
+    dtypes = {id(p): _dtype_of(p, which) for p in parameters}
+    _check(parameters, all_names, dtypes, scaled=which.scaling is not None)
     _check_sparse(model)
     units, unit_of = find_blocks(model, setting) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
-    specs = [_assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0)), p, group_of) for p in inside]
+    numbers = _numbers(parameters)
+    specs = [
+        _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers[id(p)]), p, group_of)
+        for p in inside
+    ]
     chosen = {id(p) for p in inside}
     places = [
         (f"{prefix}.{key}" if prefix else key, holder, key, value)
@@ -92,22 +99,24 @@ def analyse(
     return Partition(names, inside, specs, outside, units, list(model.modules()), places)
 
 
-def renew(model: nn.Module, old: Partition, group_of: dict[int, int]) -> Partition:
+def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled: bool) -> Partition:
     """``old`` with the parameters that were unfrozen since, and the optimizer groups as they are now.
 
-    What was trainable stays so when it is frozen (it is unused then). Units stay as they are.
+    What was trainable stays so when it is frozen (it is unused then). Units stay as they are. scaled: the loss is.
     """
     known = {id(p): spec for p, spec in zip(old.inside, old.specs, strict=True)}
     names: dict[int, list[str]] = {}
     for name, parameter in old.names.items():
         names.setdefault(id(parameter), []).append(name)
-    inside, specs = [], []
+    inside, specs, numbers = [], [], _numbers(list(model.parameters()))
     for p in model.parameters():
         spec = known.get(id(p))
         if p.requires_grad and (spec is None or not spec.trainable):
-            _check_trainable(names[id(p)][0], p.dtype)
+            _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
         if spec is None and p.requires_grad and p.numel():
-            spec = _spec(p, names[id(p)], p.dtype, 0)  # outside: weights rest replicated, there is only the root
+            spec = _spec(
+                p, names[id(p)], p.dtype, 0, numbers[id(p)]
+            )  # outside: weights rest replicated, there is only the root
         if spec is not None:
             inside.append(p)
             specs.append(_assigned(spec, p, group_of))
@@ -115,7 +124,17 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int]) -> Partiti
     return replace(old, inside=inside, specs=specs, outside=[p for p in old.outside if id(p) not in chosen])
 
 
-def _spec(parameter: nn.Parameter, names: list[str], dtype: torch.dtype, unit: int) -> ParameterSpec:
+def _dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
+    return which.cast if which.cast is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
+    """id(parameter) → the number of its first element among all elements of all of the model's parameters."""
+    starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    return {id(parameter): start for parameter, start in zip(parameters, starts, strict=False)}
+
+
+def _spec(parameter: nn.Parameter, names: list[str], dtype: torch.dtype, unit: int, number: int) -> ParameterSpec:
     return ParameterSpec(
         names=tuple(names),
         shape=tuple(parameter.shape),
@@ -125,6 +144,7 @@ def _spec(parameter: nn.Parameter, names: list[str], dtype: torch.dtype, unit: i
         group=-1,
         unit=unit,
         order=memory_order(parameter),
+        number=number,
     )
 
 
@@ -210,7 +230,13 @@ def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[
     return [units[old] for old in kept], {key: renumber[old] for key, old in single.items()}
 
 
-def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]], dtypes: Mapping[int, torch.dtype]) -> None:
+def _check(
+    parameters: Sequence[nn.Parameter],
+    names: dict[int, list[str]],
+    dtypes: Mapping[int, torch.dtype],
+    *,
+    scaled: bool,
+) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -226,15 +252,19 @@ def _check(parameters: Sequence[nn.Parameter], names: dict[int, list[str]], dtyp
                 "engine? Call that engine's close() first"
             )
         if parameter.requires_grad:
-            _check_trainable(name, dtypes[id(parameter)])
+            _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
 
 
-def _check_trainable(name: str, dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
+def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
+    if dtype is torch.float16 and not scaled:
         raise UsageError(
-            f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32 or "
-            "torch.bfloat16 (fp16 needs loss scaling, which is not available yet); use model.float(), "
-            'model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
+            f"parameter {name!r} is {dtype}, whose gradients vanish or overflow unless the loss is scaled: expected "
+            '"fp16": {"enabled": true} in the config, or model.float(), model.bfloat16(), or a frozen parameter'
+        )
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32, torch.bfloat16 or "
+            'torch.float16; use model.float(), model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
         )
 
 
@@ -255,17 +285,17 @@ def place(
     *,
     shards_weights: bool,
     whole_masters: bool,
-    cast: torch.dtype | None = None,
+    which: Precision = Precision(),  # noqa: B008  (frozen)
 ) -> list[Unit]:
     """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units.
 
-    Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights.
-    whole_masters: every rank keeps all of them. cast: as in ``analyse``.
+    Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
+    there are to be any. whole_masters: every rank keeps all of them. which: as in ``analyse``.
     """
     mesh = collectives.mesh
     with torch.no_grad():
         for name, parameter in partition.named_outside():
-            dtype = cast if cast is not None and parameter.is_floating_point() else parameter.dtype
+            dtype = _dtype_of(parameter, which)
             order = memory_order(parameter) or tuple(range(parameter.dim()))
             moved = parameter.data.permute(order).to(mesh.device, dtype).contiguous()
             collectives.broadcast(moved, [name], Purpose.START)
@@ -276,7 +306,8 @@ def place(
             arenas, members = [], []
             for arena_layout in (a for a in layout.arenas if a.unit == index):
                 arena, found = new_arena(partition, layout, arena_layout, mesh)
-                _fill(arena, found, layout, collectives, whole_masters=whole_masters)
+                stepped = any(spec.group >= 0 for spec in arena.specs) and which.master_of(arena.dtype)
+                _fill(arena, found, layout, collectives, masters=stepped, whole_masters=whole_masters)
                 for member in found:
                     member.parameter.grad = None
                     member.show(member.view)
@@ -300,11 +331,10 @@ def new_arena(partition: Partition, layout: Layout, which: ArenaLayout, mesh: Me
 
 
 def _fill(
-    arena: Arena, members: list[Member], layout: Layout, collectives: Collectives, *, whole_masters: bool
+    arena: Arena, members: list[Member], layout: Layout, collectives: Collectives, *, masters: bool, whole_masters: bool
 ) -> None:
-    """Rank 0's values into ``arena``; where an optimizer steps it and it is not fp32, unrounded into its masters."""
-    stepped = any(spec.group >= 0 for spec in arena.specs)
-    wide = torch.zeros_like(arena.flat, dtype=torch.float32) if stepped and arena.dtype is not torch.float32 else None
+    """Rank 0's values into ``arena``, and unrounded into its ``masters`` where it gets some."""
+    wide = torch.zeros_like(arena.flat, dtype=torch.float32) if masters else None
     source = arena.flat if wide is None else wide
     for member, view in zip(members, arena.views_of(source), strict=True):
         view.copy_(member.parameter)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardengine import layout, lr_schedules, partition
 from shardengine.agreement import compare, together
 from shardengine.bucket import Bucket, in_memory_order
-from shardengine.collectives import Purpose
 from shardengine.config import Config
 from shardengine.core import Core, succeed
 from shardengine.errors import UsageError
@@ -30,6 +29,7 @@ from shardengine.layout import Layout
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.optimizer_forms import check_options, check_owned
 from shardengine.partition import Partition
+from shardengine.record import Purpose
 from shardengine.unit import Unit
 
 _States = list[dict[str, Tensor]]
@@ -100,7 +100,7 @@ def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: 
         core.verify_parameters()
         _append(core, model, optimizer, group)
         lr_schedules.check_extended(scheduler, optimizer)
-        return partition.renew(model, core.partition, _group_of(optimizer))
+        return partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.scaling is not None)
 
     try:
         found = together(core.collectives, "add_param_group()", append)
@@ -177,7 +177,7 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
     found = together(
         core.collectives,
         "making a new layout",
-        lambda: partition.renew(model, core.partition, _group_of(optimizer)),
+        lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.scaling is not None),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
@@ -235,7 +235,8 @@ def _move(
         member.show(member.view)
     whole = core.reducer.rules.gathers
     for arena in arenas:
-        _begin_masters(arena.buckets, stepped=any(spec.group >= 0 for spec in arena.specs), whole=whole)
+        if any(spec.group >= 0 for spec in arena.specs) and core.precision.master_of(arena.dtype):
+            _begin_masters(arena.buckets, whole=whole)
     if core.stage.moves_weights:
         unit.detach_shards()
     for bucket in buckets:
@@ -251,11 +252,10 @@ def _move(
     return unit
 
 
-def _begin_masters(buckets: list[Bucket], *, stepped: bool, whole: bool) -> None:
-    """Where an optimizer steps ``buckets`` and they are not fp32: masters with the values of the weights."""
-    for bucket in buckets if stepped else ():
-        if bucket.full.dtype is not torch.float32:
-            bucket.master = (bucket.full if whole else bucket.own_slice(bucket.full)).float()
+def _begin_masters(buckets: list[Bucket], *, whole: bool) -> None:
+    """Masters with the values of the weights."""
+    for bucket in buckets:
+        bucket.master = (bucket.full if whole else bucket.own_slice(bucket.full)).float()
 
 
 def _stepped_tensors(bucket: Bucket, states: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -47,10 +47,11 @@ import torch
 from torch import Tensor
 
 from shardengine.accumulation import Window
-from shardengine.collectives import Collectives, Purpose
+from shardengine.collectives import Collectives
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
 from shardengine.prediction import Predictions
+from shardengine.record import Purpose
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, now
 from shardengine.unit import Unit, Weights
@@ -250,6 +251,8 @@ class Schedule:
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has accumulated ``gradient`` of a parameter."""
         if self._backward is Backward.NONE:
+            if self._reducer.rules.scaled:
+                raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
             self.begin_backward(announced=False)
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardengine.bucket import Arena, Bucket
-from shardengine.collectives import Collectives, Pending, Purpose
+from shardengine.collectives import Collectives, Pending
 from shardengine.errors import InternalError
 from shardengine.layout import Layout
+from shardengine.record import Purpose
 
 
 class Weights(enum.Enum):

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from shardengine.agreement import together
 from shardengine.bucket import Bucket, shaped
-from shardengine.collectives import Purpose
 from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.gathered import agree_on_names
 from shardengine.layout import Piece
 from shardengine.optimizer import ShardedOptimizer
+from shardengine.record import Purpose
 
 Flats = dict[int, dict[str, Tensor]]
 """parameter → what it is ("gradient", "weight", a state's name) → all of its elements in memory order."""
@@ -59,8 +59,10 @@ class _Source:
 
 
 @contextmanager
-def full_grads(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[dict[str, Tensor | None]]:
-    """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``."""
+def full_grads(
+    core: Core, names: Iterable[str] | None, *, writable: bool, scale: float = 1.0
+) -> Iterator[dict[str, Tensor | None]]:
+    """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
     core.schedule.settle()
     reducer = core.reducer
     state_of_it = "complete" if reducer.window_complete else "not complete"
@@ -73,11 +75,13 @@ def full_grads(core: Core, names: Iterable[str] | None, *, writable: bool) -> It
         )
     index_of = {name: index for name, index in _indices(core).items() if index in reducer.touched}
     held = {s.bucket.layout.index: {"gradient": s.gradient} for s in reducer.buckets if s.gradient is not None}
-    wires = {state.bucket.layout.index: state.wire for state in reducer.buckets}
+    wires = {s.bucket.layout.index: s.wire if scale == 1 else torch.float32 for s in reducer.buckets}
     sources = _sources(core, {index_of[name] for name in chosen if name in index_of}, held)
     flats: Flats = {}
     for source in sources:
         _read(core, source, wires[source.bucket.layout.index], flats)
+    for flat in flats.values():
+        _multiply(flat["gradient"], 1 / scale)
     views = {index: shaped(flat["gradient"], core.layout.parameters[index]) for index, flat in flats.items()}
     given = {name: views[index_of[name]] if name in index_of else None for name in chosen}
     shown = dict(given)
@@ -96,10 +100,19 @@ def full_grads(core: Core, names: Iterable[str] | None, *, writable: bool) -> It
         yield shown
     if writable:
         with torch.no_grad():
+            for flat in flats.values():
+                _multiply(flat["gradient"], scale)
             _send(core, sources, flats)
             for source in sources:
                 _store(source, flats, source.held, source.first)
         core.schedule.on_complete()
+
+
+def _multiply(gradient: Tensor, factor: float) -> None:
+    """In place, without a graph; a factor of 1 costs nothing."""
+    if factor != 1:
+        with torch.no_grad():
+            gradient.mul_(factor)
 
 
 # Optimizer state

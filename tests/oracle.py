@@ -3,18 +3,24 @@
 One process, plain torch, nothing from shardengine. It plays all ranks and all micro-batches one after the other on one
 set of parameters and adds their gradients up in the declared order:
 
-- order over ranks: balanced tree over rank numbers, ((0+1)+(2+3)), in fp32; a rank that did not use it adds zeros
+- order over ranks: balanced tree over rank numbers, ((0+1)+(2+3)), in fp32 (or ``reduce``: each sum is rounded to it);
+  a rank that did not use it adds zeros
 - order over micro-batches: first to last; the first contribution is a copy
 - roundings: what is sent has the wire's dtype (the parameter's, unless told), all sums are fp32, the complete gradient
   is rounded once to the wire's dtype. Parameters that are not fp32 have an fp32 master weight, which is what is stepped
+  (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
 - "full": micro-batches first, then ranks. "sharded": ranks first, then micro-batches. Equal for one micro-batch
 - the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean)
-- norm: squares added in fp64, the root rounded once to fp32; clipping divides by max(1, (norm + 1e-6) / max_norm)
+- norm: squares added in fp64, the root (over the loss scale) rounded once to fp32
+- the update multiplies gradients with min(1, max_norm / (norm + 1e-6)) / loss scale
 - a parameter that no rank used in the window is not touched by the optimizer
-- the optimizer's arithmetic: torch's fused CPU kernels on tensors padded with zeros to a multiple of 16 elements
+- the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own
+- loss scale: the loss, in fp32, times the scale; a step whose norm is not finite is left out and may halve the scale
+- stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
+  on the seed, the parameter's step and the element's number among all elements of all parameters
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
 """
 
@@ -29,19 +35,19 @@ import torch
 from torch import Tensor, nn
 
 
-def tree_sum(terms: list[Tensor]) -> Tensor:
+def tree_sum(terms: list[Tensor], reduce: torch.dtype = torch.float32) -> Tensor:
     """Sum in the order ((0+1)+(2+3))+...; an odd one out moves up a level unchanged."""
     while len(terms) > 1:
-        pairs = [a + b for a, b in zip(terms[0::2], terms[1::2], strict=False)]
+        pairs = [(a + b).to(reduce).float() for a, b in zip(terms[0::2], terms[1::2], strict=False)]
         terms = pairs + terms[2 * len(pairs) :]
     return terms[0]
 
 
-def ordered_sum(terms: list[Tensor]) -> Tensor:
-    """Sum in fp32, first to last."""
-    total = terms[0].float()
+def ordered_sum(terms: list[Tensor], kept: torch.dtype = torch.float32) -> Tensor:
+    """Sum in fp32, first to last; the sum so far is kept in dtype ``kept``."""
+    total = terms[0].to(kept).float()
     for term in terms[1:]:
-        total = total + term.float()
+        total = (total + term.float()).to(kept).float()
     return total
 
 
@@ -49,25 +55,38 @@ Fires = list[Tensor]
 """The gradients of one parameter in one backward, in the order in which autograd delivered them (nearly always one)."""
 
 
-def complete_gradient(
-    grads: list[list[Fires]], like: Tensor, order: str, wire: torch.dtype, divisor: int
-) -> Tensor | None:
+@dataclass(frozen=True)
+class Sums:
+    """How gradients are summed. ``wire`` None: the parameter's dtype; order: "full" or "sharded"."""
+
+    order: str = "full"
+    divisor: int = 1
+    wire: torch.dtype | None = None
+    reduce: torch.dtype = torch.float32
+    accumulate: torch.dtype = torch.float32
+
+
+def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Tensor | None:
     """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it."""
     if not any(fires for row in grads for fires in row):
         return None
-    zeros = torch.zeros_like(like, dtype=torch.float32)
+    zeros, wire = torch.zeros_like(like, dtype=torch.float32), sums.wire or like.dtype
+    micros = len(grads[0])
+    kept = sums.accumulate if micros > 1 else torch.float32
 
-    def over_ranks(rows: list[Fires]) -> Tensor:
-        return tree_sum([(ordered_sum(row) if row else zeros).to(wire).float() for row in rows])
+    def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32) -> Tensor:
+        sent = [(ordered_sum(row, kept) if row else zeros).to(wire).float() for row in rows]
+        return tree_sum(sent, sums.reduce)
 
-    if order == "full":
-        total = over_ranks([[g for fires in row[:-1] for g in fires] + row[-1][:1] for row in grads])
+    if sums.order == "full":
+        total = over_ranks([[g for fires in row[:-1] for g in fires] + row[-1][:1] for row in grads], kept)
         late = [row[-1][1:] for row in grads]
     else:
-        total = ordered_sum([over_ranks([row[m][:1] for row in grads]) for m in range(len(grads[0]))])
+        each = [over_ranks([row[m][:1] for row in grads]) for m in range(micros)]
+        total = each[0] if micros == 1 else ordered_sum(each[:-1], kept) + each[-1]
         late = [[g for fires in row for g in fires[1:]] for row in grads]
-    complete = (total / divisor).to(wire).float()
-    return add_late(complete, (over_ranks(late) / divisor).to(wire).float(), wire) if any(late) else complete
+    complete = (total / sums.divisor).to(wire).float()
+    return add_late(complete, (over_ranks(late) / sums.divisor).to(wire).float(), wire) if any(late) else complete
 
 
 def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
@@ -79,7 +98,8 @@ def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
 class Trace:
     """What the engine is compared with. ``losses[step][rank][micro]``; norms per step; the rest after the last step.
 
-    shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not.
+    shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not. scales:
+    the loss scale after each step; skipped: the steps that were left out.
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
@@ -88,54 +108,115 @@ class Trace:
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     shown: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
-    optimizer: PaddedOptimizer | None = None
+    optimizer: Optimizer | None = None
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def pad(t: Tensor) -> Tensor:
-    """Flat fp32, a copy, with zeros up to a multiple of 16 elements."""
-    return torch.cat([t.reshape(-1).float(), torch.zeros(-t.numel() % 16)])
+def new_values(
+    kind: str, w: Tensor, g: Tensor, state: dict[str, Tensor], group: dict[str, Any], step: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weight and the states after step number ``step``, all fp32, of the gradient ``g`` (scaled and clipped)."""
+
+    def f(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float32)
+
+    lr, decay = group["lr"], group["weight_decay"]
+    if kind == "SGD":
+        momentum = f(group["momentum"])
+        if decay:
+            g = g + w * f(decay)
+        if not group["momentum"]:
+            return w - g * f(lr), {}
+        m = g if step == 1 else state["momentum_buffer"] * momentum + g * f(1 - group["dampening"])
+        return w - (g + m * momentum if group["nesterov"] else m) * f(lr), {"momentum_buffer": m}
+    b1, b2 = group["betas"]
+    if kind in ("AdamW", "Lion"):
+        w = w * f(1 - lr * decay)
+    elif decay:
+        g = g + w * f(decay)
+    m = state["exp_avg"] * f(b1) + g * f(1 - b1)
+    if kind == "Lion":
+        return w - m.sign() * f(lr), {"exp_avg": state["exp_avg"] * f(b2) + g * f(1 - b2)}
+    v = state["exp_avg_sq"] * f(b2) + (g * f(1 - b2)) * g
+    root = (1 - b2**step) ** 0.5
+    w = w - (m / (v.sqrt() + f(group["eps"] * root))) * f(lr * root / (1 - b1**step))
+    return w, {"exp_avg": m, "exp_avg_sq": v}
 
 
-class PaddedOptimizer:
-    """AdamW, Adam, SGD (torch's fused kernels) or Lion; fp32 tensors padded to a multiple of 16 elements."""
+def mix(x: Any) -> Any:
+    """A hash of 32-bit words (MurmurHash3's finaliser); of Python integers or int64 tensors."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
-    def __init__(self, kind: str, groups: list[dict[str, Any]], masters: dict[Tensor, Tensor]) -> None:
-        self.kind, self.groups = kind, groups
-        self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": pad(m)} for p, m in masters.items()}
+
+def round_stochastically(w: Tensor, seed: int, step: int, first: int) -> Tensor:
+    """fp32 → bf16. ``first``: the number of the first element."""
+    golden = 0x9E3779B9
+    k0 = mix(mix(mix((seed & 0xFFFFFFFF) + golden) ^ (seed >> 32)) ^ mix(step + golden))
+    number = torch.arange(first, first + w.numel()).view(w.shape)
+    word = mix(mix((number & 0xFFFFFFFF) ^ k0) + (number >> 32) * golden + mix(k0 + golden))
+    bits = (w.contiguous().view(torch.int32).long() + (word & 0xFFFF)) & 0xFFFF0000
+    return bits.to(torch.int32).view(torch.float32).bfloat16()
+
+
+class Optimizer:
+    """AdamW, Adam, SGD or Lion over fp32 tensors; ``masters`` are the weights of parameters that are not fp32.
+
+    noise: (seed, number of each parameter's first element) where weights without master are rounded stochastically.
+    """
+
+    def __init__(
+        self, kind: str, groups: list[dict[str, Any]], masters: dict[Tensor, Tensor], noise: Any = None
+    ) -> None:
+        self.kind, self.groups, self.noise = kind, groups, noise
+        self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": m} for p, m in masters.items()}
         self.state_names = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(kind, ("exp_avg", "exp_avg_sq"))
 
-    def step(self, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> None:
+    def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
         for group in self.groups:
             for p in group["params"]:
                 if p in grads:
-                    self._step_one(p, grads[p], group, divisor)
+                    self._step_one(p, grads[p] * factor, group)
 
-    def _step_one(self, p: Tensor, grad: Tensor, group: dict[str, Any], divisor: Tensor | None) -> None:
+    def _step_one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state = self.state.setdefault(p, {"step": 0})
-        flat, g = state.get("master", pad(p.detach())), pad(grad)
-        buffers = [state.setdefault(name, torch.zeros_like(flat)) for name in self.state_names]
+        old = state.get("master", p.detach()).float()
+        tensors = {name: state.get(name, torch.zeros_like(old)) for name in self.state_names}
         state["step"] += 1
-        if self.kind == "SGD":
-            torch._fused_sgd_(
-                [flat], [g], buffers if group["momentum"] else [], weight_decay=group["weight_decay"],
-                momentum=group["momentum"], lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"],
-                maximize=False, is_first_step=state["step"] == 1, grad_scale=divisor,
-            )  # fmt: skip
-        elif self.kind == "Lion":
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            g = g if divisor is None else g / divisor
-            direction = (buffers[0] * beta1 + g * (1 - beta1)).sign()
-            flat.copy_(flat * (1 - lr * group["weight_decay"]) - direction * lr)
-            buffers[0].copy_(buffers[0] * beta2 + g * (1 - beta2))
+        new, tensors = new_values(self.kind, old, g, tensors, group, state["step"])
+        state |= tensors
+        if "master" in state:
+            state["master"] = new
+        if self.noise is not None and p.dtype is torch.bfloat16 and "master" not in state:
+            new = round_stochastically(new, self.noise[0], state["step"], self.noise[1][p])
+        p.detach().copy_(new)
+
+
+@dataclass
+class Scaler:
+    """The dynamic loss scale: halved when the tolerance (hysteresis) is used up, doubled after ``window`` good ones."""
+
+    scale: float
+    window: int
+    hysteresis: int
+    minimum: float
+    good: int = 0
+    left: int = 0
+
+    def update(self, overflow: bool) -> None:
+        self.left = self.left or self.hysteresis
+        if overflow:
+            if self.left == 1:
+                self.scale = max(self.scale / 2, self.minimum)
+            self.left, self.good = max(self.left - 1, 1), 0
         else:
-            kernel = torch._fused_adamw_ if self.kind == "AdamW" else torch._fused_adam_
-            kernel(
-                [flat], [g], [buffers[0]], [buffers[1]], [], [torch.tensor(float(state["step"]))], lr=group["lr"],
-                beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
-                amsgrad=False, maximize=False, grad_scale=divisor,
-            )  # fmt: skip
-        p.detach().copy_(flat[: p.numel()].view_as(p))
+            self.good += 1
+            if self.good % self.window == 0:
+                self.scale, self.left = self.scale * 2, self.hysteresis
 
 
 def train(
@@ -151,7 +232,12 @@ def train(
     clip: float = 0.0,
     mean: bool = True,
     wire: torch.dtype | None = None,
+    reduce: torch.dtype = torch.float32,
+    accumulate: torch.dtype = torch.float32,
     low: torch.dtype | None = None,
+    keeps_masters: bool = True,
+    seed: int | None = None,
+    scaler: Scaler | None = None,
     own_buffers: bool = False,
     earlier: Trace | None = None,
 ) -> Trace:
@@ -159,16 +245,21 @@ def train(
 
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
-    it and the given values become their master weights. own_buffers: rank 0's are not sent. earlier: training goes on
-    from there up to ``steps``, with ``groups`` and trainable parameters as they are now; masters of those that join are
-    the weights.
+    it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
+    the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
+    earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
+    masters of those that join are the weights.
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
-    masters = {p: p.detach().float().clone() for p in trained if (low or p.dtype) != torch.float32}
+    masters = {p: p.detach().float().clone() for p in trained if keeps_masters and (low or p.dtype) != torch.float32}
+    sums = Sums(order, ranks if mean else 1, wire, reduce, accumulate)
+    sizes = [p.numel() for p in model.parameters()]
+    numbers = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
     for parameter in model.parameters() if low else ():
         parameter.data = parameter.data.to(low)
-    trace, optimizer = earlier or Trace(), PaddedOptimizer(kind, groups, masters)
+    trace = earlier or Trace()
+    optimizer = Optimizer(kind, groups, masters, None if seed is None else (seed, numbers))
     if trace.optimizer is not None:
         optimizer.state |= trace.optimizer.state
     trace.optimizer = optimizer
@@ -192,7 +283,8 @@ def train(
             for micro in range(micros):
                 found = loss_of(model, step, rank, micro)
                 for number, loss in enumerate(found if isinstance(found, list) else [found]):
-                    (loss / micros).backward()
+                    scaled = loss if micros == 1 else loss / micros
+                    (scaled if scaler is None else scaled.float() * scaler.scale).backward()
                     losses[rank][micro] += loss.item()
                     if len(windows) == number:
                         windows.append([[{} for _ in range(micros)] for _ in range(ranks)])
@@ -204,14 +296,23 @@ def train(
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
             sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]
-            g = complete_gradient(sent, p.detach(), order, wire or p.dtype, ranks if mean else 1)
+            g = complete_gradient(sent, p.detach(), sums)
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
         norm = sum((g.double().square().sum() for g in complete.values()), torch.zeros((), dtype=torch.float64))
-        norm = norm.sqrt().float()
+        scale = 1.0 if scaler is None else scaler.scale
+        norm = (norm.sqrt() / scale).float()
         trace.losses.append(losses)
         trace.norms.append(norm.item())
-        optimizer.step(complete, ((norm + 1e-6) / clip).clamp(min=1.0) if clip else None)
+        overflow = scaler is not None and not norm.isfinite()
+        if overflow:
+            trace.skipped.append(step)
+        else:
+            factor = (torch.tensor(clip) / (norm + 1e-6)).clamp(max=1.0) if clip else torch.tensor(1.0)
+            optimizer.step(complete, factor / scale)
+        if scaler is not None:
+            scaler.update(overflow)
+            trace.scales.append(scaler.scale)
     for handle in handles:
         handle.remove()
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -220,10 +321,5 @@ def train(
     trace.trained = [names[p] for p in trained]
     trace.gradients = {names[p]: g for p, g in complete.items()} if steps else {}
     for p, state in optimizer.state.items():
-        flat = {
-            key: torch.empty_like(p, dtype=t.dtype).copy_(t[: p.numel()].view_as(p))
-            for key, t in state.items()
-            if key != "step"
-        }
-        trace.states[names[p]] = flat
+        trace.states[names[p]] = {key: tensor for key, tensor in state.items() if key != "step"}
     return trace

@@ -17,16 +17,16 @@ PACKAGE = "shardengine"
 # Each file may import only files above it. A name with files below it (stages, kernels, …) is one entry; inside such a
 # package the files may import each other as long as there is no cycle.
 IMPORT_ORDER = (
-    "errors", "version", "placement", "accumulation", "trace", "host_memory",
-    "stages", "layout", "config_kinds", "config_keys", "config_reader", "config",
-    "rendezvous", "mesh", "faults", "history", "lr_schedules", "launcher", "kernels", "lion",
+    "errors", "version", "placement", "accumulation", "trace", "host_memory", "loss_scale",
+    "stages", "layout", "config_kinds", "config_keys", "config_reader", "config", "precision",
+    "rendezvous", "mesh", "faults", "record", "history", "lr_schedules", "launcher", "kernels", "lion",
     "bucket",
     "collectives", "agreement",
     "ddp",
     "unit", "arrivals", "partition",
     "prediction", "schedule",
     "hooks", "optimizer_forms", "optimizer",
-    "core", "gathered", "whole", "relayout", "inspection", "recovery",
+    "core", "formulas", "overflow", "gathered", "whole", "relayout", "inspection", "recovery",
     "checkpoint", "checkpointing", "interchange",
     "engine", "__init__",
     "app", "cli", "__main__",

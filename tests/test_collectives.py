@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardengine.collectives import Collectives, Purpose
+from shardengine.collectives import Collectives
 from shardengine.errors import CommunicationError, MismatchError
+from shardengine.kernels import ordered_sum
 from shardengine.mesh import Mesh
+from shardengine.record import Purpose
 from tests import oracle
 from tests.parts import CPU, collectives
 from tests.ranks import RankPool
@@ -48,6 +51,11 @@ def test_an_all_gather_brings_every_slice_to_every_rank(pools: Pools, ranks: int
     assert pools(ranks).run(gathers, broadcasts) == [[True, sent]] * ranks
 
 
+def into(out: Tensor) -> Callable[[Sequence[Tensor]], None]:
+    """The local half of a reduce-scatter: the sum goes to ``out``."""
+    return lambda terms: ordered_sum(terms, out)
+
+
 def reduces(direct: bool, in_place: bool) -> list[Any]:
     """Whether this rank's slice is the tree sum in bits, of any numbers (direct) or whole ones; the bytes counted."""
     link = collectives(direct=direct)
@@ -58,7 +66,7 @@ def reduces(direct: bool, in_place: bool) -> list[Any]:
     for _ in range(2):  # the second time in buffers of the pool
         full = of_rank(rank, ranks, whole=not direct)
         out = full[mine] if in_place else torch.empty(WIDTH)
-        link.reduce_scatter(full, out, ["a"]).wait()
+        link.reduce_scatter(full, into(out), ["a"]).wait()
         right &= torch.equal(out, expected)
     return [right, dict(link.sent), link._pool.allocated_bytes]
 
@@ -105,7 +113,7 @@ def different_orders(difference: str) -> str:
         elif rank == 0:
             link.all_gather(full, ["a"], Purpose.WEIGHTS, "bucket 3").wait()
         else:
-            link.reduce_scatter(full, full[:WIDTH], ["a"], "bucket 4").wait()
+            link.reduce_scatter(full, into(full[:WIDTH]), ["a"], "bucket 4").wait()
     except MismatchError as error:
         return str(error)
     return "nothing"
@@ -125,7 +133,7 @@ def test_at_one_rank_every_operation_is_the_identity_and_sends_nothing() -> None
     link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
     link.broadcast(full, ["a"], Purpose.START)
     out = torch.empty(WIDTH)
-    link.reduce_scatter(full, out, ["a"]).wait()
+    link.reduce_scatter(full, into(out), ["a"]).wait()
     assert torch.equal(out, of_rank(0, 1)) and torch.equal(full, of_rank(0, 1))
     assert link.exchange(torch.tensor([3], dtype=torch.uint8)).tolist() == [[3]]
     assert link.exchange_objects({"a": [1]}) == [{"a": [1]}]
@@ -172,7 +180,7 @@ def test_an_error_when_starting_names_operation_parameters_and_rank(monkeypatch:
     monkeypatch.setattr(dist, "all_to_all_single", refuse)
     full = torch.zeros(2 * WIDTH)
     with pytest.raises(CommunicationError, match="reduce-scatter number 1 on rank 1 for a, b failed: no route to host"):
-        second_of_two().reduce_scatter(full, full[WIDTH:], ["a", "b"])
+        second_of_two().reduce_scatter(full, into(full[WIDTH:]), ["a", "b"])
 
 
 @pytest.mark.parametrize("options", [{"overlap": False}, {"debug": True}])
@@ -221,7 +229,7 @@ def test_a_wait_of_many_slices_ends_well_and_is_announced_only_while_it_lasts(po
 def test_waiting_twice_sums_once() -> None:
     link = collectives()
     full, out = torch.ones(WIDTH), torch.zeros(WIDTH)
-    pending = link.reduce_scatter(full, out, ["a"])
+    pending = link.reduce_scatter(full, into(out), ["a"])
     assert not out.any(), "the local part belongs to wait()"
     pending.wait()
     full.fill_(5)

@@ -72,12 +72,9 @@ def test_a_known_key_without_meaning_is_accepted_and_said_once() -> None:
 @pytest.mark.parametrize(
     "off",
     [
-        {"fp16": {"enabled": False, "loss_scale": 0}},
-        {"fp16": {"enabled": False, "initial_scale_power": 20}},
         {"fp16": None, "optimizer": None, "scheduler": None},
         {"bf16": {"enabled": False, "master_weights": True}},
         {"bf16": None, "communication_data_type": None},
-        {"fp16": {"loss_scale": 128}},
         {"torch_autocast": False},
         {"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}}},
         {"zero_optimization": {"offload_param": None, "shard_group_size": "all", "zero_hpz_partition_size": 1}},
@@ -99,20 +96,16 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("on", "place"),
     [
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
-        ({"bf16": {"enabled": True, "master_weights": False}}, "bf16.master_weights"),
-        ({"bfloat16": {"enabled": True, "stochastic_rounding": True}}, "bfloat16.stochastic_rounding"),
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
         (
             {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
             "torch_autocast.lower_precision_safe_modules",
         ),
         ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
         ({"comm_hook": {"name": "powersgd"}}, "comm_hook"),
         ({"tensorboard": {"enabled": True}}, "tensorboard"),
         ({"activation_checkpointing": {"enabled": True}}, "activation_checkpointing.enabled"),
@@ -226,16 +219,56 @@ def test_auto_is_a_value_of_units() -> None:
     assert load(zero_optimization={"units": "auto"}).zero_optimization.units == "auto"
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"fp16": {"loss_scale": 128}},
+        {"fp16": {"enabled": False, "initial_scale_power": 20, "hysteresis": 4}},
+        {"bf16": {"enabled": False, "master_weights": False, "stochastic_rounding": True}},
+        {"fp16": {"min_loss_scale": 1e9}},
+    ],
+)
+def test_numbers_of_a_precision_that_is_off_are_accepted(section: dict[str, Any]) -> None:
+    config = load(**section)
+    assert not config.fp16.enabled and not config.bf16.enabled
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place", "text"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "expected fp16 or bf16, came both"),
+        (
+            {"bf16": {"enabled": True, "stochastic_rounding": True}},
+            "bf16.stochastic_rounding",
+            '"master_weights": false',
+        ),
+        (
+            {"fp16": {"enabled": True, "min_loss_scale": 2**17}},
+            "fp16.min_loss_scale",
+            "2 ** initial_scale_power = 65536",
+        ),
+        ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "fp16.initial_scale_power", "127"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale", "expected"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis", "expected"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype", "came"),
+        ({"communication_data_type": "fp64"}, "communication_data_type", "came"),
+    ],
+)
+def test_precisions_that_do_not_fit_together_are_refused(wrong: dict[str, Any], place: str, text: str) -> None:
+    (found,) = problems({**BATCH, **wrong})
+    assert found.startswith(f"{place}:") and text in found
+
+
 def test_units_are_class_names() -> None:
     assert load(zero_optimization={"units": ["Block", "Head"]}).zero_optimization.units == ("Block", "Head")
 
 
 def test_all_problems_are_reported_together() -> None:
-    found = problems({"gradient_cliping": 1, "seed": 1.5, "fp16": {"enabled": True}, "zero_optimization": {"stage": 9}})
+    found = problems({"gradient_cliping": 1, "seed": 1.5, "fp16": {"enabled": 2}, "zero_optimization": {"stage": 9}})
     assert [line.partition(":")[0] for line in found[:4]] == [
         "gradient_cliping",
         "seed",
-        "fp16",
+        "fp16.enabled",
         "zero_optimization.stage",
     ]
     assert "batch size is missing" in found[4]

@@ -85,19 +85,19 @@ class Writing:
         self.names = TARGETS[model]
         self.network: nn.Module | None = None
         self.steps = 0
-        self.complete, self.step = oracle.complete_gradient, oracle.PaddedOptimizer.step
+        self.complete, self.step = oracle.complete_gradient, oracle.Optimizer.step
         make_plain = MODELS[model][0]
 
         def made() -> nn.Module:
             self.network, self.steps = make_plain(), 0
             return self.network
 
-        def complete(grads: Any, like: Tensor, *rest: Any) -> Tensor | None:
-            found = self.complete(grads, like, *rest)
+        def complete(grads: Any, like: Tensor, sums: oracle.Sums) -> Tensor | None:
+            found = self.complete(grads, like, sums)
             if self.steps == WHEN and found is not None:
                 for name, factor in zip(self.names, (0.0, 0.5), strict=True):
                     if self.parameter(name).data_ptr() == like.data_ptr():
-                        found = (found * factor).to(rest[1]).float()
+                        found = (found * factor).to(sums.wire or like.dtype).float()
             return found
 
         def step(optimizer: Any, *args: Any) -> None:
@@ -108,7 +108,7 @@ class Writing:
 
         monkeypatch.setitem(MODELS, model, (made, MODELS[model][1]))
         monkeypatch.setattr(oracle, "complete_gradient", complete)
-        monkeypatch.setattr(oracle.PaddedOptimizer, "step", step)
+        monkeypatch.setattr(oracle.Optimizer, "step", step)
 
     def parameter(self, name: str) -> Tensor:
         assert self.network is not None

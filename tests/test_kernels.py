@@ -1,11 +1,9 @@
-"""kernels/: the declared arithmetic, bit for bit where it is declared so."""
+"""kernels/: the declared operations in torch, bit for bit where they are declared so."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardengine import kernels
-
-ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.1}
-LION = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
-ADAM_TENSORS = ("weight", "gradient", "exp_avg", "exp_avg_sq")
-TENSORS = {"SGD": ("weight", "gradient", "momentum_buffer"), "Lion": ("weight", "gradient", "exp_avg")}
+from shardengine.errors import UsageError
+from shardengine.kernels import Spans, operations, reference
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -31,8 +25,10 @@ def random(count: int, length: int, seed: int = 0) -> list[Tensor]:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal bits (0.0 is not -0.0)."""
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+    return a.dtype is b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
+
+# Sums over ranks
 
 TREES = {
     1: lambda t: t[0],
@@ -46,45 +42,136 @@ TREES = {
 
 
 @pytest.mark.parametrize("count", sorted(TREES))
-def test_a_tree_sum_adds_in_the_declared_order(count: int) -> None:
+def test_ranks_are_added_in_the_declared_order(count: int) -> None:
     terms = random(count, 4096)
     expected = TREES[count](terms)
     if count > 3:
         assert not same(expected, sum(terms[1:], terms[0])), "the values do not tell the orders apart"
     out = torch.empty(4096)
-    kernels.tree_sum([t.clone() for t in terms], out)
+    kernels.ordered_sum([t.clone() for t in terms], out)
     assert same(out, expected)
 
 
 @pytest.mark.parametrize("count", sorted(TREES))
-def test_the_result_of_a_tree_sum_may_be_one_of_its_terms(count: int) -> None:
+def test_the_result_may_be_one_of_its_terms(count: int) -> None:
     for position in range(count):
         terms = random(count, 64, seed=count)
         expected = TREES[count]([t.clone() for t in terms])
-        kernels.tree_sum(terms, terms[position])
+        kernels.ordered_sum(terms, terms[position])
         assert same(terms[position], expected)
 
 
-def test_the_first_gradient_of_a_window_is_copied_with_its_signs_and_later_ones_are_added() -> None:
-    destination = torch.full((3,), math.nan)
-    kernels.store_gradient(destination, torch.tensor([-0.0, 0.0, 2.0]), first=True)
-    assert same(destination, torch.tensor([-0.0, 0.0, 2.0]))
-    kernels.store_gradient(destination, torch.tensor([1.0, 2.0, 3.0]), first=False)
-    assert destination.tolist() == [1.0, 2.0, 5.0]
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [0, 5, 131_072 + 3])
+def test_a_sum_is_joined_divided_and_rounded_in_this_order(low: torch.dtype, length: int) -> None:
+    terms = [t.to(low) for t in random(3, length)]
+    (total,) = random(1, length, seed=9)
+    wide = [t.float() for t in terms]
+    expected = ((total + ((wide[0] + wide[1]) + wide[2])) / 3).to(low)
+    for out in (torch.empty(length), torch.empty(length, dtype=low), total):
+        kernels.ordered_sum(terms, out, total=total, divisor=3, rounded=low)
+        assert same(out.to(low), expected) and same(out.float(), expected.float())
+
+
+def test_each_sum_is_rounded_to_the_reduce_dtype() -> None:
+    terms = [torch.tensor([2048.0]), torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([0.0])]
+    out = torch.empty(1)
+    kernels.ordered_sum(terms, out, reduce_dtype=torch.float16)
+    assert out.item() == 2048.0  # 2048 + 1 has no place in fp16
+    kernels.ordered_sum(terms, out)
+    assert out.item() == 2050.0
 
 
 def test_division_is_correctly_rounded() -> None:
     (values,) = random(1, 1000)
-    total = values.clone()
-    kernels.divide(total, 3)
+    total = torch.empty(1000)
+    kernels.ordered_sum([values], total, divisor=3)
     assert same(total, torch.tensor([float(v) / 3 for v in values.tolist()]))
     assert not same(total, values * (1 / 3)), "the values do not tell division from a reciprocal"
 
 
-def test_division_by_one_changes_nothing() -> None:
-    total = torch.tensor([-0.0, 3.5])
-    kernels.divide(total, 1)
-    assert same(total, torch.tensor([-0.0, 3.5]))
+def test_one_term_keeps_its_signs() -> None:
+    out = torch.full((2,), math.nan)
+    kernels.ordered_sum([torch.tensor([-0.0, 3.5])], out)
+    assert same(out, torch.tensor([-0.0, 3.5]))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3e38])
+def test_a_result_that_is_not_finite_is_noted_and_one_that_is_changes_nothing(bad: float) -> None:
+    values = torch.ones(200_000)
+    flag, out = torch.tensor(False), torch.empty(200_000)
+    kernels.ordered_sum([values, values], out, nonfinite=flag)
+    assert not flag
+    values[199_999] = bad
+    kernels.ordered_sum([values, values], out, nonfinite=flag)  # 3e38 + 3e38 overflows
+    assert flag
+    kernels.ordered_sum([torch.ones(3)], torch.empty(3), nonfinite=flag)
+    assert flag, "an earlier finding is kept"
+
+
+# Buckets
+
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=6)
+
+
+@given(shapes, st.lists(st.integers(0, 9), min_size=7, max_size=7), st.sampled_from(["float32", "bfloat16", "float16"]))
+@property_test
+def test_flatten_and_unflatten_are_opposites_and_padding_is_zero(
+    sizes: list[tuple[int, ...]], gaps: list[int], dtype: str
+) -> None:
+    torch.manual_seed(0)
+    low = getattr(torch, dtype)
+    tensors = [torch.randn(size).to(low) for size in sizes]
+    starts, position = [], gaps[-1]
+    for tensor, gap in zip(tensors, gaps, strict=False):
+        starts.append(position)
+        position += tensor.numel() + gap
+    out = torch.full((position,), math.nan)
+    kernels.flatten(tensors, starts, out)
+    covered = torch.zeros(position, dtype=torch.bool)
+    for start, tensor in zip(starts, tensors, strict=True):
+        covered[start : start + tensor.numel()] = True
+        assert same(out[start : start + tensor.numel()], tensor.float().view(-1))
+    assert same(out[~covered], torch.zeros(int((~covered).sum())))
+    back = [torch.full_like(tensor, math.nan) for tensor in tensors]
+    kernels.unflatten(out, starts, back)
+    assert all(same(a, b) for a, b in zip(back, tensors, strict=True))
+
+
+def test_flatten_multiplies_rounds_once_and_adds() -> None:
+    (values,) = random(1, 100)
+    out = torch.empty(112, dtype=torch.bfloat16)
+    kernels.flatten([values], [3], out, scale=0.3)
+    assert same(out[3:103], (values * 0.3).bfloat16())
+    before = out.clone()
+    kernels.flatten([values], [3], out, scale=3.0, add=True)
+    assert same(out[3:103], (before[3:103].float() + values * 3.0).bfloat16())
+    assert same(out[103:], before[103:]), "what lies between stays"
+
+
+def test_the_first_gradient_of_a_window_keeps_its_signs_and_later_ones_are_added() -> None:
+    destination = torch.full((3,), math.nan)
+    kernels.flatten([torch.tensor([-0.0, 0.0, 2.0])], [0], destination)
+    assert same(destination, torch.tensor([-0.0, 0.0, 2.0]))
+    kernels.flatten([torch.tensor([1.0, 2.0, 3.0])], [0], destination, add=True)
+    assert destination.tolist() == [1.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize("starts", [[0, 4], [6, 0], [0, 8], [-1, 5]])
+def test_tensors_that_overlap_or_leave_the_bucket_are_refused(starts: list[int]) -> None:
+    tensors = [torch.ones(5), torch.ones(5)]
+    with pytest.raises(ValueError, match="flatten: expected ascending starts inside of 12 elements"):
+        kernels.flatten(tensors, starts, torch.empty(12))
+    with pytest.raises(ValueError, match="unflatten: expected starts inside of 4 elements"):
+        kernels.unflatten(torch.empty(4), starts, tensors)
+
+
+def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.flatten([torch.ones(3, 4).t()], [0], torch.empty(12))
+
+
+# Norms
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=0, max_size=40))
@@ -96,11 +183,45 @@ def test_a_sum_of_squares_is_exact_to_fp64(values: list[float]) -> None:
     assert found.item() == pytest.approx(exact, rel=1e-14)
 
 
+def sum_by_hand(values: list[float]) -> float:
+    """[Note: Sum of squares], one element after the other."""
+
+    def pairs(lanes: list[float]) -> float:
+        while len(lanes) > 1:
+            lanes = [a + b for a, b in zip(lanes[0::2], lanes[1::2], strict=True)]
+        return lanes[0]
+
+    def over_lanes(terms: list[float]) -> float:
+        lanes = [0.0] * reference.LANES
+        for index, term in enumerate(terms):
+            lanes[index % reference.LANES] += term
+        return pairs(lanes)
+
+    block = reference.LANES * reference.ROWS
+    squares = [value * value for value in values]
+    return over_lanes([over_lanes(squares[start : start + block]) for start in range(0, len(squares), block)])
+
+
+@pytest.mark.parametrize("length", [1, 3, 4096, 4097, 65_536, 65_537, 200_001, 1_200_000])
+def test_squares_are_added_in_the_declared_order(length: int) -> None:
+    (values,) = random(1, length)
+    expected = sum_by_hand(values.double().tolist())
+    assert kernels.sum_of_squares(values).item() == expected
+    if length > 1_000_000:
+        assert expected != float((values.double() ** 2).sum()), "the values do not tell the orders apart"
+
+
 def test_a_sum_of_squares_counts_every_element_of_a_long_tensor() -> None:
-    assert kernels.sum_of_squares(torch.ones(200_001)).item() == 200_001
-    (values,) = random(1, 150_000)
-    exact = math.fsum(v * v for v in values.double().tolist())
-    assert kernels.sum_of_squares(values).item() == pytest.approx(exact, rel=1e-13)
+    assert kernels.sum_of_squares(torch.ones(1_200_001)).item() == 1_200_001
+    assert kernels.sum_of_squares(torch.empty(0)).item() == 0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_sum_of_squares_is_finite_exactly_where_every_element_is(bad: float) -> None:
+    values = torch.full((70_000,), 3e38)
+    assert kernels.sum_of_squares(values).isfinite()
+    values[69_999] = bad
+    assert not kernels.sum_of_squares(values).isfinite()
 
 
 def test_a_norm_is_rounded_to_fp32_once_at_the_end() -> None:
@@ -108,6 +229,8 @@ def test_a_norm_is_rounded_to_fp32_once_at_the_end() -> None:
     norm = kernels.norm_from_squares(partials)
     assert norm.dtype is torch.float32 and norm.shape == ()
     assert norm.item() == torch.tensor(math.sqrt(1e60 + 4e60 + 1e76)).item()
+    scaled = kernels.norm_from_squares(partials, 3.0)
+    assert scaled.item() == torch.tensor(math.sqrt(1e60 + 4e60 + 1e76) / 3).item()
 
 
 def test_partial_sums_of_the_norm_are_added_in_rank_order() -> None:
@@ -115,120 +238,38 @@ def test_partial_sums_of_the_norm_are_added_in_rank_order() -> None:
     assert kernels.norm_from_squares(partials * 2.0**106).item() == 2.0**53
 
 
-@pytest.mark.parametrize(("norm", "expected"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1.000001), (4.0, 4.000001)])
-def test_the_clip_divisor_brings_the_norm_to_its_bound_and_never_raises_it(norm: float, expected: float) -> None:
-    divisor = kernels.clip_divisor(torch.tensor(norm), 1.0)
-    assert divisor.shape == () and divisor.dtype is torch.float32
-    assert divisor.item() == pytest.approx(expected, rel=1e-7)
+@pytest.mark.parametrize(("norm", "expected"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1 / 1.000001), (4.0, 1 / 4.000001)])
+def test_the_factor_brings_the_norm_to_its_bound_and_never_raises_it(norm: float, expected: float) -> None:
+    factor = kernels.gradient_factor(torch.tensor(norm), 1.0, 1.0)
+    assert factor.shape == () and factor.dtype is torch.float32
+    assert factor.item() == pytest.approx(expected, rel=1e-7)
 
 
-def test_the_clip_divisor_scales_with_the_bound() -> None:
-    assert kernels.clip_divisor(torch.tensor(3.0), 0.5).item() == pytest.approx(6.000002, rel=1e-7)
+def test_the_factor_scales_with_the_bound_and_takes_the_loss_scale_out() -> None:
+    assert kernels.gradient_factor(torch.tensor(3.0), 0.5, 1.0).item() == pytest.approx(0.5 / 3.000001, rel=1e-7)
+    assert kernels.gradient_factor(torch.tensor(3.0), 0.5, 8.0).item() == pytest.approx(0.0625 / 3.000001, rel=1e-7)
+    assert kernels.gradient_factor(torch.tensor(3.0), 0.0, 1024.0).item() == 2.0**-10
 
 
-Flats = dict[str, Tensor]
+# Who carries an operation out
 
 
-def run(kind: str, flats: Flats, cuts: list[int], steps: int = 2, divisor: Tensor | None = None, **change: Any) -> None:
-    """Step ``flats`` in place, cut at ``cuts``; the gradients are the same at every step."""
-    gradient = flats["gradient"].clone()
-    edges = [0, *cuts, gradient.numel()]
-    for step in range(1, steps + 1):
-        flats["gradient"].copy_(gradient)
-        tensors = {name: [flat[a:b] for a, b in itertools.pairwise(edges)] for name, flat in flats.items()}
-        if kind == "SGD":
-            kernels.sgd_step(tensors, {**SGD, **change}, step, divisor)
-        elif kind == "Lion":
-            kernels.lion_step(tensors, {**LION, **change}, step, divisor)
-        else:
-            kernels.adam_step(tensors, {**ADAM, **change}, step, divisor, decoupled=kind == "AdamW")
+def test_an_unknown_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDENGINE_KERNELS", "fast")
+    operations._chosen.cache_clear()
+    with pytest.raises(UsageError, match="SHARDENGINE_KERNELS: expected one of auto, reference"):
+        kernels.sum_of_squares(torch.ones(3))
+    monkeypatch.undo()
+    operations._chosen.cache_clear()
 
 
-def flats_for(kind: str, length: int, seed: int = 0) -> dict[str, Tensor]:
-    names = TENSORS.get(kind, ADAM_TENSORS)
-    drawn = random(2, length, seed)
-    return {name: drawn[i] if i < 2 else torch.zeros(length) for i, name in enumerate(names)}
+def test_on_a_cpu_nothing_imports_triton() -> None:
+    assert operations.implementation(torch.device("cpu")) is None
 
 
-@given(
-    st.sampled_from(["AdamW", "Adam", "SGD", "Lion"]),
-    st.integers(2, 12),
-    st.sets(st.integers(1, 11)),
-    st.booleans(),
-    st.integers(0, 9),
-)
-@property_test
-def test_bits_of_an_update_do_not_depend_on_how_aligned_segments_are_cut(
-    kind: str, granules: int, cuts: set[int], clipped: bool, seed: int
-) -> None:
-    divisor = torch.tensor(1.7) if clipped else None
-    whole, cut = flats_for(kind, 16 * granules, seed), flats_for(kind, 16 * granules, seed)
-    run(kind, whole, [], divisor=divisor)
-    run(kind, cut, [16 * c for c in sorted(cuts) if c < granules], divisor=divisor)
-    assert all(same(whole[name], cut[name]) for name in whole)
-
-
-TORCH: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_an_update_is_that_of_torch_optim(kind: str, nesterov: bool) -> None:
-    change: dict[str, Any] = {"nesterov": nesterov} if kind == "SGD" else {"eps": 1e-3 if nesterov else 1e-8}
-    flats = flats_for(kind, 160)
-    parameter = torch.nn.Parameter(flats["weight"].clone())
-    parameter.grad = flats["gradient"].clone()
-    reference = TORCH[kind]([parameter], **{**(SGD if kind == "SGD" else ADAM), **change}, foreach=False, fused=False)
-    for _ in range(3):
-        reference.step()
-    run(kind, flats, [], steps=3, **change)
-    # the same formula in another order of operations: a few roundings of fp32 per step, on values of about 1
-    torch.testing.assert_close(flats["weight"], parameter.data, rtol=2e-6, atol=2e-7)
-    for name, flat in list(flats.items())[2:]:
-        torch.testing.assert_close(flat, reference.state[parameter][name], rtol=2e-6, atol=2e-7)
-
-
-def test_sgd_dampening_spares_the_first_step() -> None:
-    flats = flats_for("SGD", 16)
-    gradient = flats["gradient"].clone()
-    run("SGD", flats, [], steps=1, dampening=0.5, weight_decay=0.0)
-    assert same(flats["momentum_buffer"], gradient)
-    tensors = {name: [flat] for name, flat in flats.items()}
-    kernels.sgd_step(tensors, {**SGD, "momentum": 0.25, "dampening": 0.5, "weight_decay": 0.0}, 2, None)
-    assert same(flats["momentum_buffer"], 0.75 * gradient)  # powers of two: only the sum is rounded
-
-
-def test_sgd_without_momentum_needs_no_buffer() -> None:
-    weight, gradient = random(2, 32)
-    expected = weight - gradient / 16
-    tensors = {"weight": [weight], "gradient": [gradient]}
-    kernels.sgd_step(tensors, {**SGD, "lr": 1 / 16, "momentum": 0.0, "weight_decay": 0.0}, 1, None)
-    assert same(weight, expected)  # a power of two: only the difference is rounded
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Lion"])
-def test_clipping_is_a_division_of_the_gradient_before_the_update(kind: str) -> None:
-    divisor = torch.tensor(4.0)  # a power of two: dividing by it is exact, so the bits must agree
-    clipped, divided = flats_for(kind, 64), flats_for(kind, 64)
-    divided["gradient"].div_(4)
-    run(kind, clipped, [], divisor=divisor, steps=1)
-    run(kind, divided, [], steps=1)
-    assert all(same(clipped[name], divided[name]) for name in clipped)
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
-def test_maximize_goes_the_other_way(kind: str) -> None:
-    up, down = flats_for(kind, 16), flats_for(kind, 16)
-    down["gradient"].neg_()
-    run(kind, up, [], steps=1, maximize=True)
-    run(kind, down, [], steps=1)
-    assert same(up["weight"], down["weight"])
-
-
-def test_the_first_two_adam_moments_start_with_their_bias_corrected() -> None:
-    flats = flats_for("AdamW", 16)
-    start, gradient = flats["weight"].clone(), flats["gradient"].clone()
-    run("AdamW", flats, [], steps=1, weight_decay=0.0)
-    # at step 1 the corrected moments are g and g², so every weight moves by the learning rate against its sign; both
-    # and the root are rounded (a few 1e-7 of the move), eps shortens it by 1e-8 / |g|, the weight is rounded once
-    torch.testing.assert_close(flats["weight"], start - 1e-2 * gradient.sign(), rtol=1e-5, atol=1e-6)
+def test_spans_know_their_blocks() -> None:
+    spans = Spans([(0, 5, 100), (8, 8), (10, 20)])
+    rows, blocks = spans.table(torch.device("cpu"), 4)
+    assert rows.tolist() == [[0, 5, 100], [8, 8, 0], [10, 20, 0]]
+    assert blocks.tolist() == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]]
+    assert spans.table(torch.device("cpu"), 4)[1] is blocks and spans.elements == 15

@@ -40,11 +40,12 @@ def by_hand(weight: float, gradients: list[float], options: dict[str, Any]) -> t
     return theta, average
 
 
-def by_kernel(start: Tensor, gradients: list[Tensor], options: dict[str, Any], divisor: Tensor | None = None) -> Result:
+def by_kernel(start: Tensor, gradients: list[Tensor], options: dict[str, Any], factor: Tensor | None = None) -> Result:
     weight, average = start.clone(), torch.zeros_like(start)
+    spans = kernels.Spans([(0, start.numel())])
     for gradient in gradients:
-        tensors = {"weight": [weight], "gradient": [gradient.clone()], "exp_avg": [average]}
-        kernels.lion_step(tensors, options, 0, divisor)
+        flats = {"weight": weight, "gradient": gradient, "exp_avg": average}
+        kernels.update(flats, spans, kernels.rule_for("Lion", options, 1), factor=factor)
     return weight, average
 
 
@@ -57,11 +58,11 @@ def by_optimizer(start: Tensor, gradients: list[Tensor], options: dict[str, Any]
     return parameter.detach(), optimizer.state[parameter]["exp_avg"]
 
 
-def by_oracle(start: Tensor, gradients: list[Tensor], options: dict[str, Any], divisor: Tensor | None = None) -> Result:
+def by_oracle(start: Tensor, gradients: list[Tensor], options: dict[str, Any], factor: Tensor | None = None) -> Result:
     parameter = nn.Parameter(start.clone())
-    optimizer = oracle.PaddedOptimizer("Lion", [{"params": [parameter], **options}], {})
+    optimizer = oracle.Optimizer("Lion", [{"params": [parameter], **options}], {})
     for gradient in gradients:
-        optimizer.step({parameter: gradient}, divisor)
+        optimizer.step({parameter: gradient}, torch.tensor(1.0) if factor is None else factor)
     return parameter.detach(), optimizer.state[parameter]["exp_avg"][: start.numel()]
 
 
@@ -83,8 +84,8 @@ def test_an_update_is_the_papers(run: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize("run", [by_kernel, by_oracle])
-def test_clipping_divides_the_gradient_first(run: Callable[..., Result]) -> None:
-    assert_exact(run(torch.tensor(WEIGHTS), rows(), NICE, torch.tensor(4.0)), scale=0.25)
+def test_clipping_multiplies_the_gradient_first(run: Callable[..., Result]) -> None:
+    assert_exact(run(torch.tensor(WEIGHTS), rows(), NICE, torch.tensor(0.25)), scale=0.25)
 
 
 @pytest.mark.parametrize("run", [by_kernel, by_optimizer])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardengine import layout
-from shardengine.ddp import Reducer, Rules
+from shardengine.ddp import Reducer, Rules, no_payload
 from tests.parts import collectives, make_arenas, spec, trainable_buckets
 from tests.ranks import RankPool
 
@@ -38,9 +38,9 @@ class Bench:
         self.launched: list[tuple[str, ...]] = []
         reduce_scatter = self.link.reduce_scatter
 
-        def noted(full: Tensor, out: Tensor, names: tuple[str, ...], what: str = "") -> Any:
+        def noted(full: Tensor, land: Any, names: tuple[str, ...], what: str = "") -> Any:
             self.launched.append(names)
-            return reduce_scatter(full, out, names, what)
+            return reduce_scatter(full, land, names, what)
 
         self.link.reduce_scatter = noted  # type: ignore[method-assign, assignment]
         self.reducer = Reducer(
@@ -202,10 +202,6 @@ def no_sync_then_flush(sharded: bool) -> list[Any]:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_unsent_micro_batches_are_summed_silently_and_sent_by_flush(pools: Pools, sharded: bool) -> None:
     assert pools(2).run(no_sync_then_flush, sharded) == [[0, False, True, True]] * 2
-
-
-def no_payload() -> Tensor:
-    return torch.zeros(0, dtype=torch.uint8)
 
 
 def another_backward(sharded: bool, gathers: bool) -> list[Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardengine.collectives import Collectives, Purpose
+from shardengine.collectives import Collectives
+from shardengine.record import Purpose
 
 
 class BufferSync:

@@ -17,6 +17,9 @@ Must not know: collectives, when something is sent, stages.
     partial            the wire's                               letter P: fp32, rounded when sent · letter S: the wire's
     complete           the wire's                               fp32 memory that holds rounded values
 
+Where ``grad_accum_dtype`` is not fp32, letter P's partial and letter S's total have that dtype instead (k > 1), and
+what is complete lies in memory of its own unless that is the wire's dtype, too.
+
 ``no_sync`` is "partial += gradient, do not send" for as long as it lasts, whatever the letter.
 
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
@@ -28,23 +31,47 @@ was complete before it waits in ``earlier``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool, in_memory_order
 from shardengine.errors import InternalError
-from shardengine.kernels import round_to, store_gradient
+from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What stage and config say about gradients.
+
+    sharded: reduce every micro-batch (the letter S) · gathers: every rank needs the whole complete gradient · divisor:
+    1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own · reduce: in
+    which sums over ranks are rounded · accumulate: in which gradients wait for later micro-batches · scaled: the loss
+    is, so that only announced backwards are right.
+    """
+
+    sharded: bool
+    gathers: bool
+    divisor: int
+    wire: torch.dtype | None = None
+    reduce: torch.dtype = torch.float32
+    accumulate: torch.dtype = torch.float32
+    scaled: bool = False
+
+
 class LocalSum:
-    """A full-size sum on this rank. ``filled``: the parameters that have a contribution."""
+    """A full-size sum on this rank. ``filled``: the parameters that have a contribution.
+
+    Gradients wait until ``settle`` moves all of them at once, so that a bucket costs one launch.
+    """
 
     def __init__(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> None:
         self.tensor: Tensor | None = None
         self.filled: set[int] = set()
+        self._waiting: dict[int, Tensor] = {}
         self._bucket = bucket
         self._pool = pool
         self._pieces = {
@@ -52,43 +79,50 @@ class LocalSum:
         }
 
     def add(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Add ``gradient``, or copy it where it is the first; dtype: of a sum that is begun."""
+        """Add ``gradient``, or copy it where it is the first; dtype: of a sum that is begun. It waits, see above."""
+        if parameter in self._waiting:
+            self.settle(dtype)
         piece, spec = self._pieces[parameter]
-        count, start = piece.end - piece.start, piece.start - self._bucket.layout.start
-        part = in_memory_order(gradient, spec)
-        if count < gradient.numel():
-            part = part.reshape(-1)[piece.offset : piece.offset + count]
-        destination = self._open(dtype)[start : start + count]
-        store_gradient(destination.view(part.shape), part, first=parameter not in self.filled)
-        self.filled.add(parameter)
+        part = in_memory_order(gradient, spec).contiguous()
+        if piece.end - piece.start < gradient.numel():
+            part = part.view(-1)[piece.offset : piece.offset + piece.end - piece.start]
+        self._waiting[parameter] = part
 
-    def with_zeros(self, dtype: torch.dtype) -> Tensor:
-        """The sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
-        tensor, start = self._open(dtype), self._bucket.layout.start
-        for parameter, (piece, _) in self._pieces.items():
-            if parameter not in self.filled:
-                tensor[piece.start - start : piece.end - start].zero_()
+    def settle(self, dtype: torch.dtype) -> Tensor:
+        """Move what waits into the sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
+        waiting, self._waiting = self._waiting, {}
+        tensor, start = self.tensor, self._bucket.layout.start
+        place = {parameter: self._pieces[parameter][0].start - start for parameter in waiting}
+        if tensor is None:
+            tensor = self.tensor = self._pool.take(self._bucket.layout.length, dtype, self._bucket.full.device)
+            order = sorted(waiting, key=place.__getitem__)
+            flatten([waiting[parameter] for parameter in order], [place[parameter] for parameter in order], tensor)
+        elif waiting:
+            for parameter in waiting.keys() - self.filled:  # its first contribution comes later than others'
+                count = waiting[parameter].numel()
+                flatten([waiting[parameter]], [0], tensor[place[parameter] : place[parameter] + count])
+            order = sorted(waiting.keys() & self.filled, key=place.__getitem__)
+            starts = [place[parameter] for parameter in order]
+            flatten([waiting[parameter] for parameter in order], starts, tensor, add=True)
+        self.filled |= waiting.keys()
         return tensor
 
-    def hand_over(self) -> Tensor:
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for ``settle``."""
+        return bool(self._waiting)
+
+    def hand_over(self) -> Tensor | None:
         """The sum, which is the caller's from now on."""
-        tensor, self.tensor = self._open(torch.float32), None
+        tensor, self.tensor = self.tensor, None
         self.filled.clear()
         return tensor
 
     def drop(self) -> None:
         """Forget it."""
-        if self.tensor is not None:
-            self._pool.give(self.tensor)
-        self.tensor = None
-        self.filled.clear()
-
-    def _open(self, dtype: torch.dtype) -> Tensor:
-        if self.tensor is None:
-            layout = self._bucket.layout
-            self.tensor = self._pool.take(layout.length, dtype, self._bucket.full.device)
-            self._bucket.arena.clear_gaps(self.tensor, layout.start, layout.end)
-        return self.tensor
+        if (tensor := self.hand_over()) is not None:
+            self._pool.give(tensor)
+        self._waiting.clear()
 
 
 class GradientBucket:
@@ -122,23 +156,62 @@ class GradientBucket:
         """The name of one of the bucket's parameters."""
         return self.names[list(self.pieces).index(parameter)]
 
+    def settle(self, dtype: torch.dtype) -> None:
+        """A backward is over: move what waits; nothing is ready for the next one. dtype: of a sum begun here."""
+        self.ready.clear()
+        for place, begun_in in ((self.partial, dtype), (self.late, torch.float32)):
+            if place.waits:
+                place.settle(begun_in)
+
     def take_slice(self, dtype: torch.dtype) -> Tensor:
         """A slice's memory from the pool."""
         return self._pool.take(self.bucket.layout.slice_length, dtype, self.bucket.full.device)
 
-    def keep_complete(self, summed: Tensor) -> None:
-        """``summed`` (fp32: ``total``, the own slice of a fp32 ``partial``, or a slice of the pool) is complete.
-
-        It stays where it is, rounded; a slice of the pool is moved into memory of the wire's dtype.
-        """
-        partial = self.partial.tensor
-        if summed is self.total or (partial is not None and partial.dtype is torch.float32):
-            round_to(summed, self.wire)
-            self.complete = summed
+    def accumulate(self, terms: Sequence[Tensor], rules: Rules) -> None:
+        """Letter S, not the last micro-batch: add what every rank sent for this slice to ``total``."""
+        if self.total is None and len(terms) == 1 and terms[0] is self.partial.tensor and self.wire is rules.accumulate:
+            self.total = self.partial.hand_over()  # at one rank it is the total already
             return
-        self.complete = self.take_slice(self.wire) if partial is None else self.bucket.own_slice(partial)
-        self.complete.copy_(summed)
-        self._pool.give(summed)
+        old = self.total
+        if self.total is None:
+            self.total = self.take_slice(rules.accumulate)
+        ordered_sum(terms, self.total, total=old, reduce_dtype=rules.reduce)
+        self.partial.drop()
+
+    def finish(self, terms: Sequence[Tensor], rules: Rules) -> None:
+        """The window's last terms: what they add up to is divided, rounded and ``complete``."""
+        place, old = self._place_for_complete(rules), self.total
+        ordered_sum(
+            terms, place, total=old, divisor=rules.divisor, rounded=self.wire, reduce_dtype=rules.reduce
+        )  # fmt: skip
+        self.complete = place
+        if old is not None and old is not place:
+            self._pool.give(old)
+        self.total = None
+        partial = self.partial.tensor
+        if partial is not None and partial.untyped_storage()._cdata != place.untyped_storage()._cdata:
+            self.partial.drop()
+
+    def close(self, rules: Rules) -> None:
+        """The window ends without another reduction: ``total`` is all there is."""
+        total, self.total = self.total, None
+        if total is None:
+            return
+        fits = total.dtype in (torch.float32, self.wire)
+        self.complete = total if fits else self.take_slice(self.wire)
+        ordered_sum([total], self.complete, divisor=rules.divisor, rounded=self.wire)
+        if not fits:
+            self._pool.give(total)
+
+    def _place_for_complete(self, rules: Rules) -> Tensor:
+        """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
+        partial, candidates = self.partial.tensor, [self.total]
+        if partial is not None and (not rules.sharded or partial.numel() == self.bucket.layout.slice_length):
+            candidates.append(self.bucket.own_slice(partial))
+        for memory in candidates:
+            if memory is not None and memory.dtype in (torch.float32, self.wire):
+                return memory
+        return self.take_slice(self.wire)
 
     def make_whole(self) -> Tensor:
         """A full-size buffer of the wire's dtype with ``complete`` in this rank's slice, ready to be gathered."""

@@ -14,34 +14,34 @@ backward, and afterwards the order in which rank 0's buckets became ready.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool
-from shardengine.collectives import Collectives, Pending, Purpose
-from shardengine.ddp.gradient_bucket import GradientBucket
+from shardengine.collectives import Collectives, Pending
+from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.errors import UsageError
-from shardengine.kernels import divide, round_to
+from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
+from shardengine.record import Purpose
 
 _MAX_IN_FLIGHT = 3
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What stage and config say about gradients.
+class Payload(NamedTuple):
+    """What ranks exchange when their gradients are complete. host: uint8 on the CPU · values: fp64 on the device."""
 
-    sharded: reduce every micro-batch (the letter S) · gathers: every rank needs the whole complete gradient · divisor:
-    1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own.
-    """
+    host: Tensor
+    values: Tensor
 
-    sharded: bool
-    gathers: bool
-    divisor: int
-    wire: torch.dtype | None = None
+
+def no_payload() -> Payload:
+    """Nothing is exchanged but the used parameters."""
+    return Payload(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,14 @@ class Reducer:
         self.used.add(parameter)
         again, synchronise = parameter in states[0].ready, self._mode.synchronise
         for state in states:
-            place = state.late if again and synchronise else state.partial
-            place.add(parameter, gradient, torch.float32 if again or not synchronise else state.wire)
+            if again and synchronise:
+                state.late.add(parameter, gradient, torch.float32)
+                continue
+            state.partial.add(parameter, gradient, self._dtype_of_partial(state))
             state.ready.add(parameter)
-            if synchronise and not again and state.is_ready:
+            if not synchronise and state.is_ready:
+                state.partial.settle(self._dtype_of_partial(state))
+            elif state.is_ready and not again:
                 self._order.note_ready(state.bucket.layout.index)
                 self._launch_ready()
 
@@ -173,9 +177,11 @@ class Reducer:
         self._unsent = not mode.synchronise
         self._order.restart()
         for state in self.buckets:
-            state.ready.clear()
+            state.settle(self.rules.accumulate)
             if mode.final and state.complete is None and state.total is not None:
-                self._fly(self._complete(state, state.total))
+                state.close(self.rules)
+                if self.rules.gathers:
+                    self._fly(self._gather(state, state.make_whole()))
         self._finish(0)
         self._mode = _Mode(armed=False)
 
@@ -205,47 +211,52 @@ class Reducer:
         """Bytes that hold gradients at this moment, transient buffers of the pool not included."""
         return sum(state.bytes() for state in self.buckets)
 
-    def agree(self, payload: Callable[[], Tensor]) -> Tensor:
+    def agree(self, payload: Callable[[], Payload]) -> tuple[Tensor, Tensor]:
         """The window is complete: agree on which parameters were used (``touched``); collective.
 
-        payload: what else is exchanged (uint8), made of the complete gradient → every rank's, [ranks, length]. Where a
-        rank has late gradients, or a backward was final before this one, those are added first.
+        payload: what else is exchanged, made of the complete gradient → every rank's values and host bytes, [ranks, …].
+        Where a rank has late gradients, or a backward was final before this one, those are added first.
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
-        rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
+        values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
         used = found - {self._parameters}
         if reopened or self._parameters in found:
-            _, late_anywhere = self._exchange(torch.zeros(0, dtype=torch.uint8), late)
+            *_, late_anywhere = self._exchange(None, late)
             for state in self.buckets:
                 self._join(state, late_anywhere, used)
             self._finish(0)
             self.used |= self.touched
-            rows, used = self._exchange(payload(), self.used)
+            values, rows, used = self._exchange(payload(), self.used)
         self.touched = used
-        return rows
+        return values, rows
 
-    def _exchange(self, payload: Tensor, numbers: set[int]) -> tuple[Tensor, frozenset[int]]:
+    def _exchange(self, payload: Payload | None, numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
         """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
+        host, values = payload or no_payload()
         flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
         flags[list(numbers)] = True
-        sent = torch.cat([self._collectives.history.digest(), payload, _pack(flags)])
-        rows = self._collectives.exchange(sent, "the gradient norm and used parameters")
-        digests, payloads, packed = rows.split([8, payload.numel(), sent.numel() - 8 - payload.numel()], dim=1)
+        sent = torch.cat([self._collectives.history.digest(), host, _pack(flags)])
+        all_values, rows = self._collectives.exchange_values(values, sent, "the gradient norm and used parameters")
+        digests, payloads, packed = rows.split([8, host.numel(), sent.numel() - 8 - host.numel()], dim=1)
         self._collectives.require_same(digests)
         union = torch.stack([_unpack(row, len(flags)) for row in packed]).any(dim=0)
-        return payloads, frozenset(union.nonzero().view(-1).tolist())
+        return all_values, payloads, frozenset(union.nonzero().view(-1).tolist())
 
     def _join(self, state: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
         parameters = late.intersection(state.pieces)
         if parameters:
-            local = state.late.with_zeros(torch.float32)
+            summed, rules = state.take_slice(torch.float32), self.rules
+
+            def land(terms: Sequence[Tensor]) -> None:
+                ordered_sum(
+                    terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce
+                )  # fmt: skip
+
+            local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            summed = state.take_slice(torch.float32)
-            self._collectives.reduce_scatter(sent, summed, state.names, state.bucket.layout.label).wait()
-            divide(summed, self.rules.divisor)
-            round_to(summed, state.wire)
+            self._collectives.reduce_scatter(sent, land, state.names, state.bucket.layout.label).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -266,46 +277,33 @@ class Reducer:
     def _launch(self, state: GradientBucket) -> None:
         """Start the reduction of ``partial``, having finished the oldest ones."""
         self._finish(_MAX_IN_FLIGHT - 1)
-        final = self._mode.final
-        partial = state.partial.with_zeros(state.wire)
+        final, rules = self._mode.final, self.rules
+        partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
-        if not self.rules.sharded and partial.dtype is torch.float32:
-            out = state.bucket.own_slice(partial)
-        elif self.rules.sharded and state.total is None and (state.wire is torch.float32 or not final):
-            whole = partial.numel() == state.bucket.layout.slice_length and partial.dtype is torch.float32
-            out = state.total = state.partial.hand_over() if whole else state.take_slice(torch.float32)
-        else:
-            out = state.take_slice(torch.float32)
-        pending = self._collectives.reduce_scatter(sent, out, state.names, state.bucket.layout.label)
-        self._in_flight.append(_Flight(pending, lambda: self._land(state, sent, out, final)))
+
+        def land(terms: Sequence[Tensor]) -> None:
+            (state.finish if final else state.accumulate)(terms, rules)
+
+        def then() -> Pending | None:
+            if sent is not partial:
+                self._pool.give(sent)
+            return self._gather(state, state.make_whole()) if final and rules.gathers else None
+
+        pending = self._collectives.reduce_scatter(sent, land, state.names, state.bucket.layout.label)
+        self._in_flight.append(_Flight(pending, then))
+
+    def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
+        """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
+        waits = not self._mode.synchronise or (not self.rules.sharded and self.rules.accumulate is not torch.float32)
+        return self.rules.accumulate if waits else state.wire
 
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
         """``full`` in the dtype that is sent: itself, or a copy in a buffer of the pool."""
         if full.dtype is state.wire:
             return full
         sent = self._pool.take(full.numel(), state.wire, full.device)
-        sent.copy_(full)
+        flatten([full], [0], sent)
         return sent
-
-    def _land(self, state: GradientBucket, sent: Tensor, out: Tensor, final: bool) -> Pending | None:
-        """``out`` holds the sum over ranks of this micro-batch (or, unsharded, of the window)."""
-        if sent is not state.partial.tensor and sent is not out:
-            self._pool.give(sent)
-        if self.rules.sharded:
-            state.partial.drop()
-            if state.total is not None and out is not state.total:
-                state.total.add_(out)
-                self._pool.give(out)
-                out = state.total
-        return self._complete(state, out) if final else None
-
-    def _complete(self, state: GradientBucket, summed: Tensor) -> Pending | None:
-        """Divide and round what is summed over ranks and micro-batches; start gathering it where it is needed whole."""
-        divide(summed, self.rules.divisor)
-        state.keep_complete(summed)
-        if not self.rules.gathers:
-            return None
-        return self._gather(state, state.make_whole())
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Pending:
         return self._collectives.all_gather(whole, state.names, Purpose.WHOLE_GRADIENTS, state.bucket.layout.label)

@@ -28,7 +28,7 @@ from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.interchange import options
 from shardengine.interchange.dcp_files import METADATA, Store
 from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter, digest, named, whole_number
-from shardengine.optimizer import STATE_NAMES
+from shardengine.kernels import STATE_NAMES
 
 COUNTERS = "shardengine"
 """Where our own exports keep their counters, beside "model" and "optim"."""

@@ -35,7 +35,7 @@ from shardengine.interchange.shards import (
     whole_of_shards,
 )  # fmt: skip
 from shardengine.interchange.unpickling import Inert, load_torch
-from shardengine.optimizer import STATE_NAMES
+from shardengine.kernels import STATE_NAMES
 
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _OTHER_FILE = re.compile(r"(layer_|expp_rank_|expert_).*_states\.pt")

@@ -1,31 +1,41 @@
 """Pure functions of tensors: the arithmetic of the library, each operation declared once.
 
-Knows no process group, no stage, no bucket. ``reference`` is the readable torch implementation; faster ones per device
-join it under the same names and must give the same bits.
+Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
+``reference``, ``reference_update`` and ``compression`` are the readable torch implementations, ``triton`` the GPU's,
+with the same bits.
 """
 
-from shardengine.kernels.reference import (
-    adam_step,
-    clip_divisor,
-    divide,
-    lion_step,
-    norm_from_squares,
-    round_to,
-    sgd_step,
-    store_gradient,
+from shardengine.kernels.compression import Compressed
+from shardengine.kernels.operations import (
+    compress,
+    decompress,
+    flatten,
+    ordered_sum,
     sum_of_squares,
-    tree_sum,
+    unflatten,
+    update,
 )
+from shardengine.kernels.random_bits import Noise, random_bits
+from shardengine.kernels.reference import gradient_factor, norm_from_squares
+from shardengine.kernels.rules import STATE_NAMES, Rule, rule_for
+from shardengine.kernels.spans import Span, Spans
 
 __all__ = [
-    "adam_step",
-    "clip_divisor",
-    "divide",
-    "lion_step",
+    "STATE_NAMES",
+    "Compressed",
+    "Noise",
+    "Rule",
+    "Span",
+    "Spans",
+    "compress",
+    "decompress",
+    "flatten",
+    "gradient_factor",
     "norm_from_squares",
-    "round_to",
-    "sgd_step",
-    "store_gradient",
+    "ordered_sum",
+    "random_bits",
+    "rule_for",
     "sum_of_squares",
-    "tree_sum",
+    "unflatten",
+    "update",
 ]

@@ -1,151 +1,175 @@
-"""The declared arithmetic in torch. This file *is* invariant 1: one order of summation, one rounding, one update.
+"""The declared arithmetic of copies and sums, in torch. With ``reference_update.py`` this file *is* invariant 1.
 
-Owns the order over ranks, where sums are divided and rounded, the norm, clipping and the optimizer updates.
-Must not know: process groups, stages, buckets.
+Owns: the order over ranks, where sums are divided and rounded, the norm, what a gradient is multiplied with.
+Must not know: process groups, stages, buckets. What each operation promises is in ``operations.py``.
 
 [Note: One arithmetic]
-- ranks are added in a balanced tree over rank numbers, ((0+1)+(2+3)), in fp32, whatever carried them here
+- ranks are added in a balanced tree over rank numbers, ((0+1)+(2+3)), an odd one out moving up unchanged; in fp32,
+  whatever carried them here (or in ``reduce_dtype``: each addition is then rounded to it)
 - micro-batches are added first to last; the first contribution is a copy (0 + -0.0 would be +0.0)
 - a gradient is rounded to the wire's dtype when it is sent, sums are fp32, the complete sum is divided once and rounded
   once more to the wire's dtype; optimizers step fp32 weights (masters where the parameter has another dtype) with it
-- squares are added in fp64, the root is rounded once to fp32. The fp64 partial sums do depend on the rank slices: two
-  layouts agree unless the exact root lies within ~1e-15 (relative) of a rounding boundary of fp32: one step in ~1e8
-- clipping divides by max(1, (norm + 1e-6) / max_norm) inside the update
-- until native kernels exist the update is torch's fused CPU kernel on aligned segments, whose vector body is the same
-  everywhere and whose scalar tail is never reached
+- squares are added in fp64, exactly as in [Note: Sum of squares]; the root is rounded once to fp32. The partial sums do
+  depend on the rank slices: two layouts agree unless the exact root lies within ~1e-15 (relative) of a rounding
+  boundary of fp32: one step in ~1e8
+- gradients are multiplied inside the update with ``gradient_factor``: one over the loss scale, and what clips them
+
+[Note: Sum of squares] The square of an fp32 number is exact in fp64. Elements are taken in blocks of 65 536 = 16 rows
+of 4096 lanes. Within a block each lane adds its rows first to last; then neighbouring lanes are added pair by pair,
+((0+1)+(2+3))+…, down to one. The sums of the blocks are added in the same way, as rows of lanes of their own. Missing
+elements are zeros, which change no sum of squares.
+
+Passes over long tensors go chunk by chunk, so that what one operation wrote is still in cache for the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-_SQUARES_CHUNK = 65_536
+LANES, ROWS = 4096, 16
+_CHUNK = 2 * LANES * ROWS
 
 
-def store_gradient(destination: Tensor, gradient: Tensor, *, first: bool) -> None:
-    """The first contribution of a window is copied into ``destination``, later ones are added, first to last."""
-    if first:
-        destination.copy_(gradient)
-    else:
-        destination.add_(gradient)
+def chunks(length: int, size: int = _CHUNK) -> Iterator[slice]:
+    """Slices of at most ``size`` elements that cover ``length``."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
 
 
-def tree_sum(terms: Sequence[Tensor], out: Tensor) -> None:
-    """``out`` (fp32) = the terms added in fp32 in the order ((0+1)+(2+3))+...; ``out`` may be one of the terms.
-
-    terms: one tensor per rank, equal shapes, any floating dtype. They are used as scratch space for inner sums.
-    """
-    level = [term if term.dtype is torch.float32 else term.float() for term in terms]
-    if len(level) == 1:
-        if out.data_ptr() != level[0].data_ptr():
-            out.copy_(level[0])
+def flatten(
+    tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
+) -> None:
+    """See ``operations.flatten``: one ``cat``, whose zeros are views of one short tensor."""
+    if scale != 1.0:
+        tensors = torch._foreach_mul([tensor.float() for tensor in tensors], scale)
+    if add:
+        if tensors:
+            torch._foreach_add_(_views(out, starts, tensors), list(tensors))
         return
-    while len(level) > 2:
-        pairs = [torch.add(a, b, out=a) for a, b in zip(level[0::2], level[1::2], strict=False)]
-        level = pairs + level[2 * len(pairs) :]
-    torch.add(level[0], level[1], out=out)
+    ends = [start + tensor.numel() for start, tensor in zip(starts, tensors, strict=True)]
+    gaps = [begin - end for end, begin in zip([0, *ends], [*starts, out.numel()], strict=True)]
+    zeros = torch.zeros(max(gaps), dtype=tensors[0].dtype if tensors else out.dtype, device=out.device)
+    parts = [zeros[: gaps[0]]]
+    for tensor, gap in zip(tensors, gaps[1:], strict=True):
+        parts.append(tensor.view(-1))
+        if gap:
+            parts.append(zeros[:gap])
+    torch.cat(parts, out=out)
 
 
-def divide(total: Tensor, divisor: int) -> None:
-    """In place, correctly rounded. The divisor is a tensor on CUDA, where a host scalar would become a reciprocal."""
-    if divisor != 1:
-        total.div_(divisor if total.device.type == "cpu" else torch.full((), divisor, device=total.device))
+def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> None:
+    """See ``operations.unflatten``."""
+    if outs:
+        torch._foreach_copy_(list(outs), _views(flat, starts, outs))
 
 
-def round_to(tensor: Tensor, dtype: torch.dtype) -> None:
-    """In place: the values of a fp32 ``tensor`` become those that ``dtype`` can hold."""
-    if dtype is not tensor.dtype:
-        tensor.copy_(tensor.to(dtype))
+def _views(flat: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    return [flat[start : start + each.numel()].view(each.shape) for start, each in zip(starts, like, strict=True)]
+
+
+def ordered_sum(
+    terms: Sequence[Tensor],
+    out: Tensor,
+    *,
+    total: Tensor | None = None,
+    divisor: int = 1,
+    rounded: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """See ``operations.ordered_sum``."""
+    over = torch.full((), divisor, dtype=torch.float32, device=out.device)  # on CUDA a host scalar is a reciprocal
+    for part in chunks(out.numel()):
+        place = out[part]
+        found = _tree([term[part] for term in terms], reduce_dtype, place if total is None else None)
+        wide = place if place.dtype is torch.float32 else torch.empty_like(found)
+        if total is not None:
+            found = torch.add(total[part].float(), found, out=wide)
+        if divisor != 1:
+            found = torch.div(found, over, out=wide)
+        if rounded is not torch.float32 and rounded is not place.dtype:
+            found = found.to(rounded)
+        if found.data_ptr() != place.data_ptr() or found.dtype is not place.dtype:
+            place.copy_(found)
+        if nonfinite is not None:
+            nonfinite |= ~torch.isfinite(place).all()
+
+
+def _tree(terms: list[Tensor], dtype: torch.dtype, place: Tensor | None) -> Tensor:
+    """The terms added pair by pair, each sum rounded to ``dtype``; fp32. One term comes back as it is, widened.
+
+    place: where the last sum may be written, if it is fp32; it may be one of the terms.
+    """
+    level = [term.float() for term in terms]
+    while len(level) > 1:
+        last = place if len(level) == 2 and place is not None and place.dtype is torch.float32 else None
+        sums = [torch.add(a, b, out=last) for a, b in zip(level[0::2], level[1::2], strict=False)]
+        if dtype is not torch.float32:
+            sums = [each.to(dtype).float() for each in sums]
+        level = sums + level[2 * len(sums) :]
+    return level[0]
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """fp64 sum of squares of a flat tensor, 0-dim, on its device. Chunked, so that it stays in cache."""
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for chunk in tensor.split(_SQUARES_CHUNK):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
+    """See ``operations.sum_of_squares``."""
+    blocks = [_squares(tensor[part]) for part in chunks(tensor.numel(), 4 * _CHUNK)]
+    return _lanes(torch.cat(blocks)) if blocks else torch.zeros((), dtype=torch.float64, device=tensor.device)
+
+
+def _squares(values: Tensor) -> Tensor:
+    """The sums of the blocks of at most one chunk: fp64 [blocks]."""
+    wide = values.double()
+    wide = wide.mul_(wide)
+    block = LANES * ROWS
+    whole = wide.numel() // block
+    sums = [_pairs(_rows(wide[: whole * block].view(whole, ROWS, LANES)))] if whole else []
+    if wide.numel() > whole * block:
+        sums.append(_lanes(wide[whole * block :]).view(1))
+    return torch.cat(sums)
+
+
+def _lanes(values: Tensor) -> Tensor:
+    """The sum of [Note: Sum of squares] over rows of lanes, for any number of rows: 0-dim."""
+    lanes = min(LANES, 1 << (values.numel() - 1).bit_length())  # lanes that are all zeros add nothing
+    padded = torch.cat([values, values.new_zeros(-values.numel() % lanes)])
+    return _pairs(_rows(padded.view(1, -1, lanes)))[0]
+
+
+def _rows(blocks: Tensor) -> Tensor:
+    """[blocks, rows, lanes] → [blocks, lanes], rows added first to last."""
+    total = blocks[:, 0].clone()
+    for row in range(1, blocks.shape[1]):
+        total += blocks[:, row]
     return total
 
 
-def norm_from_squares(partials: Tensor) -> Tensor:
-    """fp64 partial sums of squares (one per rank, added in rank order) → the norm, rounded once to fp32 (0-dim)."""
-    total = torch.zeros((), dtype=torch.float64)
-    for partial in partials.unbind():
+def _pairs(lanes: Tensor) -> Tensor:
+    """[blocks, lanes] → [blocks], neighbours added pair by pair; lanes: a power of two."""
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, 0::2] + lanes[:, 1::2]
+    return lanes[:, 0]
+
+
+def norm_from_squares(partials: Tensor, loss_scale: float = 1.0) -> Tensor:
+    """fp64 partial sums of squares (one per rank, added in rank order) → the norm, rounded once to fp32 (0-dim).
+
+    loss_scale: what the gradients were multiplied with; the norm is of what they are without it.
+    """
+    total = partials[0]
+    for partial in partials[1:].unbind():
         total = total + partial
-    return total.sqrt().float()
+    return (total.sqrt() / torch.full_like(total, loss_scale)).float()
 
 
-def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are divided by so that their norm is at most ``max_norm``: 0-dim fp32, at least 1."""
-    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+def gradient_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:
+    """What gradients are multiplied with: min(1, max_norm / (norm + 1e-6)) / loss_scale; 0-dim fp32 beside ``norm``.
 
-
-def adam_step(
-    tensors: Mapping[str, list[Tensor]], group: Mapping[str, Any], step: int, divisor: Tensor | None, *, decoupled: bool
-) -> None:
-    """Adam (Kingma & Ba, 2015) or, ``decoupled``, AdamW (Loshchilov & Hutter, 2019), in place on flat segments.
-
-    tensors: lists "weight", "gradient", "exp_avg", "exp_avg_sq" of equal lengths. step: counted from 1.
-    divisor: 0-dim, gradients are divided by it first (and left divided); None for 1.
+    norm: of the gradients without the loss scale · max_norm: 0 for no clipping.
     """
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    count = len(tensors["weight"])
-    device = tensors["weight"][0].device
-    beta1, beta2 = group["betas"]
-    kernel(
-        tensors["weight"],
-        tensors["gradient"],
-        tensors["exp_avg"],
-        tensors["exp_avg_sq"],
-        [],
-        [torch.full((), float(step), device=device)] * count,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=float(group["weight_decay"]),
-        eps=float(group["eps"]),
-        amsgrad=False,
-        maximize=bool(group.get("maximize", False)),
-        grad_scale=divisor,
-    )
-
-
-def sgd_step(tensors: Mapping[str, list[Tensor]], group: Mapping[str, Any], step: int, divisor: Tensor | None) -> None:
-    """SGD with momentum, dampening, Nesterov and weight decay, in place on flat segments (as ``torch.optim.SGD``).
-
-    tensors: lists "weight", "gradient" and, with momentum, "momentum_buffer". step, divisor: as in ``adam_step``.
-    """
-    torch._fused_sgd_(
-        tensors["weight"],
-        tensors["gradient"],
-        tensors.get("momentum_buffer", []),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group["momentum"]),
-        lr=float(group["lr"]),
-        dampening=float(group["dampening"]),
-        nesterov=bool(group["nesterov"]),
-        maximize=bool(group.get("maximize", False)),
-        is_first_step=step == 1,
-        grad_scale=divisor,
-    )
-
-
-def lion_step(tensors: Mapping[str, list[Tensor]], group: Mapping[str, Any], step: int, divisor: Tensor | None) -> None:
-    """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), decoupled weight decay, in place on flat segments.
-
-    tensors: lists "weight", "gradient", "exp_avg". step: not used. divisor: as in ``adam_step``. Every product and sum
-    is rounded on its own (no fused multiply-add), so that the bits depend on no offset.
-    """
-    (beta1, beta2), rate = group["betas"], float(group["lr"])
-    decay, sign = 1 - rate * float(group["weight_decay"]), -1.0 if group.get("maximize", False) else 1.0
-    for weight, gradient, average in zip(tensors["weight"], tensors["gradient"], tensors["exp_avg"], strict=True):
-        if divisor is not None:
-            gradient.div_(divisor)
-        signed = gradient if sign > 0 else gradient.neg()
-        direction = (average * beta1).add_(signed * (1 - beta1)).sign_()
-        weight.mul_(decay).sub_(direction.mul_(rate))
-        average.mul_(beta2).add_(signed * (1 - beta2))
+    factor = torch.ones_like(norm)
+    if max_norm:
+        factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    return factor / torch.full_like(norm, loss_scale)

@@ -1,0 +1,98 @@
+"""Gradients and weights in fewer bits, and back: the declared arithmetic, in torch.
+
+Must not know: what is sent. What the operations promise is in ``operations.py``.
+
+[Note: Blocks of integers] A block's scale is its largest magnitude divided by the largest integer (127, or 7 for int4),
+fp32. An element becomes x / scale rounded to nearest (ties to even), or with noise floor(x / scale + u), where u is the
+upper 24 bits of the element's random word over 2^24; then it is clamped. Divisions are correctly rounded. A block of
+zeros has scale 0 and zeros; so has one whose scale would be 0. A block that is not finite has scale NaN: it comes back
+as NaN. int4 holds two elements in a byte, the even one in the lower half, in two's complement.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardengine.kernels.random_bits import Noise, random_bits
+
+LEVELS = {"int8": 127, "int4": 7}
+FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Compressed(NamedTuple):
+    """What ``compress`` makes of ``length`` elements.
+
+    values: fp16, bf16, int8, or for int4 uint8 with two elements in each · scales: fp32, one per block, None for floats
+    """
+
+    kind: str
+    length: int
+    block: int
+    values: Tensor
+    scales: Tensor | None = None
+
+
+def compress(
+    values: Tensor,
+    kind: str,
+    *,
+    block: int = 256,
+    noise: Noise | None = None,
+    first: int = 0,
+    saturated: Tensor | None = None,
+) -> Compressed:
+    """See ``operations.compress``."""
+    if kind in FLOATS:
+        return Compressed(kind, values.numel(), block, _saturate(values.float(), FLOATS[kind], saturated))
+    levels = LEVELS[kind]
+    rows = _in_blocks(values.float(), block)
+    scales = _divide(rows.abs().amax(dim=1), levels)
+    scales = torch.where(torch.isfinite(scales), scales, torch.nan)
+    scaled = torch.where(scales.unsqueeze(1) == 0, 0.0, rows / scales.unsqueeze(1))
+    if noise is not None:
+        words = random_bits(noise, first, rows.numel(), values.device)
+        fraction = ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+        scaled = torch.floor(scaled + fraction.view(rows.shape))
+    integers = torch.round(scaled).clamp(-levels, levels).nan_to_num(0.0).to(torch.int8).view(-1)
+    if kind == "int4":
+        pairs = integers.view(-1, 2).to(torch.uint8) & 15
+        integers = (pairs[:, 0] | pairs[:, 1] << 4)[: (values.numel() + 1) // 2]
+    else:
+        integers = integers[: values.numel()]
+    return Compressed(kind, values.numel(), block, integers.contiguous(), scales)
+
+
+def decompress(compressed: Compressed, out: Tensor) -> None:
+    """See ``operations.decompress``."""
+    kind, length, block, values, scales = compressed
+    if scales is None:
+        out.copy_(values)
+        return
+    if kind == "int4":
+        halves = torch.stack([values & 15, values >> 4], dim=1).view(-1)[:length].to(torch.int8)
+        values = halves - ((halves & 8) << 1)
+    wide = _in_blocks(values.float(), block) * scales.unsqueeze(1)
+    out.copy_(wide.view(-1)[:length])
+
+
+def _saturate(values: Tensor, dtype: torch.dtype, saturated: Tensor | None) -> Tensor:
+    """Finite values that would round to infinity become the largest number; they are counted."""
+    largest = torch.finfo(dtype).max
+    rounded = values.to(dtype)
+    beyond = torch.isinf(rounded) & torch.isfinite(values)
+    if saturated is not None:
+        saturated += beyond.sum()
+    return torch.where(beyond, values.clamp(-largest, largest).to(dtype), rounded)
+
+
+def _in_blocks(flat: Tensor, block: int) -> Tensor:
+    """[blocks, block], the last one filled up with zeros."""
+    return torch.cat([flat, flat.new_zeros(-flat.numel() % block)]).view(-1, block)
+
+
+def _divide(values: Tensor, divisor: int) -> Tensor:
+    """Correctly rounded on every device: a host scalar would become a reciprocal on CUDA."""
+    return values / torch.full((), divisor, dtype=torch.float32, device=values.device)

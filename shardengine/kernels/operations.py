@@ -1,0 +1,149 @@
+"""Every operation of the library, declared once: what it promises, whatever carries it out.
+
+An operation checks nothing about its tensors beyond what would corrupt memory: they are the engine's own. All of them
+are flat and contiguous unless said otherwise, and lie on one device. ``implementation`` chooses who carries it out:
+``reference`` and its neighbours in torch, Triton kernels on a GPU. All give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import UsageError
+from shardengine.kernels import compression, reference, reference_update
+from shardengine.kernels.compression import Compressed
+from shardengine.kernels.random_bits import Noise
+from shardengine.kernels.rules import Rule
+from shardengine.kernels.spans import Spans
+
+_CHOICES = ("auto", "reference", "triton")
+
+
+@functools.cache
+def _chosen() -> str:
+    choice = os.environ.get("SHARDENGINE_KERNELS", "auto")
+    if choice not in _CHOICES:
+        raise UsageError(f"SHARDENGINE_KERNELS: expected one of {', '.join(_CHOICES)}, came {choice!r}")
+    return choice
+
+
+def implementation(device: torch.device) -> ModuleType | None:
+    """The module of Triton kernels where they serve ``device``, None where torch does.
+
+    The environment variable SHARDENGINE_KERNELS says "reference" or "triton" for every device; on a CPU the latter
+    needs Triton's interpreter (TRITON_INTERPRET=1). Triton is imported here, at its first use: on a CPU it never is.
+    """
+    choice = _chosen()
+    if choice == "triton" or (choice == "auto" and device.type == "cuda"):
+        return importlib.import_module("shardengine.kernels.triton")
+    return None
+
+
+def flatten(
+    tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
+) -> None:
+    """``tensors[i]`` (contiguous, any shape, one dtype), · ``scale`` in fp32, rounded once, lie in ``out`` from
+    ``starts[i]`` (ascending) on; everything between them becomes zero. One launch for all of them.
+
+    add: to what ``out`` holds, each sum in fp32 and rounded once; what lies between them stays.
+    """
+    if len(tensors) != len(starts) or any(tensor.numel() and not tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("flatten: expected contiguous tensors and a start for each")
+    ends = [start + tensor.numel() for start, tensor in zip(starts, tensors, strict=True)]
+    if any(begin < end for end, begin in zip([0, *ends], [*starts, out.numel()], strict=True)):
+        raise ValueError(f"flatten: expected ascending starts inside of {out.numel()} elements, came {list(starts)}")
+    (implementation(out.device) or reference).flatten(tensors, starts, out, scale=scale, add=add)
+
+
+def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> None:
+    """The opposite: each of ``outs`` (contiguous, any shape and dtype) takes its elements of ``flat``, rounded once."""
+    if any(not 0 <= start <= flat.numel() - out.numel() for start, out in zip(starts, outs, strict=True)):
+        raise ValueError(f"unflatten: expected starts inside of {flat.numel()} elements, came {list(starts)}")
+    (implementation(flat.device) or reference).unflatten(flat, starts, outs)
+
+
+def ordered_sum(
+    terms: Sequence[Tensor],
+    out: Tensor,
+    *,
+    total: Tensor | None = None,
+    divisor: int = 1,
+    rounded: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """``out`` = (``total`` + the terms in tree order) / ``divisor``, rounded to ``rounded`` and to its own dtype.
+
+    terms: one per rank, as long as ``out``, any floating dtype; the tree ((0+1)+(2+3))+… adds in fp32, each of its sums
+    is rounded to ``reduce_dtype`` · total: what earlier micro-batches left, None: nothing. ``out`` may be ``total`` or
+    one of the terms. nonfinite: 0-dim bool, becomes True where a result is not finite, and is left alone otherwise.
+    """
+    module = implementation(out.device) or reference
+    module.ordered_sum(
+        terms, out, total=total, divisor=divisor, rounded=rounded, reduce_dtype=reduce_dtype, nonfinite=nonfinite
+    )
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """fp64, 0-dim, on its device, in the order of reference: [Note: Sum of squares].
+
+    It is finite exactly where every element is (the square of an fp32 number cannot overflow fp64), so this one pass is
+    the finite check, too.
+    """
+    return (implementation(tensor.device) or reference).sum_of_squares(tensor)
+
+
+def update(
+    flats: Mapping[str, Tensor],
+    spans: Spans,
+    rule: Rule,
+    *,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
+    noise: Noise | None = None,
+) -> None:
+    """One optimizer step of the elements in ``spans``, as in reference_update: [Note: One update].
+
+    flats: tensors of one length: "weight" (fp32, or bf16 where there is no master weight), "gradient" (fp32, bf16 or
+    fp16; left as it is), ``rule.states`` (fp32) and, if wanted, "low", which takes the weight rounded to its dtype.
+    factor: 0-dim fp32, what the gradient is multiplied with · skip: 0-dim bool; where True nothing is written, decided
+    on the device · noise: rounds a bf16 weight stochastically; elements are numbered by ``Span.first``.
+    """
+    module = implementation(flats["weight"].device) or reference_update
+    module.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
+
+
+def compress(
+    values: Tensor,
+    kind: str,
+    *,
+    block: int = 256,
+    noise: Noise | None = None,
+    first: int = 0,
+    saturated: Tensor | None = None,
+) -> Compressed:
+    """``values`` as "fp16", "bf16", "int8" or "int4", the latter two in blocks of ``block`` elements with a scale each,
+    as in compression: [Note: Blocks of integers].
+
+    A float that would overflow becomes the largest finite one and is counted in ``saturated`` (0-dim int64); what was
+    not finite stays so. noise: rounds integers stochastically, keyed by the number of the element, which is ``first``
+    for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``.
+    """
+    if kind not in compression.FLOATS and kind not in compression.LEVELS:
+        raise ValueError(f"compress: expected fp16, bf16, int8 or int4, came {kind!r}")
+    if block < 2 or block % 2:
+        raise ValueError(f"compress: expected an even block of at least 2 elements, came {block}")
+    module = implementation(values.device) or compression
+    return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated)
+
+
+def decompress(compressed: Compressed, out: Tensor) -> None:
+    """The opposite, rounded to ``out``'s dtype."""
+    (implementation(out.device) or compression).decompress(compressed, out)

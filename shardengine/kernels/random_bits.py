@@ -1,0 +1,67 @@
+"""Random bits that depend on (seed, step, global element index) alone, so not on how data is cut or where it lies.
+
+A counter-based generator: no state, every element asks for its own 32 bits. [Note: Random bits]
+
+    mix(x)          the finaliser of MurmurHash3 (Appleby, 2011): xor-shift 16, · 0x85EBCA6B, xor-shift 13,
+                    · 0xC2B2AE35, xor-shift 16, modulo 2^32; a bijection of 32-bit words
+    key(seed, step) two words: a = mix(mix(low(seed) + GOLDEN) ^ high(seed)), then k0 = mix(a ^ mix(step + GOLDEN)) and
+                    k1 = mix(k0 + GOLDEN)
+    bits(i)         mix(mix(low(i) ^ k0) + high(i) · GOLDEN + k1)
+
+GOLDEN = 0x9E3779B9; low and high are the 32-bit halves of a 64-bit number; all sums and products are modulo 2^32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+_MASK = 0xFFFFFFFF
+
+
+class Noise(NamedTuple):
+    """What keys the random bits of one tensor in one step. Both are not negative and below 2^63."""
+
+    seed: int
+    step: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The two 32-bit words (k0, k1) of [Note: Random bits]."""
+        seed = _mix(_mix((self.seed & _MASK) + GOLDEN) ^ (self.seed >> 32 & _MASK))
+        k0 = _mix(seed ^ _mix(self.step + GOLDEN))
+        return k0, _mix(k0 + GOLDEN)
+
+
+def random_bits(noise: Noise, first: int, count: int, device: torch.device | None = None) -> Tensor:
+    """32 random bits for each of the elements first, first + 1, …: int32 [count]."""
+    k0, k1 = (_signed(word) for word in noise.key)
+    index = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    low = index.to(torch.int32)  # modulo 2^32
+    high = (index >> 32).to(torch.int32)
+    return _mix_tensor(_mix_tensor(low ^ k0) + high * _signed(GOLDEN) + k1)
+
+
+def _mix(word: int) -> int:
+    word &= _MASK
+    word = (word ^ word >> 16) * MIX_1 & _MASK
+    word = (word ^ word >> 13) * MIX_2 & _MASK
+    return word ^ word >> 16
+
+
+def _mix_tensor(words: Tensor) -> Tensor:
+    """``_mix`` of int32 words, in place. A right shift keeps the sign, so what it draws in is masked."""
+    words ^= (words >> 16) & 0xFFFF
+    words *= _signed(MIX_1)
+    words ^= (words >> 13) & 0x7FFFF
+    words *= _signed(MIX_2)
+    words ^= (words >> 16) & 0xFFFF
+    return words
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as the signed number with the same bits."""
+    return word - (1 << 32) if word >= 1 << 31 else word

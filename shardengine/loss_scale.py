@@ -1,0 +1,74 @@
+"""The loss scale of fp16: how large it is, and how it follows overflows. Integers and floats only.
+
+Gradients in fp16 vanish below 6e-8 and overflow above 65504. Multiplying the loss moves them between the two; a step
+whose gradients overflowed is left out. Must not know: tensors, the step, who finds the overflow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_FACTOR = 2.0
+_LARGEST = 2.0**127
+"""fp32 has no larger power of two."""
+
+
+@dataclass(frozen=True)
+class ScalePolicy:
+    """How the scale changes (Micikevicius et al., 2018, section 3.2, with a tolerance).
+
+    initial: the first scale · window: steps without overflow after which it is doubled · hysteresis: overflows until it
+    is halved; tolerated ones are forgotten when it is doubled, or with every step without one where ``consecutive`` ·
+    minimum: it is never halved below · dynamic: False keeps the initial one.
+    """
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive: bool = False
+    dynamic: bool = True
+
+
+class LossScaler:
+    """``scale`` is what the loss of the coming window is multiplied with; ``skipped`` counts the steps left out."""
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        self.policy = policy
+        self.scale = policy.initial
+        self.skipped = 0
+        self._good = 0
+        self._tolerated = policy.hysteresis
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether another overflow cannot be answered: the scale is fixed, or as small as it may be and untolerated."""
+        return not self.policy.dynamic or (self._tolerated <= 1 and self.scale <= self.policy.minimum)
+
+    def update(self, overflow: bool) -> None:
+        """A step was taken, or left out because of an ``overflow``."""
+        self.skipped += overflow
+        if not self.policy.dynamic:
+            return
+        if overflow:
+            if self._tolerated <= 1:
+                self.scale = max(self.scale / _FACTOR, self.policy.minimum)
+            self._tolerated, self._good = max(self._tolerated - 1, 1), 0
+            return
+        self._good += 1
+        if self.policy.consecutive:
+            self._tolerated = self.policy.hysteresis
+        if self._good % self.policy.window == 0:
+            self.scale, self._tolerated = min(self.scale * _FACTOR, _LARGEST), self.policy.hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: JSON values."""
+        return {"scale": self.scale, "good": self._good, "tolerated": self._tolerated, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The opposite. A scale that is fixed stays as configured."""
+        self.skipped = int(state["skipped"])
+        if self.policy.dynamic:
+            self.scale, self._good = float(state["scale"]), int(state["good"])
+            self._tolerated = min(int(state["tolerated"]), self.policy.hysteresis)

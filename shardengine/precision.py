@@ -1,0 +1,71 @@
+"""Which dtype everything has: what the config says, as torch dtypes. Must not know: buckets, the step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardengine.config import Config
+from shardengine.loss_scale import LossScaler, ScalePolicy
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one engine.
+
+    cast: of floating parameters, None: their own · keeps_masters: fp32 master weights for what is not fp32 · seed: of
+    stochastic rounding of weights without master, None: to nearest · autocast: what the forward computes in, None: no
+    autocast · scaling: how the loss is scaled, None: not at all · wire: of gradients that are sent, None: the
+    parameter's · reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for micro-batches.
+    """
+
+    cast: torch.dtype | None = None
+    keeps_masters: bool = True
+    seed: int | None = None
+    autocast: torch.dtype | None = None
+    scaling: ScalePolicy | None = None
+    wire: torch.dtype | None = None
+    reduce: torch.dtype = torch.float32
+    accumulate: torch.dtype = torch.float32
+
+    def scaler(self) -> LossScaler | None:
+        """A new loss scaler, where one is wanted."""
+        return None if self.scaling is None else LossScaler(self.scaling)
+
+    def master_of(self, weights: torch.dtype) -> bool:
+        """Whether an optimizer steps fp32 master weights of weights in that dtype."""
+        return self.keeps_masters and weights is not torch.float32
+
+    def forward(self, device: str) -> AbstractContextManager[Any]:
+        """What the module's forward runs in; a region of the user's around the engine stays as it is."""
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+
+
+def of(config: Config) -> Precision:
+    """What ``config`` says."""
+    fp16, bf16, autocast, types = config.fp16, config.bf16, config.torch_autocast, config.data_types
+    scaling = None
+    if fp16.enabled or (autocast.enabled and autocast.dtype == "float16"):
+        scaling = ScalePolicy(
+            initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            minimum=fp16.min_loss_scale,
+            consecutive=fp16.consecutive_hysteresis,
+            dynamic=not fp16.loss_scale,
+        )
+    return Precision(
+        cast=torch.bfloat16 if bf16.enabled else torch.float16 if fp16.enabled else None,
+        keeps_masters=not bf16.enabled or bf16.master_weights,
+        seed=config.seed if bf16.enabled and bf16.stochastic_rounding else None,
+        autocast=getattr(torch, autocast.dtype) if autocast.enabled else None,
+        scaling=scaling,
+        wire=None if config.communication_data_type is None else _DTYPES[config.communication_data_type],
+        reduce=_DTYPES[types.reduce_dtype],
+        accumulate=_DTYPES[types.grad_accum_dtype],
+    )
