@@ -43,8 +43,8 @@ class LossScaler:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another overflow cannot be answered: the scale is fixed, or as small as it may be and untolerated."""
-        return not self.policy.dynamic or (self._tolerated <= 1 and self.scale <= self.policy.minimum)
+        """Whether another overflow cannot be answered by halving a dynamic scale, nor is tolerated."""
+        return self.policy.dynamic and self._tolerated <= 1 and self.scale <= self.policy.minimum
 
     def update(self, overflow: bool) -> None:
         """A step was taken, or left out because of an ``overflow``."""
@@ -70,5 +70,5 @@ class LossScaler:
         """The opposite. A scale that is fixed stays as configured."""
         self.skipped = int(state["skipped"])
         if self.policy.dynamic:
-            self.scale, self._good = float(state["scale"]), int(state["good"])
-            self._tolerated = min(int(state["tolerated"]), self.policy.hysteresis)
+            self.scale, self._good = max(float(state["scale"]), self.policy.minimum), int(state["good"])
+            self._tolerated = max(1, min(int(state["tolerated"]), self.policy.hysteresis))

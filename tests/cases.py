@@ -109,13 +109,15 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 @functools.lru_cache(maxsize=64)
 def truth(
-    model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP, **dtypes: Any
+    model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP, **precision: Any
 ) -> oracle.Trace:
-    """The oracle's answer, computed once. dtypes: its options ``low`` and ``wire``."""
+    """The oracle's answer, computed once. precision: its options; "scaling" are the arguments of its Scaler."""
     network = MODELS[model]()
+    if (scaling := precision.pop("scaling", None)) is not None:
+        precision["scaler"] = oracle.Scaler(*scaling)
     return oracle.train(
         network, loss_of, ranks=ranks, micros=micros, steps=steps, kind=kind, groups=groups_of(network, kind),
-        order=order if micros > 1 else "full", clip=clip, **dtypes,
+        order=order if micros > 1 else "full", clip=clip, **precision,
     )  # fmt: skip
 
 
@@ -160,7 +162,8 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
     optimizer = engine.optimizer
     assert optimizer is not None
     names = [spec.name for spec in engine._core.layout.parameters]
-    return [(names[i], key, first, copy_out(values).numpy()) for i, key, first, values in optimizer.parameter_state()]
+    held = optimizer.parameter_state()
+    return [(names[i], key, first, copy_out(values).float().numpy()) for i, key, first, values in held]
 
 
 def digest(pieces: list[list[tuple[str, str, int, Any]]]) -> str:
@@ -203,13 +206,19 @@ def run_steps(
 
     run: one micro-batch, as ``run_micro_batch`` does it · before: called with the number of each step before it.
     """
-    losses, norms = [], []
+    losses: list[list[float]] = []
+    norms: list[float | None] = []
+    scales: list[float] = []
+    skipped: list[int] = []
     for step in range(steps):
         before(step)
         losses.append([run(engine, loss_of, step, micro) for micro in range(engine.gradient_accumulation_steps())])
         norms.append(engine.get_global_grad_norm())
+        scales.append(engine.get_loss_scale())
+        skipped += [] if engine.was_step_applied() else [step]
     weights = {name: copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
-    return {"losses": losses, "norms": norms, "weights": weights, "state": local_state(engine)}
+    scaling = {"scales": scales, "skipped": skipped}
+    return {"losses": losses, "norms": norms, "weights": weights, "state": local_state(engine), **scaling}
 
 
 def train_engine(model: str, kind: str, config: dict[str, Any], steps: int = 10) -> dict[str, Any]:

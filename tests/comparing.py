@@ -17,8 +17,11 @@ from tests import cases, oracle
 def assert_equal_to_truth(results: list[dict[str, Any]], truth: oracle.Trace, where: object = "") -> None:
     """results: of all ranks, each as ``cases.run_steps`` gives it. where: which run it is, for the message."""
     for rank, result in enumerate(results):
-        for key, expected in (("losses", [row[rank] for row in truth.losses]), ("norms", truth.norms)):
-            assert result[key] == expected, f"{where} {key} of rank {rank}: {result[key]}, expected {expected}"
+        wanted = {"losses": [row[rank] for row in truth.losses], "norms": truth.norms}
+        wanted |= {"scales": truth.scales, "skipped": truth.skipped} if truth.scales else {}
+        for key, expected in wanted.items():
+            same = result[key] == expected or repr(result[key]) == repr(expected)  # NaN is not equal to itself
+            assert same, f"{where} {key} of rank {rank}: {result[key]}, expected {expected}"
     assert_same(results[0]["weights"], truth.shown, where)
     assert_same(cases.assemble([result["state"] for result in results]), expected_state(truth), where)
 

@@ -68,7 +68,7 @@ def describe(foreign: Foreign, place: Path) -> str:
     lines.append(f"  steps: {foreign.global_steps}, samples: {foreign.global_samples or 'not known'}")
     notes = list(foreign.notes)
     if foreign.loss_scale is not None:
-        notes.append(f"loss scale ({foreign.loss_scale:g})")
+        notes.append(f"how long the loss scale ({foreign.loss_scale:g}, taken over) has held")
     notes.append("random states and data position: other programs keep them elsewhere, or not at all")
     notes.append("configuration and tokenizer of the model (`shardengine export` of it: --format safetensors or dcp)")
     lines += ["not taken over, or assumed:", *(f"  - {note}" for note in notes)]

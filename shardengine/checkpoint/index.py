@@ -157,6 +157,16 @@ def _check(index: dict[str, Any]) -> None:
         scheduler is None or (isinstance(scheduler["type"], str) and isinstance(scheduler["state"], dict)),
         "lr_scheduler",
     )
+    _expect(_is_loss_scaler(index["loss_scaler"]), "loss_scaler")
+
+
+def _is_loss_scaler(value: Any) -> bool:
+    """None, or what ``LossScaler.state_dict`` makes."""
+    if value is None:
+        return True
+    scale = value["scale"]
+    is_scale = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < 2**128
+    return is_scale and all(_is_count(value[key]) for key in ("good", "tolerated", "skipped"))
 
 
 def _check_piece(index: dict[str, Any], piece: Sequence[Any], itemsize: int, size: int, what: str) -> None:

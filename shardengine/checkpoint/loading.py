@@ -348,6 +348,7 @@ def _restore(engine: Inspection, chosen: _Candidate) -> None:
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
+    state.restore_scaler(engine.optimizer, chosen.saved["loss_scaler"])
 
 
 def _restore_random_states(core: Core, chosen: _Candidate) -> None:

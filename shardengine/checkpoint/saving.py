@@ -132,7 +132,7 @@ def _describe(engine: Inspection) -> dict[str, Any]:
         "buffers": contents.buffer_table(core),
         "optimizer": state.optimizer_state(engine.optimizer, core),
         "lr_scheduler": state.scheduler_state(engine.lr_scheduler),
-        "loss_scaler": None,
+        "loss_scaler": state.scaler_state(engine.optimizer),
         "comm_hook": None,
         "counters": {name: getattr(engine, name) for name in index.COUNTERS},
     }

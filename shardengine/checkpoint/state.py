@@ -133,6 +133,19 @@ def restore_optimizer(optimizer: ShardedOptimizer, groups: list[dict[str, Any] |
     optimizer.steps[:] = steps
 
 
+def scaler_state(optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:
+    """The loss scale and how it came to be; None where the loss is not scaled."""
+    scaler = None if optimizer is None else optimizer.settings.scaler
+    return None if scaler is None else scaler.state_dict()
+
+
+def restore_scaler(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | None) -> None:
+    """The opposite; where only one side scales its loss, nothing."""
+    scaler = None if optimizer is None else optimizer.settings.scaler
+    if scaler is not None and saved is not None:
+        scaler.load_state_dict(saved)
+
+
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
     """Class and state of torch's scheduler."""
     if scheduler is None:

@@ -144,11 +144,18 @@ def _facts(foreign: Foreign) -> dict[str, Any]:
         ],
         "optimizer": _optimizer(foreign),
         "lr_scheduler": None,
-        "loss_scaler": None,
+        "loss_scaler": _loss_scaler(foreign),
         "comm_hook": None,
         "counters": {"global_steps": steps, "global_samples": samples, "micro_steps": foreign.micro_steps},
         "client_state": {},
     }
+
+
+def _loss_scaler(foreign: Foreign) -> dict[str, Any] | None:
+    """The scale alone: how long it has held is not written elsewhere, so its window begins anew."""
+    if foreign.loss_scale is None or not 0 < foreign.loss_scale < 2**128:
+        return None
+    return {"scale": foreign.loss_scale, "good": 0, "tolerated": 1 << 30, "skipped": 0}
 
 
 def _optimizer(foreign: Foreign) -> dict[str, Any] | None:

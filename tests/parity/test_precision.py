@@ -1,0 +1,127 @@
+"""fp16, pure bf16, and the dtypes of sums and accumulators: equal to the oracle bit for bit at every stage."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests import cases, oracle
+from tests.comparing import assert_equal_to_truth
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+BF16, FP16 = torch.bfloat16, torch.float16
+SEED = 5
+SCALING = (2.0**16, 3, 2, 1.0)
+"""Of the oracle's Scaler: the first steps overflow, then the scale is found, then it grows again."""
+
+PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp16": (
+        {"fp16": {"enabled": True, "loss_scale_window": 3}},
+        {"low": FP16, "scaling": SCALING},
+    ),
+    "fp16, static scale": (
+        {"fp16": {"enabled": True, "loss_scale": 100}},
+        {"low": FP16, "scaling": (100.0, 10**9, 10**9, 100.0)},
+    ),
+    "bf16, no masters": (
+        {"bf16": {"enabled": True, "master_weights": False}},
+        {"low": BF16, "keeps_masters": False},
+    ),
+    "bf16, no masters, stochastic": (
+        {"bf16": {"enabled": True, "master_weights": False, "stochastic_rounding": True}, "seed": SEED},
+        {"low": BF16, "keeps_masters": False, "seed": SEED},
+    ),
+}
+"""What the config says → what the oracle is told."""
+
+
+def configs_of(precision: str, micros: int, stages: tuple[str, ...], **options: Any) -> dict[str, dict[str, Any]]:
+    said, _ = PRECISIONS[precision]
+    return {stage: cases.config_of(stage, micros, **said, **options) for stage in stages}
+
+
+def train_each(model: str, kind: str, configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {stage: cases.train_engine(model, kind, config) for stage, config in configs.items()}
+
+
+def compare(
+    pools: Pools, ranks: int, configs: dict[str, dict[str, Any]], truth_of: Callable[[str], oracle.Trace],
+    kind: str, model: str,
+) -> None:  # fmt: skip
+    results = pools(ranks).run(train_each, model, kind, configs)
+    for stage in configs:
+        assert_equal_to_truth([result[stage] for result in results], truth_of(stage), stage)
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize(
+    ("ranks", "micros", "kind", "model"),
+    [
+        (1, 1, "AdamW", "mlp"), (2, 1, "SGD", "mlp"), (2, 3, "AdamW", "gpt2"), (3, 3, "SGD", "mlp"),
+        (3, 1, "Lion", "llama"), (4, 3, "AdamW", "mlp"),
+    ],
+)  # fmt: skip
+def test_every_precision_equals_the_oracle(
+    pools: Pools, precision: str, ranks: int, micros: int, kind: str, model: str
+) -> None:
+    _, told = PRECISIONS[precision]
+    configs = configs_of(precision, micros, tuple(cases.STAGES))
+    compare(
+        pools, ranks, configs, lambda stage: cases.truth(model, kind, ranks, micros, cases.LETTER[stage], **told),
+        kind, model,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16, no masters, stochastic"])
+def test_precision_does_not_depend_on_buckets_and_overlap(pools: Pools, precision: str) -> None:
+    _, told = PRECISIONS[precision]
+    truth = cases.truth("gpt2", "SGD", 3, 3, "sharded", **told)
+    for size, overlap in ((600, True), (10**6, False)):
+        said, _ = PRECISIONS[precision]
+        changes: dict[str, Any] = {"zero": {"reduce_bucket_size": size}, "overlap_comm": overlap}
+        changes |= {"gradient_accumulation": "sharded"}
+        configs = {stage: cases.config_of(stage, 3, **said, **changes) for stage in ("0", "2", "3")}
+        compare(pools, 3, configs, lambda _stage: truth, "SGD", "gpt2")
+
+
+TYPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"data_types": {"reduce_dtype": "bf16"}}, {"reduce": BF16}),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, {"accumulate": BF16}),
+    (
+        {"data_types": {"grad_accum_dtype": "bf16", "reduce_dtype": "fp16"}, "bf16": {"enabled": True}},
+        {"accumulate": BF16, "reduce": FP16, "low": BF16},
+    ),
+    ({"communication_data_type": "fp16"}, {"wire": FP16}),
+    (
+        {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp16"}},
+        {"wire": BF16, "accumulate": FP16},
+    ),
+]
+"""Wire, sum and accumulator are separate: what the config says → what the oracle is told."""
+
+
+@pytest.mark.parametrize("types", range(len(TYPES)))
+@pytest.mark.parametrize(("ranks", "micros"), [(1, 3), (3, 1), (3, 3), (4, 3)])
+def test_wire_sum_and_accumulator_have_dtypes_of_their_own(pools: Pools, types: int, ranks: int, micros: int) -> None:
+    said, told = TYPES[types]
+    configs = {stage: cases.config_of(stage, micros, **said) for stage in cases.STAGES}
+    compare(
+        pools, ranks, configs, lambda stage: cases.truth("mlp", "SGD", ranks, micros, cases.LETTER[stage], **told),
+        "SGD", "mlp",
+    )  # fmt: skip
+
+
+def test_the_precisions_of_the_truth_differ() -> None:
+    """If they did not, the tests above would prove nothing."""
+    curve = functools.partial(cases.truth, "mlp", "SGD", 3, 3, "sharded")
+    every = [told for _, told in (*PRECISIONS.values(), *TYPES)] + [{}, {"low": BF16}]
+    losses = [str(curve(**told).losses[-1]) for told in every]
+    assert len(set(losses)) == len(losses)
+    scaled = curve(**PRECISIONS["fp16"][1])
+    assert 0 < len(scaled.skipped) < 10 and any(b > a for a, b in itertools.pairwise(scaled.scales))
