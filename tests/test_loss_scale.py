@@ -295,6 +295,6 @@ def test_a_hostile_loss_scale_in_a_checkpoint_is_refused(tmp_path: Path, value: 
     assert index["loss_scaler"]["scale"] == 2.0**16
     index["loss_scaler"] = value
     path.write_text(json.dumps({"sha256": index_module._digest(index), "index": index}))
-    with pytest.raises(CheckpointError, match="loss_scaler"):
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
         engine.load_checkpoint(tmp_path, tag="one")
     engine.close()

@@ -86,19 +86,22 @@ def storages(model: Stack, *, sharded: bool, low: bool) -> dict[tuple[int, bool,
 
 
 def formula(
-    model: Stack, stage: str, letter: str, ranks: int, micros: int, *, low: bool, wire: str | None
+    model: Stack, stage: str, letter: str, ranks: int, micros: int, *, low: str, wire: str | None
 ) -> dict[str, int]:
     """Bytes per rank: weights, gradients between micro-batches (or complete, for one), states; whole: see the test."""
+    waiting = 2 if low == "waiting in bf16" else 4
     sharded = stage.startswith("3")
     total = dict.fromkeys(("weights", "gradients", "states", "whole"), 0)
-    for (_, trainable, size), counts in storages(model, sharded=sharded, low=low).items():
+    for (_, trainable, size), counts in storages(model, sharded=sharded, low=bool(low)).items():
         length = padded(counts, ranks, size) if trainable or sharded else sum(counts)
         total["weights"] += length * size // (ranks if sharded else 1)
         if trainable:
             sent = {None: size, "fp32": 4, "bf16": 2}[wire]
-            total["gradients"] += length * (sent if micros == 1 else 4) // (ranks if letter == "sharded" else 1)
+            resting = sent if micros == 1 else waiting
+            total["gradients"] += length * resting // (ranks if letter == "sharded" else 1)
             total["whole"] += length * sent
-            total["states"] += length * (8 if size == 4 else 12) // (1 if stage == "0" else ranks)
+            masters = size < 4 and low != "no masters"
+            total["states"] += length * (12 if masters else 8) // (1 if stage == "0" else ranks)
     return total
 
 
@@ -142,26 +145,29 @@ def train_and_count(chosen: list[dict[str, Any]], mixed: bool, watched: bool = F
 @pytest.mark.parametrize(
     ("mixed", "low", "wire", "ranks"),
     [
-        (False, True, None, 2),
-        (False, True, None, 3),
-        (True, False, None, 2),
-        (True, False, None, 3),
-        (False, False, "bf16", 2),
-        (False, True, "fp32", 3),
+        (False, "masters", None, 2),
+        (False, "masters", None, 3),
+        (False, "no masters", None, 3),
+        (False, "waiting in bf16", None, 2),
+        (True, "", None, 2),
+        (True, "", None, 3),
+        (False, "", "bf16", 2),
+        (False, "masters", "fp32", 3),
     ],
 )
 def test_model_state_is_the_formula(
-    pools: Pools, mixed: bool, low: bool, wire: str | None, letter: str | None, ranks: int
+    pools: Pools, mixed: bool, low: str, wire: str | None, letter: str | None, ranks: int
 ) -> None:
     """With a ``letter`` over three micro-batches, else over one; at the start, between, before step() and after it.
 
     Stage 0 steps all weights on every rank: the complete gradient is gathered in the wire's dtype, and takes the place
-    of the sum.
+    of the sum. low: "", or how bf16 is trained.
     """
     micros = 1 if letter is None else 3
     options: dict[str, Any] = {"zero": {"reduce_bucket_size": BUCKET}}
     options |= {"gradient_accumulation": letter} if letter else {}
-    options |= {"bf16": {"enabled": True}} if low else {}
+    options |= {"bf16": {"enabled": True, "master_weights": low != "no masters"}} if low else {}
+    options |= {"data_types": {"grad_accum_dtype": "bf16"}} if low == "waiting in bf16" else {}
     options |= {"communication_data_type": wire} if wire else {}
     chosen = [cases.config_of(stage, micros, **{**options, "zero": dict(options["zero"])}) for stage in cases.STAGES]
     for counts in pools(ranks).run(train_and_count, chosen, mixed):
@@ -207,7 +213,7 @@ def test_the_live_window_is_the_blocks_that_are_open(pools: Pools, ranks: int, m
     ]
     for ahead, kept in pools(ranks).run(train_and_count, chosen, mixed, True):
         for stage, count in (("3", ahead), ("3k", kept)):
-            bytes_of = formula(model, stage, "sharded", ranks, 1, low=low, wire=None)
+            bytes_of = formula(model, stage, "sharded", ranks, 1, low="masters" if low else "", wire=None)
             rest = bytes_of["weights"] + bytes_of["states"] + bytes_of["gradients"]
             assert {(event.kind, event.block) for event in count.events} >= {("forward", n) for n in range(1, 5)}
             for event in count.events:

@@ -114,7 +114,7 @@ class Sizes:
             key = (block.group() if block else "", parameter.requires_grad, itemsize)
             found.setdefault(key, []).append(parameter.numel())
         lengths = {key: padded(counts, ranks, key[2]) for key, counts in found.items()}
-        wire = {None: 0, "fp32": 4, "bf16": 2}[case.wire]
+        wire = {None: 0, "fp32": 4, "bf16": 2, "fp16": 2}[case.wire]
         return Sizes(
             sent=sum(length * (wire or size) for (_, trainable, size), length in lengths.items() if trainable),
             trained=sum(length * size for (_, trainable, size), length in lengths.items() if trainable),
@@ -230,7 +230,7 @@ def counted() -> Iterator[Counter]:
 class Case:
     """A run of three steps. letter: gradient_accumulation; quiet: all but the last micro-batch inside no_sync.
 
-    low: the config's bf16; wire: its communication_data_type.
+    low: the config's bf16 or fp16; wire: its communication_data_type.
     """
 
     stage: str
@@ -239,7 +239,7 @@ class Case:
     model: str = "mlp"
     quiet: bool = False
     bucket: int = 600
-    low: bool = False
+    low: str = ""
     wire: str | None = None
 
     @property
@@ -250,7 +250,7 @@ class Case:
     def config(self) -> dict[str, Any]:
         zero = {"reduce_bucket_size": self.bucket}
         override: dict[str, Any] = {} if self.letter is None else {"gradient_accumulation": self.letter}
-        override |= {"bf16": {"enabled": True}} if self.low else {}
+        override |= {self.low: {"enabled": True}} if self.low else {}
         override |= {"communication_data_type": self.wire} if self.wire else {}
         return cases.config_of(self.stage, self.micros, zero=zero, **override)
 
@@ -320,15 +320,16 @@ def test_tied_frozen_and_recomputed(pools: Pools, model: str, ranks: int) -> Non
 @pytest.mark.parametrize(
     ("model", "low", "wire"),
     [
-        ("mlp", False, "bf16"),
-        ("mlp", True, None),
-        ("mlp", True, "fp32"),
-        ("mixed", False, None),
-        ("mixed", False, "bf16"),
-        ("mixed", False, "fp32"),
+        ("mlp", "", "bf16"),
+        ("mlp", "bf16", None),
+        ("mlp", "bf16", "fp32"),
+        ("mlp", "fp16", None),
+        ("mixed", "", None),
+        ("mixed", "", "fp16"),
+        ("mixed", "", "fp32"),
     ],
 )
-def test_every_dtype(pools: Pools, model: str, low: bool, wire: str | None, ranks: int) -> None:
+def test_every_dtype(pools: Pools, model: str, low: str, wire: str | None, ranks: int) -> None:
     """bf16 halves everything, models of several dtypes are counted storage by storage, the wire's dtype gradients."""
     chosen = [Case(stage, micros, None, model, low=low, wire=wire) for stage in cases.STAGES for micros in (1, 3)]
     assert_counts(pools, ranks, chosen)
