@@ -114,13 +114,16 @@ class Report:
         self._waited += progress.waited
         self._losses.append((progress.step, progress.loss))
         speed, norm, rate = tokens / progress.seconds, engine.get_global_grad_norm(), progress.lr
+        overflowed = norm is not None and not math.isfinite(norm)  # JSON has no such number
+        scaling = {} if engine.get_loss_scale() == 1 and not engine.skipped_steps else {"skipped": engine.skipped_steps}
         self._record(
             step=progress.step,
             loss=progress.loss,
             lr=rate,
-            grad_norm=norm,
+            grad_norm=None if overflowed else norm,
             tokens_per_s=speed,
             peak_bytes=peak_bytes(engine),
+            **({"loss_scale": engine.get_loss_scale(), **scaling} if scaling else {}),
         )
         words = {
             "loss": f"{progress.loss:.3f}",
@@ -129,6 +132,8 @@ class Report:
             "tokens/s": f"{self._tokens / self._seconds:,.0f}",
             "peak": size(peak_bytes(engine)),
         }
+        if scaling:
+            words["loss scale"] = f"{engine.get_loss_scale():g}, {engine.skipped_steps} steps left out"
         if self._bar is not None:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
@@ -237,13 +242,18 @@ class Report:
 
 
 def _dtypes(engine: Engine) -> str:
-    """``weights bf16, fp32 master, gradients sent as bf16``."""
+    """``weights bf16, fp32 master, gradients sent as bf16, loss scale 65536 (dynamic)``."""
     short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     names = sorted({short.get(parameter.dtype, str(parameter.dtype)) for parameter in trained})
-    master = ", fp32 master" if "bf16" in names else ""
-    return f"weights {' and '.join(names)}{master}, gradients sent as " + (
-        engine.config.communication_data_type or " and ".join(names)
+    bf16, fixed = engine.config.bf16, engine.config.fp16.loss_scale
+    master = "" if names == ["fp32"] else ", fp32 master"
+    if bf16.enabled and not bf16.master_weights:
+        master = ", no master, rounded stochastically" if bf16.stochastic_rounding else ", no master"
+    scale = f", loss scale {engine.get_loss_scale():g} ({'fixed' if fixed else 'dynamic'})"
+    sent = engine.config.communication_data_type or " and ".join(names)
+    return f"weights {' and '.join(names)}{master}, gradients sent as {sent}" + (
+        scale if engine.get_loss_scale() != 1 else ""
     )
 
 
