@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -57,26 +58,33 @@ class TorchZero1(PlainLoop):
 
 
 class TorchFSDP2(PlainLoop):
-    """``fully_shard`` on every block and then on the root, with its defaults; fused AdamW on the sharded parameters."""
+    """``fully_shard`` on every block and then on the root, with its defaults; fused AdamW on the sharded parameters.
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        mesh = init_device_mesh("cpu", (setting.ranks,))
+    policy: the dtypes that it computes and reduces in, None for the parameters' own. It runs where the model is.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, *, policy: MixedPrecisionPolicy | None = None) -> None:
+        mesh = init_device_mesh(next(model.parameters()).device.type, (setting.ranks,))
+        policy = policy or MixedPrecisionPolicy()
         for block in model.get_submodule("transformer.h").children():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         super().__init__(model, setting)
 
 
 class DeepSpeed(EngineLoop):
-    """DeepSpeed at one ZeRO stage on CPU, given torch's fused AdamW (a supported client optimizer at every stage).
+    """DeepSpeed at one ZeRO stage, given torch's fused AdamW (a supported client optimizer at every stage).
 
     Its config is the documented default except where another value was measured faster here, or as fast: torch's AdamW
     (DeepSpeed's own CPU Adam was no faster), ``overlap_comm`` on, reduce buckets of 8 million elements (with the
     default of 500 million this model is one bucket, and nothing overlaps) and at stage 3 no parameters kept whole for
     being small (instead of those below 100,000 elements).
+    more: further keys of the config. It runs where the model is.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, *, stage: int) -> None:
+    def __init__(
+        self, model: nn.Module, setting: Setting, *, stage: int, more: Mapping[str, Any] | None = None
+    ) -> None:
         zero: dict[str, Any] = {"stage": stage}
         if stage > 0:
             zero |= {"overlap_comm": True, "reduce_bucket_size": 8_000_000}
@@ -87,8 +95,9 @@ class DeepSpeed(EngineLoop):
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
             "zero_optimization": zero,
+            **(more or {}),
         }
-        deepspeed = import_deepspeed()
+        deepspeed = import_deepspeed(next(model.parameters()).device.type)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=fused_adamw(model), config=config, dist_init_required=False
         )
@@ -102,10 +111,10 @@ class DeepSpeed(EngineLoop):
         self.engine.destroy()
 
 
-def import_deepspeed() -> Any:
-    """DeepSpeed, told what its launcher would tell it: the ranks, CPU, and where ninja is. Quiet below warnings."""
+def import_deepspeed(accelerator: str = "cpu") -> Any:
+    """DeepSpeed, told what its launcher would tell it: the ranks, the device, where ninja is. Quiet below warnings."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"DS_ACCELERATOR": accelerator, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")  # asked for, never opened: the process group is there already
     tools = str(Path(sys.executable).parent)

@@ -79,14 +79,23 @@ def short_cpu_name(brand: str, cores: int) -> str:
     return "-".join([*(words or ["cpu"]), f"{cores}core"])
 
 
-def machine() -> dict[str, Any]:
-    """What a reader needs to place a number: ``name`` (never a host name), processor, cores, memory, versions."""
+def short_gpu_name(name: str) -> str:
+    """``"NVIDIA H200"`` becomes ``"h200"``, ``"NVIDIA A100-SXM4-80GB"`` becomes ``"a100-sxm4-80gb"``."""
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in {"nvidia", "amd", "tesla"}]
+    return "-".join(words or ["gpu"])
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What a reader needs to place a number: ``name`` (never a host name), processor, cores, memory, versions.
+
+    device: "cuda" where the numbers are the GPU's, which then gives the name.
+    """
     import cpuinfo
     import torch
 
     brand = str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())
     cores = len(os.sched_getaffinity(0))
-    return {
+    found = {
         "name": short_cpu_name(brand, cores),
         "processor": brand,
         "cores": cores,
@@ -95,6 +104,12 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "system": platform.system(),
     }
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        memory = round(gpu.total_memory / 2**30, 1)
+        found |= {"name": short_gpu_name(gpu.name), "gpu": gpu.name, "gpu_memory_gib": memory}
+        found |= {"cuda": torch.version.cuda}
+    return found
 
 
 def result_path(benchmark: str, result: Mapping[str, Any], directory: Path = RESULTS) -> Path:
