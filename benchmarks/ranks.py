@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.peers import import_deepspeed
 from benchmarks.phases import BlockedClock, StepTimes
-from benchmarks.variants import BASE, LIMIT, VARIANTS
+from benchmarks.variants import BASE, LIMIT, VARIANTS, Entry
 from benchmarks.workload import Setting, Variant, batch_of, make_model
 
 RANK_BYTES = 2**30
@@ -53,35 +53,43 @@ def available_bytes() -> int:
     raise RuntimeError("the kernel reports no MemAvailable in /proc/meminfo")
 
 
-def groups_of(setting: Setting, variants: Sequence[str], available: int) -> list[list[str]]:
-    """``variants`` in groups that run one after the other, each with the compute limit and DDP if these are among them.
+def groups_of(
+    setting: Setting,
+    variants: Sequence[str],
+    available: int,
+    *,
+    entries: Mapping[str, Entry] = VARIANTS,
+    references: Sequence[str] = (LIMIT, BASE),
+    rank_bytes: float = RANK_BYTES,
+) -> list[list[str]]:
+    """``variants`` in groups that run one after the other, each with the ``references`` if these are among them.
 
-    A group is one library's (its changes to torch reach no other) and fits into ``available`` bytes. Raises SystemExit
-    if one variant alone does not.
+    A group is one library's (its changes to torch reach no other) and fits into ``available`` bytes, of which each rank
+    takes ``rank_bytes`` beside model state. Raises SystemExit if one variant alone does not.
     """
-    reference = [name for name in variants if name in (LIMIT, BASE)]
+    reference = [name for name in variants if name in references]
     rest = [name for name in variants if name not in reference]
     groups: list[list[str]] = []
+
+    def needed(names: Sequence[str]) -> float:
+        """An upper estimate of the memory that all ranks of a group take together."""
+        states = sum(entries[name].state_bytes(setting) for name in names)
+        return setting.ranks * (SLACK * states + rank_bytes)
+
     for name in rest or reference[:1]:
         last = groups[-1] if groups else []
         new = list(dict.fromkeys([*reference, name]))
-        same = bool(last) and VARIANTS[last[-1]].family == VARIANTS[name].family
-        if same and needed_bytes(setting, [*last, name]) <= available:
+        same = bool(last) and entries[last[-1]].family == entries[name].family
+        if same and needed([*last, name]) <= available:
             last.append(name)
-        elif needed_bytes(setting, new) <= available:
+        elif needed(new) <= available:
             groups.append(new)
         else:
             raise SystemExit(
-                f"{', '.join(new)} on {setting.ranks} ranks need about {needed_bytes(setting, new) / 2**30:.1f} GiB "
-                f"and {available / 2**30:.1f} GiB are free: choose fewer with --variants, or a smaller model"
+                f"{', '.join(new)} on {setting.ranks} ranks need about {needed(new) / 2**30:.1f} GiB and "
+                f"{available / 2**30:.1f} GiB are free: choose fewer with --variants, or a smaller model"
             )
     return groups
-
-
-def needed_bytes(setting: Setting, variants: Sequence[str]) -> float:
-    """An upper estimate of the memory that all ranks of a group take together."""
-    states = sum(VARIANTS[name].state_bytes(setting) for name in variants)
-    return setting.ranks * (SLACK * states + RANK_BYTES)
 
 
 def pin(rank: int) -> None:
@@ -157,13 +165,20 @@ def measure(plan: Plan, clock: BlockedClock) -> dict[str, Any]:
 
 
 @contextmanager
-def joined(rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """This process as one rank of a gloo group that meets in ``folder``: pinned to a core, silent on stdout."""
+def joined(rank: int, ranks: int, folder: str, device: str = "cpu") -> Iterator[None]:
+    """This process as one rank of a group that meets in ``folder``, silent on stdout.
+
+    On CPU it speaks gloo and is pinned to a core; on CUDA NCCL, on a GPU of its own, with all cores for its threads.
+    """
     os.dup2(2, 1)  # libraries that print: standard output is the report's
     warnings.simplefilter("ignore", FutureWarning)  # the peers' use of torch
-    pin(rank)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        pin(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     yield
     dist.barrier()
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.gpt2 import GPT2
 from shardengine.stages import Volume
 
 CLIP = 1.0
@@ -47,11 +48,16 @@ class Setting:
         return Volume(trainable=blocks + root, unit=blocks, root=root)
 
 
-def make_model(setting: Setting) -> nn.Module:
-    """A GPT-2 of ``setting``, the same weights on every rank and for every variant, no dropout, in training mode."""
+def make_model(setting: Setting, *, own: bool = False) -> nn.Module:
+    """A GPT-2 of ``setting``, the same weights on every rank and for every variant, no dropout, in training mode.
+
+    own: the model of ``gpt2.py``, where transformers is not installed or its time is not wanted.
+    """
+    torch.manual_seed(0)
+    if own:
+        return GPT2(setting.layers, setting.hidden, setting.hidden // HEAD_SIZE, setting.vocabulary, setting.sequence)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
     config = GPT2Config(
         n_layer=setting.layers,
         n_embd=setting.hidden,
