@@ -30,7 +30,7 @@ SYNCHRONISES = re.compile(
 )
 """Calls after which the host has waited for the device (the asynchronous copies end in ``Async``)."""
 VERSION = re.compile(r"(_v\d+)?(_pts[zd]s?)?$")
-NOT_A_KERNEL = re.compile(r"Memcpy|Memset", re.IGNORECASE)
+NOT_A_KERNEL = re.compile(r"Memcpy|Memset|(Context|Stream|Event) (Sync|Wait)", re.IGNORECASE)
 LEAST_ROUNDS = 3
 """Rounds that are run whatever the deadline says."""
 

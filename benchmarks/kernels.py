@@ -125,24 +125,33 @@ def measure_case(case: Case, copy: tuple[Call, int], device: torch.device, round
     return row
 
 
-def measure(works: tuple[Work, Work], rounds: int, budget_s: float) -> list[dict[str, Any]]:
-    """A row for every case. Each may take its share of what is left of ``budget_s``, then it ends with fewer rounds."""
+def measure(works: tuple[Work, Work], rounds: int, budget_s: float) -> dict[str, Any]:
+    """``rows``: of every case; ``failed``: those that raised, and how: one kernel's error ends no other's measurement.
+
+    Each case may take its share of what is left of ``budget_s``, then it ends with fewer rounds.
+    """
     device = works[0].device
     copies = {work.name: copy_call(work) for work in works}
     makers = list(cases(*works))
     end = time.monotonic() + budget_s
-    rows = []
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     for number, make in enumerate(makers):
         now = time.monotonic()
-        case = make()
         share = max(0.0, end - now) / (len(makers) - number)
-        rows.append(measure_case(case, copies[case.work], device, rounds, now + share))
-        print(f"\r{number + 1} of {len(makers)}: {case.work} {case.operation:40}", end="", file=sys.stderr, flush=True)
+        case = None
+        try:
+            case = make()
+            rows.append(measure_case(case, copies[case.work], device, rounds, now + share))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            failed.append(f"{f'{case.work}: {case.operation}' if case else f'case {number + 1}'}: {reason}")
+        print(f"\r{number + 1} of {len(makers)}", end="", file=sys.stderr, flush=True)
         del case
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print(file=sys.stderr)
-    return rows
+    return {"rows": rows, "failed": failed}
 
 
 def print_report(result: Mapping[str, Any]) -> None:
@@ -172,6 +181,8 @@ def print_report(result: Mapping[str, Any]) -> None:
         print(f"\nkernels and waits were not counted: {result['why_not_counted']}")
     if result["why_smaller"]:
         print(result["why_smaller"])
+    for reason in result["failed"]:
+        print(f"failed: {reason}")
 
 
 def _interval(ratio: Mapping[str, float]) -> str:
@@ -207,7 +218,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def write(result: dict[str, Any], options: argparse.Namespace) -> str:
-    """Keep the result if its works are the default ones."""
+    """Keep the result if its works are the default ones, and whole."""
+    if result["failed"]:
+        return f"not written: {len(result['failed'])} operations failed"
     asked = (options.elements, options.tensors, options.small_tensors)
     if asked != (ELEMENTS[options.device], TENSORS, SMALL_TENSORS):
         return "not written: results are kept for the default sizes only"
@@ -232,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         "why_not_counted": why_not_counted(device),
     }
     print(f"{result['implementation']} on {result['machine']['name']}", file=sys.stderr)
-    result["rows"] = measure(works, options.rounds, options.budget)
+    result |= measure(works, options.rounds, options.budget)
     if options.json:
         print(json.dumps(result, indent=1))
     else:

@@ -178,6 +178,7 @@ def test_calls_are_counted_inside_of_the_region_only() -> None:
         event("triton_flatten", 22, "CUDA"),
         event("Memcpy DtoH (Device -> Pageable)", 16, "CUDA"),
         event("Memset (Device)", 16, "CUDA"),
+        event("Stream Sync", 16, "CUDA"),
         event(device.REGION, 10, "CUDA", end=20, note=True),
         event("Optimizer.step#AdamW.step", 10, "CUDA", end=20, note=True),
     ]
@@ -263,6 +264,7 @@ def test_a_tiny_run_measures_every_operation(capsys: pytest.CaptureFixture[str],
     result = json.loads(captured.out)
     assert "not written: results are kept for the default sizes only" in captured.err
     assert result["works"]["large"]["tensors"] == 6 and result["why_not_counted"] == "not on CPU"
+    assert result["failed"] == []
     names = [(row["work"], row["operation"]) for row in result["rows"]]
     assert len(names) == len(set(names)) == 23
     for operation in ("ordered_sum of 8", "update AdamW bf16 → fp32 → bf16", "update Lion fp32", "decompress int4"):
@@ -277,8 +279,24 @@ def test_a_tiny_run_measures_every_operation(capsys: pytest.CaptureFixture[str],
 
 def test_the_default_sizes_are_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "write_result", lambda name, result: tmp_path / f"{name}.json")
-    assert kernels.write({}, kernels.parse(["--device", "cpu"])).endswith("kernels.json")
-    assert "default sizes only" in kernels.write({}, kernels.parse(["--device", "cpu", "--elements", "5"]))
+    whole: dict[str, Any] = {"failed": []}
+    assert kernels.write(whole, kernels.parse(["--device", "cpu"])).endswith("kernels.json")
+    assert "default sizes only" in kernels.write(whole, kernels.parse(["--device", "cpu", "--elements", "5"]))
+    assert "1 operations failed" in kernels.write({"failed": ["x"]}, kernels.parse(["--device", "cpu"]))
+
+
+def test_an_operation_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("no kernel\nfor this")
+
+    bad = Case("small", "flatten", 1, {OURS: fails})
+    makers = [lambda: bad, partial(kernel_cases.norm_case, WORK), lambda: 1 // 0]
+    monkeypatch.setattr(kernels, "cases", lambda *_: makers)
+    monkeypatch.setattr(kernels, "LEAST_S", {"cpu": 0.0})
+    result = kernels.measure((WORK, Work("small", (8,), CPU)), 2, 10.0)
+    assert [row["operation"] for row in result["rows"]] == ["sum_of_squares"]
+    first, second = result["failed"]
+    assert first == "small: flatten: RuntimeError: no kernel" and second.startswith("case 3: ZeroDivisionError")
 
 
 @pytest.mark.parametrize("bad", [["--rounds", "0"], ["--elements", "0"], ["--device", "tpu"]])
