@@ -54,10 +54,15 @@ def flatten(
 
     add: to what ``out`` holds, each sum in fp32 and rounded once; what lies between them stays.
     """
-    if len(tensors) != len(starts) or any(tensor.numel() and not tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("flatten: expected contiguous tensors and a start for each")
-    ends = [start + tensor.numel() for start, tensor in zip(starts, tensors, strict=True)]
-    if any(begin < end for end, begin in zip([0, *ends], [*starts, out.numel()], strict=True)):
+    end = 0
+    for tensor, start in zip(tensors, starts, strict=True):
+        if not tensor.is_contiguous():
+            raise ValueError(f"flatten: expected contiguous tensors, came strides {tensor.stride()}")
+        if start < end:
+            end = out.numel() + 1
+            break
+        end = start + tensor.numel()
+    if end > out.numel():
         raise ValueError(f"flatten: expected ascending starts inside of {out.numel()} elements, came {list(starts)}")
     (implementation(out.device) or reference).flatten(tensors, starts, out, scale=scale, add=add)
 
