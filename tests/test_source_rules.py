@@ -214,6 +214,16 @@ def test_budgets_can_fail() -> None:
     assert rules.budgets("unit.py", "class A:\n    def f(self, a, b, c, d, e, *rest, g, h, **more): ...") == []
 
 
+def test_only_kernels_may_have_more_parameters() -> None:
+    many = "def f(a, b, c, d, e, g, h, i): ..."
+    assert rules.budgets("kernels/a.py", f"@triton.jit\n{many}") == []
+    assert rules.budgets("kernels/a.py", f"@triton.jit(do_not_specialize=['a'])\n{many}") == []
+    for other in ("torch.jit", "jit", "functools.cache", "triton.heuristics({})", "other(triton.jit)"):
+        assert len(rules.budgets("kernels/a.py", f"@{other}\n{many}")) == 1, other
+    long = "@triton.jit\ndef f(a):\n" + "    x = 1\n" * 60
+    assert len(rules.budgets("kernels/a.py", long)) == 1, "the other budgets hold for kernels, too"
+
+
 def test_attribute_budget_counts_self_and_dataclass_fields() -> None:
     body = "".join(f"        self.x{i} = self.x{i} = 0\n" for i in range(14))
     source = f"class A:\n    def __init__(self):\n{body}"

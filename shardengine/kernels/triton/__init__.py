@@ -1,0 +1,19 @@
+"""Every declared operation as Triton kernels, with the bits of the torch reference.
+
+[Note: Bits of a kernel] What makes a kernel's bits the declared ones, on every GPU and under Triton's interpreter:
+- it is launched with ``enable_fp_fusion=False``, so that a product and a sum are rounded one after the other
+- divisions and roots are ``tl.div_rn`` and ``tl.sqrt_rn``; denormals are kept
+- floats are never given to a reduction whose order Triton is free to choose: sums are written out (a tree over ranks,
+  rows then neighbours for squares). Only maxima, flags and integer counts, which no order changes, are reduced
+- a minus is a product with -1: 0 - x, which older versions make of it, has no -0.0
+
+Nothing here waits for the device: tables go there from pinned memory, and results stay there. An operation is one
+launch (``unflatten`` one per dtype of its outs, ``sum_of_squares`` two).
+"""
+
+from shardengine.kernels.triton.compressing import compress, decompress
+from shardengine.kernels.triton.copies import flatten, unflatten
+from shardengine.kernels.triton.sums import ordered_sum, sum_of_squares
+from shardengine.kernels.triton.updating import update
+
+__all__ = ["compress", "decompress", "flatten", "ordered_sum", "sum_of_squares", "unflatten", "update"]

@@ -1,0 +1,132 @@
+"""How every kernel is started, and what several of them share. Owns: the options of a launch, tables of pointers.
+
+Must not know: any operation. The functions under ``triton.jit`` are parts of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+from triton.language import tensor as Value
+
+from shardengine.errors import UsageError
+from shardengine.kernels.random_bits import GOLDEN, MIX_1, MIX_2
+
+
+@triton.jit
+def _nothing() -> None:
+    pass
+
+
+INTERPRETED = not isinstance(_nothing, triton.JITFunction)
+"""Whether TRITON_INTERPRET was set when kernels were declared: they are then run by Python, on the CPU."""
+
+_BY_HAND = tl.constexpr(INTERPRETED)
+"""Triton's interpreter cuts the low bits of fp32 off for bf16, and loses bf16's denormals: there integers do both."""
+
+OPTIONS = {"enable_fp_fusion": False}
+"""Of every launch: [Note: Bits of a kernel]."""
+
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+}
+
+GRANULE = tl.constexpr(16)
+"""Elements. What begins and ends at multiples of it is read and written 16 bytes at a time in every dtype."""
+
+_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
+
+def launch(kernel: Any, programs: int, on: Tensor, *arguments: Any, num_warps: int, **constants: Any) -> None:
+    """Start ``programs`` programs of ``kernel`` on the device of ``on`` and on its current stream; none for 0."""
+    if on.device.type == "cpu" and not INTERPRETED:
+        raise UsageError(
+            "Triton kernels were asked for on a CPU: set TRITON_INTERPRET=1 before Triton is first imported, or leave "
+            "SHARDENGINE_KERNELS unset"
+        )
+    if programs:
+        with torch.cuda.device_of(on):
+            kernel[(programs,)](*arguments, **constants, **OPTIONS, num_warps=num_warps)
+
+
+def table(rows: Iterable[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Rows of integers as int64 on ``device``. On CUDA from pinned memory, which torch keeps until the copy is done."""
+    made = torch.tensor(list(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
+def blocks_of(count: int, block: int) -> int:
+    """How many programs of ``block`` elements ``count`` elements need."""
+    return -(-count // block)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as the signed number with the same bits: a kernel's argument then has one type for all words."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+@triton.jit
+def pointer(address: Value, DTYPE: constexpr, ALIGNED: constexpr) -> Value:
+    """An address of a table as a pointer; ALIGNED: it is a multiple of 16."""
+    made = address.to(tl.pointer_type(DTYPE), bitcast=True)
+    if ALIGNED:
+        made = tl.multiple_of(made, 16)
+    return made
+
+
+@triton.jit
+def wide(values: Value) -> Value:
+    """Half precision as fp32, which every half number is; other dtypes as they are."""
+    if values.dtype == tl.bfloat16:
+        if _BY_HAND:
+            return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        else:
+            return values.to(tl.float32)
+    elif values.dtype == tl.float16:
+        return values.to(tl.float32)
+    else:
+        return values
+
+
+@triton.jit
+def nearest(values: Value, DTYPE: constexpr) -> Value:
+    """fp32 as DTYPE, to nearest, ties to even."""
+    if _BY_HAND and DTYPE == tl.bfloat16:  # noqa: SIM300  a constexpr is written in capitals
+        words = values.to(tl.uint32, bitcast=True)
+        nearest = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
+        quiet_nan = (words >> 16) | 0x40
+        return tl.where(values == values, nearest, quiet_nan).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(DTYPE)
+
+
+@triton.jit
+def is_finite(values: Value) -> Value:
+    """Neither infinite nor NaN."""
+    return tl.abs(values) < float("inf")
+
+
+@triton.jit
+def _mix(words: Value) -> Value:
+    words = (words ^ (words >> 16)) * _MIX_1
+    words = (words ^ (words >> 13)) * _MIX_2
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def random_words(numbers: Value, k0: Value, k1: Value) -> Value:
+    """random_bits: [Note: Random bits] for elements with these int64 numbers, as uint32; k0, k1: the key's words."""
+    k0 = tl.cast(k0, tl.int32).to(tl.uint32, bitcast=True)
+    k1 = tl.cast(k1, tl.int32).to(tl.uint32, bitcast=True)
+    low = numbers.to(tl.uint32)
+    high = (numbers >> 32).to(tl.uint32)
+    return _mix(_mix(low ^ k0) + high * _GOLDEN + k1)
