@@ -239,8 +239,8 @@ def parameter_count(node: Function) -> int:
 
 
 def is_kernel(node: Function) -> bool:
-    """Whether a function is decorated with ``triton.jit``. Its parameters are not counted: a kernel's arguments are
-    pointers and numbers only, so that they cannot be gathered in a record, and what it is compiled for is among them."""
+    """Whether a function is decorated with ``triton.jit``. Its parameters are not counted: a kernel takes nothing
+    but pointers, numbers and what it is compiled for, which cannot be gathered in a record."""
     calls = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
     return any(_dotted(call) == "triton.jit" for call in calls)
 

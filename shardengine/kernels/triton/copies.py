@@ -9,6 +9,7 @@ covers beyond its elements is the zeros up to the next one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,12 +32,9 @@ def flatten(
     tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
     """See ``operations.flatten``."""
-    pieces: list[_Piece] = []
-    if not add:
-        first = starts[0] if tensors else out.numel()
-        pieces.append((0, 0, 0, first))
-    ends = [*starts[1:], out.numel()]
-    for tensor, start, end in zip(tensors, starts, ends, strict=True):
+    edges = [*starts, out.numel()]
+    pieces: list[_Piece] = [] if add else [(0, 0, 0, edges[0])]
+    for tensor, (start, end) in zip(tensors, itertools.pairwise(edges), strict=True):
         count = tensor.numel()
         pieces.append((tensor.data_ptr(), start, count, count if add else end - start))
     rows, programs = _rows(pieces)

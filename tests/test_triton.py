@@ -1,0 +1,86 @@
+"""The Triton kernels on the CPU: Triton's interpreter runs them, and what they give is the reference's, bit for bit.
+
+The interpreter replaces parts of Triton for a whole process, and must be asked for before Triton is imported. So the
+tests themselves are in ``tests/interpreted``, a process for each file; and this process must not have noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardengine import kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path.name for path in (ROOT / "tests" / "interpreted").glob("*.py") if path.name != "__init__.py")
+
+
+def environment(**change: str) -> dict[str, str]:
+    """That of a process whose kernels Triton's interpreter runs, unless ``change`` says otherwise."""
+    return {**os.environ, "SHARDENGINE_KERNELS": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **change}
+
+
+def run(code: str, **change: str) -> subprocess.CompletedProcess[str]:
+    """``code`` in such a process, in the repository."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, env=environment(**change), capture_output=True, text=True, check=False)
+
+
+def test_there_are_interpreted_tests() -> None:
+    assert FILES == ["compressions.py", "copies.py", "sums.py", "updates.py"]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
+    """All files at once, each with its output in a file."""
+    started = {}
+    # numpy, which the interpreter computes with, warns of infinities that are declared results
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    for file in FILES:
+        output = tmp_path_factory.mktemp("interpreted") / "output"
+        with output.open("wb") as stream:
+            command = [sys.executable, "-m", "pytest", *options, f"tests/interpreted/{file}"]
+            process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=stream, stderr=subprocess.STDOUT)
+        started[file] = process, output
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_interpreted(file: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
+    process, output = running[file]
+    code = process.wait(timeout=600)
+    text = output.read_text(encoding="utf-8")
+    assert code == 0 and " passed" in text, text
+
+
+def test_the_interpreter_is_in_processes_of_its_own() -> None:
+    assert "TRITON_INTERPRET" not in os.environ
+    code = "from shardengine.kernels.triton import launching; print(launching.INTERPRETED)"
+    assert run(code).stdout == "True\n"
+    assert run(code, TRITON_INTERPRET="0").stdout == "False\n"
+
+
+def test_without_the_interpreter_kernels_on_a_cpu_are_refused() -> None:
+    code = "import torch, shardengine.kernels as k; k.sum_of_squares(torch.ones(3))"
+    done = run(code, TRITON_INTERPRET="0")
+    assert done.returncode == 1 and "UsageError: Triton kernels were asked for on a CPU" in done.stderr
+
+
+def test_ordinary_use_on_a_cpu_imports_no_triton() -> None:
+    code = (
+        "import sys, torch, shardengine.kernels as k\n"
+        "out = torch.zeros(4); k.flatten([torch.ones(3)], [1], out)\n"
+        "print(out.tolist(), 'shardengine.kernels.triton' in sys.modules)"
+    )
+    assert run(code, SHARDENGINE_KERNELS="auto").stdout == "[0.0, 1.0, 1.0, 1.0] False\n"
+    assert kernels.operations.implementation(torch.device("cpu")) is None
