@@ -77,8 +77,10 @@ def _flat(dtype: torch.dtype = FP32) -> Tensor:
 def _copies() -> Iterator[tuple[str, Call]]:
     for source, out in itertools.product((FP32, BF16), repeat=2):
         name = f"{NAMES[source]} to {NAMES[out]}"
-        for how, options in {"": {}, " scaled": {"scale": 0.5}, " added": {"add": True}}.items():
-            yield f"flatten {name}{how}", partial(operations.flatten, [_flat(source)], [0], _flat(out), **options)
+        flatten = partial(operations.flatten, [_flat(source)], [0], _flat(out))
+        yield f"flatten {name}", flatten
+        yield f"flatten {name} scaled", partial(flatten, scale=0.5)
+        yield f"flatten {name} added", partial(flatten, add=True)
         yield f"unflatten {name}", partial(operations.unflatten, _flat(source), [0], [_flat(out)])
 
 

@@ -6,14 +6,18 @@ One GPU is one rank: the path is the same, but nothing is sent. With two GPUs ev
   whose kernels are held up so that whatever does not wait for them reads too early
 - losses: close to the oracle, which is one process on the CPU. ``CLOSE`` says how close, and why not equal
 - memory: the model state by the formula, and what CUDA's allocator was asked for beside it
+- kernels: the bits of the reference on the CPU, one launch per bucket, no wait for the device
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import itertools
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
+from shardengine import kernels
 from shardengine import mesh as mesh_module
+from shardengine.kernels import Rule, Spans
 from tests import cases, oracle
 from tests.sizes import padded
 
@@ -167,3 +173,112 @@ def test_every_stage_on_cuda(ranks: int, dtype: str, model: str) -> None:
                 assert ours == pytest.approx(theirs, rel=CLOSE[dtype]), f"{run}, rank {rank}"
             assert_memory(result, model, dtype, run, ranks)
     assert all(len(found) == 1 for found in hashes.values()), hashes
+
+
+CUDA = torch.device("cuda")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (0, 1, 17, 1023, 1024, 1025, 4096, 4097, 200_003)
+MOMENTS = {"keep": 0.9, "take": 0.1, "keep_square": 0.95, "take_square": 0.05, "epsilon": 1e-8}
+RULES = [
+    Rule("AdamW", 0.01, decay=0.999, **MOMENTS), Rule("Adam", 0.01, l2=0.1, maximize=True, **MOMENTS),
+    Rule("Lion", 0.001, decay=0.999, **MOMENTS), Rule("SGD", 0.1, l2=0.1),
+    Rule("SGD", 0.1, keep=0.9, take=0.9), Rule("SGD", 0.1, keep=0.9, take=1.0, nesterov=True, first=True),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases_of_kernels() -> Any:
+    """Imported where there is a GPU: it needs Triton."""
+    return importlib.import_module("tests.kernel_cases")
+
+
+@pytest.mark.parametrize(("source", "out"), [*itertools.product(FLOATS, repeat=2)])
+def test_copies_have_the_bits_of_the_reference(source: torch.dtype, out: torch.dtype, cases_of_kernels: Any) -> None:
+    for length, offset in itertools.product(LENGTHS, (0, 1)):
+        lengths, gaps = [length, 5, length], [16, -length % 16, 11, 30]
+        for options in ({}, {"scale": 0.3}, {"add": True}, {"scale": 0.3, "add": True}):
+            cases_of_kernels.check_flatten(CUDA, lengths, gaps, source, out, offset, **options)
+        cases_of_kernels.check_unflatten(CUDA, lengths, gaps, [out, torch.float32], source, offset)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_sums_have_the_bits_of_the_reference(count: int, cases_of_kernels: Any) -> None:
+    make = cases_of_kernels.Sum
+    for length, dtype, buffer in itertools.product(LENGTHS, FLOATS, (True, False)):
+        cases_of_kernels.check_ordered_sum(CUDA, make(count, length, dtype, buffer=buffer))
+        more = {"total": torch.float32, "divisor": 3, "rounded": dtype, "nonfinite": True, "offset": 1}
+        for reduce_dtype, special in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+            case = make(count, length, dtype, reduce_dtype=reduce_dtype, special=special, buffer=buffer, **more)
+            cases_of_kernels.check_ordered_sum(CUDA, case)
+        cases_of_kernels.check_ordered_sum(CUDA, make(count, length, dtype, total=torch.float32, alias="total"))
+        cases_of_kernels.check_ordered_sum(CUDA, make(count, length, buffer=buffer, alias=count - 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_squares_have_the_bits_of_the_reference(dtype: torch.dtype, cases_of_kernels: Any) -> None:
+    for length, offset in itertools.product((*LENGTHS, 65_535, 65_536, 65_537, 5_000_001), (0, 1)):
+        values = cases_of_kernels.numbers(length, 1, dtype, special=False)
+        cases_of_kernels.check_sum_of_squares(CUDA, values, offset)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_updates_have_the_bits_of_the_reference(rule: Rule, cases_of_kernels: Any) -> None:
+    ragged = Spans([(3, 40), (100, 100), (101, 5000, cases_of_kernels.FIRST)])
+    aligned = Spans([(16, 2048), (4096, 100_000, cases_of_kernels.FIRST)])
+    for spans, weight, gradient in itertools.product((ragged, aligned), FLOATS, FLOATS):
+        case = functools.partial(cases_of_kernels.Step, rule, spans, weight, gradient)
+        cases_of_kernels.check_update(CUDA, case())
+        cases_of_kernels.check_update(CUDA, case(special=False, low=torch.bfloat16, factor=0.37, skip=False))
+        cases_of_kernels.check_update(CUDA, case(noise=cases_of_kernels.ONE, offset=1))
+        cases_of_kernels.check_update(CUDA, case(skip=True, low=torch.float16))
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "int4"])
+def test_compression_has_the_bits_of_the_reference(kind: str, cases_of_kernels: Any) -> None:
+    for length, dtype, special in itertools.product(LENGTHS, FLOATS, (True, False)):
+        values = cases_of_kernels.numbers(length, 1, dtype, special)
+        for block, noise in itertools.product((2, 250, 256), (None, cases_of_kernels.ONE)):
+            cases_of_kernels.check_compress(CUDA, values, kind, block, noise, cases_of_kernels.FIRST, FLOATS)
+
+
+def calls_of_kernels() -> dict[str, tuple[Callable[[], object], int]]:
+    """One call of every operation, on a bucket of 200 tensors, with the launches that it may take."""
+    shapes = [16 * (1 + i % 7) for i in range(200)]
+    starts = list(itertools.accumulate(shapes, initial=0))
+    length = starts.pop()
+    flat, low, zero = torch.ones(length, device=CUDA), torch.ones(length, device=CUDA).bfloat16(), torch.zeros(length)
+    tensors = [torch.ones(shape, device=CUDA) for shape in shapes]
+    halves = [tensor.bfloat16() if i % 2 else tensor for i, tensor in enumerate(tensors)]
+    spans = Spans([(start, start + shape) for start, shape in zip(starts, shapes, strict=True)])
+    flats = {name: zero.to(CUDA) for name in ("weight", "gradient", "exp_avg", "exp_avg_sq")} | {"low": low}
+    factor, flag = torch.ones((), device=CUDA), torch.zeros((), dtype=torch.bool, device=CUDA)
+    apart = [torch.ones(length, device=CUDA) for _ in range(5)]
+    packed = kernels.compress(flat, "int4")
+    return {
+        "flatten": (lambda: kernels.flatten(tensors, starts, low, scale=0.5), 1),
+        "unflatten": (lambda: kernels.unflatten(flat, starts, halves), 2),
+        "ordered_sum": (lambda: kernels.ordered_sum(apart, flat, divisor=5, nonfinite=flag), 1),
+        "sum_of_squares": (lambda: kernels.sum_of_squares(torch.empty(1 << 20, device=CUDA)), 2),
+        "update": (lambda: kernels.update(flats, spans, RULES[0], factor=factor, skip=flag), 1),
+        "compress": (lambda: kernels.compress(flat, "int4"), 1),
+        "decompress": (lambda: kernels.decompress(packed, flat), 1),
+    }
+
+
+@pytest.mark.parametrize("name", ["flatten", "unflatten", "ordered_sum", "sum_of_squares", "update", "compress",
+                                  "decompress"])  # fmt: skip
+def test_a_kernel_is_launched_once_per_bucket_and_never_waited_for(name: str) -> None:
+    call, launches = calls_of_kernels()[name]
+    call()  # compiles, and makes the table of the spans, once
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    started = [each for each in on_device if not each.startswith(("Memcpy", "Memset"))]
+    assert len(started) == launches, on_device
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

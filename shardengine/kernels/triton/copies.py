@@ -59,7 +59,8 @@ def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> No
 
 def _rows(pieces: Iterable[_Piece]) -> tuple[list[tuple[int, ...]], int]:
     """[Note: Table of pieces], and how many programs there are. Pieces that cover nothing get no row."""
-    rows, programs = [], 0
+    rows: list[tuple[int, ...]] = []
+    programs = 0
     for piece in pieces:
         if piece[3]:
             rows.append((*piece, programs))
