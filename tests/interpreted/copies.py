@@ -67,6 +67,14 @@ def test_unflatten_into_several_dtypes(flat: torch.dtype) -> None:
     cases.check_unflatten(CPU, [40, 0, 33, 16, 64, 100], [0, 8, 1, 0, 16, 3, 2], [FP32, BF16, FP16], flat)
 
 
+def test_negative_zeros_stay_negative() -> None:
+    zeros = torch.full((20,), -0.0)
+    for options in ({}, {"scale": 0.5}, {"add": True}):
+        out = zeros.clone()
+        triton.flatten([zeros], [0], out, **options)  # type: ignore[arg-type]
+        cases.assert_same(out, zeros)
+
+
 def test_unflatten_into_nothing() -> None:
     cases.check_unflatten(CPU, [], [5], [FP32])
 

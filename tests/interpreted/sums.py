@@ -34,6 +34,15 @@ def test_the_tree_over_any_number_of_terms(count: int, reduce_dtype: torch.dtype
         cases.check_ordered_sum(CPU, case)
 
 
+@pytest.mark.parametrize("count", range(1, 8))
+def test_a_sum_of_negative_zeros_is_one(count: int) -> None:
+    zeros = torch.full((20,), -0.0)
+    for total in (None, zeros):
+        out = torch.ones(20)
+        triton.ordered_sum([zeros] * count, out, total=total, divisor=3)
+        cases.assert_same(out, zeros)
+
+
 @pytest.mark.parametrize("count", [8, 13, 64])
 def test_the_tree_over_many_terms(count: int) -> None:
     cases.check_ordered_sum(CPU, Sum(count, 100, special=False, divisor=count))
