@@ -178,7 +178,7 @@ def test_every_stage_on_cuda(ranks: int, dtype: str, model: str) -> None:
 CUDA = torch.device("cuda")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 17, 1023, 1024, 1025, 4096, 4097, 200_003)
-MOMENTS = {"keep": 0.9, "take": 0.1, "keep_square": 0.95, "take_square": 0.05, "epsilon": 1e-8}
+MOMENTS: dict[str, Any] = {"keep": 0.9, "take": 0.1, "keep_square": 0.95, "take_square": 0.05, "epsilon": 1e-8}
 RULES = [
     Rule("AdamW", 0.01, decay=0.999, **MOMENTS), Rule("Adam", 0.01, l2=0.1, maximize=True, **MOMENTS),
     Rule("Lion", 0.001, decay=0.999, **MOMENTS), Rule("SGD", 0.1, l2=0.1),

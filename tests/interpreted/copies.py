@@ -71,7 +71,7 @@ def test_negative_zeros_stay_negative() -> None:
     zeros = torch.full((20,), -0.0)
     for options in ({}, {"scale": 0.5}, {"add": True}):
         out = zeros.clone()
-        triton.flatten([zeros], [0], out, **options)  # type: ignore[arg-type]
+        triton.flatten([zeros], [0], out, **options)
         cases.assert_same(out, zeros)
 
 

@@ -4,7 +4,8 @@
 - it is launched with ``enable_fp_fusion=False``, so that a product and a sum are rounded one after the other
 - divisions and roots are ``tl.div_rn`` and ``tl.sqrt_rn``; denormals are kept
 - floats are never given to a reduction whose order Triton is free to choose: sums are written out (a tree over ranks,
-  rows then neighbours for squares). Only maxima, flags and integer counts, which no order changes, are reduced
+  rows for squares), or are of two terms (neighbours). Maxima, flags and integer counts are reduced: no order
+  changes them
 - a minus is a product with -1: 0 - x, which older versions make of it, has no -0.0
 
 Nothing here waits for the device: tables go there from pinned memory, and results stay there. An operation is one
