@@ -80,6 +80,11 @@ def _saturate_kernel(
             tl.atomic_add(saturated, number.to(tl.int64))
 
 
+@triton.jit
+def _clamped(values: Value, LARGEST: constexpr) -> Value:
+    return tl.where(values > LARGEST, LARGEST, tl.where(values < -LARGEST, -LARGEST, values)).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["first", "k0", "k1"])
 def _integers_kernel(
     values: Value, made: Value, scales: Value, count: Value, first: Value, k0: Value, k1: Value,
@@ -99,10 +104,12 @@ def _integers_kernel(
     scaled = tl.where(each == 0, 0.0, tl.div_rn(exact, tl.where(each == 0, 1.0, each)))
     if NOISE:
         words = random_words(place + first, k0, k1)
-        scaled = tl.floor(scaled + (words >> 8).to(tl.float32) * 5.9604644775390625e-08)  # 2^-24
-    scaled = tl.where(scaled == scaled, scaled, 0.0)
-    scaled = tl.where(scaled > LEVELS, LEVELS, tl.where(scaled < -LEVELS, -LEVELS, scaled)).to(tl.float32)
-    integers = ((scaled + _ROUNDER) - _ROUNDER).to(tl.int32)
+        scaled = scaled + (words >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    scaled = _clamped(tl.where(scaled == scaled, scaled, 0.0), LEVELS + 1)
+    whole = (scaled + _ROUNDER) - _ROUNDER
+    if NOISE:
+        whole = tl.where(whole > scaled, whole - 1.0, whole)  # tl.floor takes a negative denormal for zero on a GPU
+    integers = _clamped(whole, LEVELS).to(tl.int32)
     if PACKED:
         even, odd = tl.split(tl.reshape(integers, [ROWS, WIDTH // 2, 2]))
         half = tl.arange(0, WIDTH // 2)

@@ -58,7 +58,8 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     if blocks == 1:
         return sums[0]
     total = torch.empty((), dtype=torch.float64, device=tensor.device)
-    launch(_lanes_kernel, 1, tensor, sums, total, blocks, LANES=LANES, num_warps=LANE_WARPS)
+    rows = blocks_of(blocks, LANES)  # 1 up to 268 million elements
+    launch(_lanes_kernel, 1, tensor, sums, total, blocks, ROWS=rows, LANES=LANES, num_warps=LANE_WARPS)
     return total
 
 
@@ -125,9 +126,10 @@ def _squares_kernel(tensor: Value, sums: Value, count: Value, ROWS: constexpr, L
 
 
 @triton.jit
-def _lanes_kernel(sums: Value, total: Value, count: Value, LANES: constexpr) -> None:
+def _lanes_kernel(sums: Value, total: Value, count: Value, ROWS: constexpr, LANES: constexpr) -> None:
     place = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
-    for row in range(0, count, LANES):
-        lanes += tl.load(sums + row + place, mask=row + place < count, other=0.0)
+    for _ in range(ROWS):
+        lanes += tl.load(sums + place, mask=place < count, other=0.0)
+        place += LANES
     tl.store(total + tl.arange(0, 1), _pairs(lanes, LANES))
