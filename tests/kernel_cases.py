@@ -6,11 +6,9 @@ Triton's interpreter, or a GPU), from the same numbers, and compares everything 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -73,21 +71,6 @@ def assert_same(found: Tensor, expected: Tensor, what: object = "") -> None:
         different = [i for i in range(min(a.numel(), b.numel())) if not same(a[i], b[i])]
         rows = [(i, a[i].item(), b[i].item()) for i in different[:5]]
         raise AssertionError(f"{what}: {len(different)} of {b.numel()} differ; (index, found, expected): {rows}")
-
-
-def _root(values: Tensor, *, out: Tensor) -> Tensor:
-    return out.copy_(values.double() ** 0.5)
-
-
-@contextlib.contextmanager
-def correct_roots() -> Iterator[None]:
-    """torch.sqrt of fp32 on a CPU comes from a vector library and can be the neighbour of the correctly rounded root.
-
-    The declared root is the correctly rounded one. One of fp64, rounded to fp32, is: no root of an fp32 number lies
-    near enough to the middle between two.
-    """
-    with mock.patch.object(torch, "sqrt", _root):
-        yield
 
 
 def check_flatten(
@@ -215,8 +198,7 @@ def check_update(device: torch.device, case: Step) -> None:
     there = {name: placed(flat, device, case.offset) for name, flat in flats.items()}
     factor = None if case.factor is None else torch.tensor(case.factor)
     skip = None if case.skip is None else torch.tensor(case.skip)
-    with correct_roots():
-        reference_update.update(flats, case.spans, case.rule, factor=factor, skip=skip, noise=case.noise)
+    reference_update.update(flats, case.spans, case.rule, factor=factor, skip=skip, noise=case.noise)
     kernels.update(
         there, case.spans, case.rule, factor=None if factor is None else factor.to(device),
         skip=None if skip is None else skip.to(device), noise=case.noise,

@@ -17,7 +17,8 @@ set of parameters and adds their gradients up in the declared order:
 - norm: squares added in fp64, the root (over the loss scale) rounded once to fp32
 - the update multiplies gradients with min(1, max_norm / (norm + 1e-6)) / loss scale
 - a parameter that no rank used in the window is not touched by the optimizer
-- the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own
+- the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
+  on a CPU are not)
 - loss scale: the loss, in fp32, times the scale; a step whose norm is not finite is left out and may halve the scale
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
   on the seed, the parameter's step and the element's number among all elements of all parameters
@@ -141,7 +142,7 @@ def new_values(
         return w - m.sign() * f(lr), {"exp_avg": state["exp_avg"] * f(b2) + g * f(1 - b2)}
     v = state["exp_avg_sq"] * f(b2) + (g * f(1 - b2)) * g
     root = (1 - b2**step) ** 0.5
-    w = w - (m / (v.sqrt() + f(group["eps"] * root))) * f(lr * root / (1 - b1**step))
+    w = w - (m / (v.double().sqrt().float() + f(group["eps"] * root))) * f(lr * root / (1 - b1**step))
     return w, {"exp_avg": m, "exp_avg_sq": v}
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -71,6 +72,15 @@ def test_an_update_is_the_declared_one(kind: str, low: torch.dtype) -> None:
     run(kind, flats, steps=3, factor=factor)
     assert same(flats["weight"], weight) and same(flats["low"], weight.bfloat16())
     assert all(same(flats[name], value) for name, value in states.items())
+
+
+def test_roots_and_quotients_are_correctly_rounded() -> None:
+    """By numpy, whose root is the processor's. One of six of torch's own roots on a CPU is not."""
+    weight, moment = torch.zeros(50_000), torch.rand(50_000) * 1e-6
+    flats = {"weight": weight, "gradient": torch.zeros(50_000), "exp_avg": torch.ones(50_000), "exp_avg_sq": moment}
+    expected = -(np.float32(1) / np.sqrt(moment.numpy()))
+    kernels.update(flats, Spans([(0, 50_000)]), Rule("AdamW", 1.0, keep=1.0, keep_square=1.0))
+    assert same(weight, torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,10 @@ multiply-add, correctly rounded division and square root, in this order. The let
 A weight that is bf16 itself is widened when it is read, and rounded when it is written: to nearest, or with ``noise``
 stochastically: the 16 low bits of a random word (random_bits: [Note: Random bits]) are added to the 32 bits of w, and
 the upper 16 are kept; what is not finite is rounded to nearest.
+
+[Note: Square roots] torch takes fp32 roots on a CPU from a vector library, which gives the neighbour of the correctly
+rounded root for one number in six. A root taken in fp64 and rounded to fp32 is correctly rounded: no root of an fp32
+number lies near enough to the middle between two.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ def _update(at: dict[str, Tensor], rule: Rule, scale: float | None, noise: Noise
         average, square = at["exp_avg"], at["exp_avg_sq"]
         average.mul_(rule.keep).add_(torch.mul(gradient, rule.take, out=scratch))
         square.mul_(rule.keep_square).add_(torch.mul(gradient, rule.take_square, out=scratch).mul_(gradient))
-        torch.sqrt(square, out=scratch).add_(rule.epsilon)
+        scratch.copy_(square.double().sqrt_()).add_(rule.epsilon)  # [Note: Square roots]
         weight.sub_(torch.div(average, scratch, out=scratch).mul_(rule.rate))
     if stored is not weight:
         stored.copy_(weight if noise is None else round_stochastically(weight, noise, first))
