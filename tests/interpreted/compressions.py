@@ -58,7 +58,7 @@ def test_ties_go_to_even(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(LEVELS))
 def test_blocks_whose_scale_is_a_denormal_or_rounds_to_zero(kind: str) -> None:
-    rows = [[size, -size / 2, size / 3, 0.0] for size in (1e-45, 4e-45, 1e-43, 1e-40, 1e-38, 2e-36)]
+    rows = [[size, -size / 2, size / 3, 0.0] for size in (1e-45, 4e-45, 1.4e-44, 2.66e-43, 1e-40, 1e-38, 2e-36)]
     values = torch.tensor(rows).view(-1)
     cases.check_compress(CPU, values, kind, block=4)
     cases.check_compress(CPU, values, kind, block=4, noise=cases.ONE)
