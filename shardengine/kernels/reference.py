@@ -43,7 +43,7 @@ def flatten(
     tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
     """See ``operations.flatten``: one ``cat``, whose zeros are views of one short tensor."""
-    if scale != 1.0:
+    if scale != 1.0 and tensors:
         tensors = torch._foreach_mul([tensor.float() for tensor in tensors], scale)
     if add:
         if tensors:
