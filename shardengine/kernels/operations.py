@@ -2,7 +2,7 @@
 
 An operation checks nothing about its tensors beyond what would corrupt memory: they are the engine's own. All of them
 are flat and contiguous unless said otherwise, and lie on one device. ``implementation`` chooses who carries it out:
-``reference`` and its neighbours in torch, Triton kernels on a GPU. All give the same bits.
+``reference`` and its neighbours in torch, ``native``'s C++ on a CPU, Triton kernels on a GPU. All give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 
-_CHOICES = ("auto", "reference", "triton")
+_CHOICES = ("auto", "reference", "native", "triton")
 
 
 @functools.cache
@@ -34,15 +34,25 @@ def _chosen() -> str:
     return choice
 
 
-def implementation(device: torch.device) -> ModuleType | None:
-    """The module of Triton kernels where they serve ``device``, None where torch does.
+@functools.cache
+def _native() -> ModuleType | None:
+    module = importlib.import_module("shardengine.kernels.native")
+    return None if module.load() is None else module
 
-    The environment variable SHARDENGINE_KERNELS says "reference" or "triton" for every device; on a CPU the latter
-    needs Triton's interpreter (TRITON_INTERPRET=1). Triton is imported here, at its first use: on a CPU it never is.
+
+def implementation(device: torch.device) -> ModuleType | None:
+    """The module of native or of Triton kernels where they serve ``device``, None where torch does.
+
+    The environment variable SHARDENGINE_KERNELS says "reference" for every device, or which of the two others may be
+    used: "native" on a CPU, "triton" on every device (on a CPU it needs Triton's interpreter, TRITON_INTERPRET=1);
+    "auto", both. Each is imported here, at its first use: Triton is not where only CPUs are. SHARDENGINE_NATIVE and
+    SHARDENGINE_ISA say more on the former: ``native.library``.
     """
     choice = _chosen()
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
         return importlib.import_module("shardengine.kernels.triton")
+    if choice in ("native", "auto") and device.type == "cpu":
+        return _native()
     return None
 
 

@@ -1,0 +1,17 @@
+"""The operations on a CPU, by a C++ library that any g++ or clang++ builds at its first use: the reference's bits.
+
+``load`` says whether the library is there; without it nothing in here but ``load`` may be called. What has no native
+body stays torch's. Must not know: who calls.
+
+    source/      C++ with a C interface, no headers of torch or Python; compiled once per instruction set in one library
+    build.py     source → library file, cached
+    library.py   library file → functions; which instruction set; what SHARDENGINE_NATIVE asks for
+    calls.py     tensors → arguments
+"""
+
+from shardengine.kernels.compression import compress, decompress
+from shardengine.kernels.native.calls import ordered_sum, sum_of_squares, update
+from shardengine.kernels.native.library import load
+from shardengine.kernels.reference import flatten, unflatten
+
+__all__ = ["compress", "decompress", "flatten", "load", "ordered_sum", "sum_of_squares", "unflatten", "update"]

@@ -1,0 +1,181 @@
+"""From source to a library file: compiler, cache, locks. Imports nothing of the package: a wheel's build runs it alone.
+
+Must not know: what the library computes, torch, what happens where there is no library.
+
+[Note: The cached library] A file's name holds a hash of everything that it was made from (source, flags, processor
+family, C library, compiler), so nothing in the cache is ever out of date, and it ends with a hash of its own bytes, so
+a truncated or damaged one is seen before it is loaded, and built again. It is written beside its place and renamed into
+it: a reader sees a whole file or none. A lock lets the first of several processes build while the others wait; where
+the cache cannot be locked or written, each process builds for itself in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).parent / "source"
+PREBUILT = Path(__file__).parent / "prebuilt"
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = (
+    "-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-ffp-contract=off",  # every operation is rounded on its own
+    "-fno-math-errno", "-fno-trapping-math",  # change no value, but let roots and selections become vectors
+)  # fmt: skip
+_MARK = b"shardengine library, sha256 of all before:"
+_TRAILER = len(_MARK) + hashlib.sha256().digest_size
+_LOCK_SECONDS, _COMPILE_SECONDS = 60.0, 300.0
+
+
+class Built(NamedTuple):
+    """path: the library, None where there is none; ``problem`` says why. temporary: its folder is to be removed."""
+
+    path: Path | None
+    problem: str = ""
+    temporary: bool = False
+
+
+class Compiler(NamedTuple):
+    """command: how it is called · version: the text by which it knows itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def source_key() -> str:
+    """A hash of what makes the library, compiler aside: 16 hexadecimal digits. The library itself knows it, too."""
+    parts = [*FLAGS, platform.machine(), _c_library()]
+    for file in sorted(SOURCE.iterdir()):
+        parts += [file.name, file.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def library() -> Built:
+    """The library for this machine: shipped, cached, or built now."""
+    try:
+        return _library(source_key())
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
+        return Built(None, f"{type(error).__name__}: {error}")
+
+
+def compile_library(compiler: Compiler, key: str) -> bytes:
+    """The library's bytes with their hash at the end. Raises OSError with the compiler's words if it fails."""
+    with tempfile.TemporaryDirectory(prefix="shardengine-") as folder:
+        out = Path(folder) / "library.so"
+        define = f'-DSHARDENGINE_KEY="{key}"'
+        command = [*compiler.command, *FLAGS, define, str(SOURCE / "library.cpp"), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+        if done.returncode or not out.is_file():
+            raise OSError(f"`{shlex.join(command)}` returned {done.returncode}: {done.stderr.strip()[-600:]}")
+        code = out.read_bytes()
+    return code + _MARK + hashlib.sha256(code).digest()
+
+
+def find_compiler() -> Compiler | str:
+    """$CXX, or the first of COMPILERS on the path; a sentence where there is none that runs."""
+    named = os.environ.get("CXX", "").strip()
+    candidates = [tuple(shlex.split(named))] if named else [(name,) for name in COMPILERS]
+    for command in candidates:
+        if shutil.which(command[0]) is None:
+            continue
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0:
+            return Compiler(command, done.stdout)
+    return f"no compiler: neither of {', '.join(' '.join(each) for each in candidates)} was found and ran"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is a library as ``compile_library`` made it, byte for byte."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    code, trailer = data[:-_TRAILER], data[-_TRAILER:]
+    return trailer == _MARK + hashlib.sha256(code).digest()
+
+
+def cache_folder() -> Path:
+    """$SHARDENGINE_CACHE, else shardengine in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
+    named = os.environ.get("SHARDENGINE_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
+
+
+def store(data: bytes, path: Path) -> None:
+    """``data`` becomes the file ``path``, whole or not at all."""
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _library(key: str) -> Built:
+    shipped = PREBUILT / f"{key}.so"
+    if is_whole(shipped):
+        return Built(shipped)
+    folder = cache_folder()
+    compiler = find_compiler()
+    if isinstance(compiler, str):
+        made = [path for path in sorted(folder.glob(f"kernels-{key}-*.so")) if is_whole(path)]
+        return Built(made[0]) if made else Built(None, compiler)
+    version = hashlib.sha256("\0".join([*compiler.command, compiler.version]).encode()).hexdigest()[:16]
+    path = folder / f"kernels-{key}-{version}.so"
+    if is_whole(path):
+        return Built(path)
+    with _locked(path.with_suffix(".lock")):
+        if is_whole(path):  # another process has built it meanwhile
+            return Built(path)
+        data = compile_library(compiler, key)
+        try:
+            store(data, path)
+            return Built(path)
+        except OSError:  # read-only, full or not a folder
+            pass
+    path = Path(tempfile.mkdtemp(prefix="shardengine-")) / path.name
+    store(data, path)
+    return Built(path, temporary=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path`` if it can be had in time: going without it costs a second compilation, no more."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            stack.callback(os.close, number)
+            until = time.monotonic() + _LOCK_SECONDS
+            while not _try_lock(number) and time.monotonic() < until:
+                time.sleep(0.02)
+        yield
+
+
+def _try_lock(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _c_library() -> str:
+    """A library that was linked with another one may not load."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):  # not the GNU C library
+        return ""

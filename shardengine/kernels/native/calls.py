@@ -1,0 +1,155 @@
+"""Tensors → arguments: one C call per operation. What the library has no body for goes to the reference.
+
+Owns: which tensors the library is given: on the CPU, contiguous, fp32, bf16 or fp16 and as long as they say, so that no
+call can touch other memory. Must not know: arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import InternalError
+from shardengine.kernels import reference, reference_update
+from shardengine.kernels.native.library import Library, SumArguments, UpdateArguments, load
+from shardengine.kernels.random_bits import Noise
+from shardengine.kernels.rules import Rule
+from shardengine.kernels.spans import Spans
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {"Adam": 0, "AdamW": 0, "SGD": 1, "Lion": 2}
+_CPU = torch.device("cpu")
+_WHOLE = 1 << 62
+"""Elements per block of the table of spans: one block each."""
+
+
+def update(
+    flats: Mapping[str, Tensor],
+    spans: Spans,
+    rule: Rule,
+    *,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
+    noise: Noise | None = None,
+) -> None:
+    """See ``operations.update``."""
+    library = _library()
+    weight, gradient, low = flats["weight"], flats["gradient"], flats.get("low")
+    states = [flats[name] for name in rule.states]
+    tensors = [weight, gradient, *states] if low is None else [weight, gradient, low, *states]
+    length = weight.numel()
+    if not (
+        all(_plain(tensor, length) for tensor in tensors)
+        and all(state.dtype is torch.float32 for state in states)
+        and _inside(spans, length)
+        and (factor is None or (factor.dtype is torch.float32 and factor.device == _CPU))
+        and (skip is None or (skip.dtype is torch.bool and skip.device == _CPU))
+        and not (noise is not None and weight.dtype is torch.float16)
+    ):
+        reference_update.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
+        return
+    table = spans.table(_CPU, _WHOLE)[0]
+    key_0, key_1 = (0, 0) if noise is None else noise.key
+    arguments = UpdateArguments(
+        weight.data_ptr(),
+        gradient.data_ptr(),
+        states[0].data_ptr() if states else None,
+        states[1].data_ptr() if len(states) > 1 else None,
+        None if low is None else low.data_ptr(),
+        None if factor is None else factor.data_ptr(),
+        None if skip is None else skip.data_ptr(),
+        table.data_ptr(),
+        len(spans),
+        *rule[1:9],
+        _KINDS[rule.kind],
+        rule.maximize,
+        rule.nesterov,
+        rule.first,
+        _TYPES[weight.dtype],
+        _TYPES[gradient.dtype],
+        0 if low is None else _TYPES[low.dtype],
+        noise is not None,
+        key_0,
+        key_1,
+    )
+    library.update(library.instruction_set, torch.get_num_threads(), arguments)
+
+
+def ordered_sum(
+    terms: Sequence[Tensor],
+    out: Tensor,
+    *,
+    total: Tensor | None = None,
+    divisor: int = 1,
+    rounded: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """See ``operations.ordered_sum``."""
+    library = _library()
+    length = out.numel()
+    tensors = [*terms, out] if total is None else [*terms, out, total]
+    if not (
+        terms
+        and all(_plain(tensor, length) for tensor in tensors)
+        and rounded in _TYPES
+        and reduce_dtype in _TYPES
+        and (nonfinite is None or (nonfinite.dtype is torch.bool and nonfinite.device == _CPU))
+    ):
+        reference.ordered_sum(
+            terms, out, total=total, divisor=divisor, rounded=rounded, reduce_dtype=reduce_dtype, nonfinite=nonfinite
+        )
+        return
+    count = len(terms)
+    addresses = (ctypes.c_void_p * count)(*[term.data_ptr() for term in terms])
+    types = (ctypes.c_int32 * count)(*[_TYPES[term.dtype] for term in terms])
+    arguments = SumArguments(
+        ctypes.addressof(addresses),
+        ctypes.addressof(types),
+        count,
+        length,
+        None if total is None else total.data_ptr(),
+        out.data_ptr(),
+        None if nonfinite is None else nonfinite.data_ptr(),
+        0 if total is None else _TYPES[total.dtype],
+        _TYPES[out.dtype],
+        _TYPES[rounded],
+        _TYPES[reduce_dtype],
+        divisor,
+    )
+    library.ordered_sum(library.instruction_set, torch.get_num_threads(), arguments)
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """See ``operations.sum_of_squares``."""
+    library = _library()
+    if not _plain(tensor, tensor.numel()):
+        return reference.sum_of_squares(tensor)
+    found = library.sum_of_squares(
+        library.instruction_set, torch.get_num_threads(), tensor.data_ptr(), _TYPES[tensor.dtype], tensor.numel()
+    )
+    if found < 0:
+        raise MemoryError("sum_of_squares: no memory for the sums of its blocks")
+    return torch.full((), found, dtype=torch.float64)
+
+
+def _library() -> Library:
+    library = load()
+    if library is None:
+        raise InternalError("native kernels were called where there is no library")
+    return library
+
+
+def _plain(tensor: Tensor, length: int) -> bool:
+    """Whether the library may be given the tensor's address."""
+    return (
+        tensor.dtype in _TYPES and tensor.numel() == length and tensor.device.type == "cpu" and tensor.is_contiguous()
+    )
+
+
+def _inside(spans: Spans, length: int) -> bool:
+    """Spans are ascending: the ends are enough."""
+    return not spans or (spans[0].start >= 0 and spans[-1].end <= length)

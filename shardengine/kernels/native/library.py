@@ -1,0 +1,127 @@
+"""The library in this process: loaded once, checked before it is used, with one instruction set.
+
+Owns: SHARDENGINE_NATIVE and SHARDENGINE_ISA, the C functions and structures. Must not know: tensors, how it is built.
+The structures have the fields of source/arguments.h in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import shutil
+from typing import Any, NamedTuple
+
+from shardengine.errors import UsageError
+from shardengine.kernels.native import build
+
+MODES = ("auto", "off", "require")
+INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "neon")
+_log = logging.getLogger(__name__)
+
+
+class UpdateArguments(ctypes.Structure):
+    """One call of ``shardengine_update``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "gradient", "average", "square", "low")),
+        *((name, ctypes.c_void_p) for name in ("factor", "skip", "spans")),
+        ("span_count", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("rate", "decay", "l2", "keep", "take")),
+        *((name, ctypes.c_float) for name in ("keep_square", "take_square", "epsilon")),
+        *((name, ctypes.c_int32) for name in ("kind", "maximize", "nesterov", "first_step")),
+        *((name, ctypes.c_int32) for name in ("weight_type", "gradient_type", "low_type", "stochastic")),
+        *((name, ctypes.c_uint32) for name in ("key_0", "key_1")),
+    )
+
+
+class SumArguments(ctypes.Structure):
+    """One call of ``shardengine_ordered_sum``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("terms", "types")),
+        *((name, ctypes.c_int64) for name in ("count", "length")),
+        *((name, ctypes.c_void_p) for name in ("total", "out", "nonfinite")),
+        *((name, ctypes.c_int32) for name in ("total_type", "out_type", "rounded_type", "reduce_type")),
+        ("divisor", ctypes.c_float),
+    )
+
+
+class Library(NamedTuple):
+    """The C functions. number_of: the name of an instruction set → its number, negative where it cannot be used; the
+    others take such a number first, as a rule ``instruction_set``, and then how many threads.
+    """
+
+    instruction_set: int
+    number_of: Any
+    update: Any
+    ordered_sum: Any
+    sum_of_squares: Any
+
+
+class _Unusable(Exception):
+    """The library cannot be had here; the message says why. Never leaves this file."""
+
+
+@functools.cache
+def load() -> Library | None:
+    """The library, or None where the reference has to do; why is said once, on rank 0.
+
+    Raises UsageError if SHARDENGINE_NATIVE is "require" and there is none, and for values that do not exist.
+    """
+    mode = os.environ.get("SHARDENGINE_NATIVE", "auto")
+    if mode not in MODES:
+        raise UsageError(f"SHARDENGINE_NATIVE: expected one of {', '.join(MODES)}, came {mode!r}")
+    if mode == "off":
+        return None
+    try:
+        return _bound(_opened())
+    except _Unusable as error:
+        if mode == "require":
+            raise UsageError(
+                f"SHARDENGINE_NATIVE=require: the native CPU kernels cannot be had: {error}. Install g++ or clang++ "
+                "(or name one in CXX), or set SHARDENGINE_NATIVE=auto to use torch, with the same bits"
+            ) from error
+        if os.environ.get("RANK", "0") == "0":
+            _log.warning("CPU kernels: torch does their work, slower and with the same bits: %s", error)
+        return None
+
+
+def _opened() -> ctypes.CDLL:
+    """The loaded library, after its own word that it was made from the source beside this file."""
+    built = build.library()
+    if built.path is None:
+        raise _Unusable(built.problem)
+    try:
+        opened = ctypes.CDLL(str(built.path))
+        opened.shardengine_key.restype = ctypes.c_char_p
+        opened.shardengine_sizes.restype = ctypes.c_int64
+        key, sizes = opened.shardengine_key().decode(), opened.shardengine_sizes()
+    except (OSError, AttributeError) as error:
+        raise _Unusable(f"{built.path} does not load: {error}") from error
+    finally:
+        if built.temporary:  # what is loaded stays
+            shutil.rmtree(built.path.parent, ignore_errors=True)
+    expected = ctypes.sizeof(UpdateArguments) << 16 | ctypes.sizeof(SumArguments)
+    if (key, sizes) != (build.source_key(), expected):
+        raise _Unusable(f"{built.path} says that it is {key} with structures {sizes:x}, expected {expected:x}")
+    return opened
+
+
+def _bound(opened: ctypes.CDLL) -> Library:
+    number_of, update = opened.shardengine_instruction_set, opened.shardengine_update
+    ordered_sum, squares = opened.shardengine_ordered_sum, opened.shardengine_sum_of_squares
+    number_of.argtypes = (ctypes.c_char_p,)
+    update.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(UpdateArguments))
+    ordered_sum.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(SumArguments))
+    squares.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64)
+    update.restype, ordered_sum.restype, squares.restype = None, None, ctypes.c_double
+    name = os.environ.get("SHARDENGINE_ISA", "")
+    if name and name not in INSTRUCTION_SETS:
+        raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, came {name!r}")
+    chosen = number_of(name.encode())
+    if chosen < 0:
+        why = "this processor lacks it" if chosen == -2 else "the library for this processor family has no such body"
+        raise UsageError(f"SHARDENGINE_ISA={name}: {why}; leave it out to have the best one that is there")
+    return Library(chosen, number_of, update, ordered_sum, squares)

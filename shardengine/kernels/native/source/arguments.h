@@ -1,0 +1,33 @@
+// What the library is handed: one structure per operation. calls.py declares the same fields in the same order, and
+// library.py compares the sizes. Pointers are to memory that the caller keeps alive for the call.
+#pragma once
+#include <stdint.h>
+
+enum Type : int32_t { FP32, BF16, FP16 };
+enum Kind : int32_t { ADAM, SGD, LION };
+
+struct UpdateArguments {
+    void *weight;
+    const void *gradient;
+    float *average, *square;  // the first and the second moment, null where the rule has none
+    void *low;                // null: not wanted
+    const float *factor;      // null: none
+    const uint8_t *skip;      // null: never
+    const int64_t *spans;     // rows (start, end, first)
+    int64_t span_count;
+    float rate, decay, l2, keep, take, keep_square, take_square, epsilon;
+    int32_t kind, maximize, nesterov, first_step, weight_type, gradient_type, low_type;
+    int32_t stochastic;
+    uint32_t key_0, key_1;
+};
+
+struct SumArguments {
+    const void *const *terms;
+    const int32_t *types;  // of the terms
+    int64_t count, length;
+    const void *total;  // null: none
+    void *out;
+    uint8_t *nonfinite;  // null: not asked
+    int32_t total_type, out_type, rounded_type, reduce_type;
+    float divisor;
+};

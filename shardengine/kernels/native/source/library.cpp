@@ -1,0 +1,139 @@
+// The C interface: which instruction set, how the work is shared, and nothing of the arithmetic, which is in updates.h
+// and sums.h and is compiled once per instruction set. No library but libc and libm's square root.
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "arguments.h"
+#include "threads.h"
+
+#if defined(__x86_64__)  // immintrin.h alone would take as long to compile as all of this
+typedef float EightFloats __attribute__((vector_size(32)));
+typedef short EightHalves __attribute__((vector_size(16)));
+#endif
+
+struct Bodies {
+    void (*update)(const UpdateArguments &, int64_t, int64_t);
+    void (*ordered_sum)(const SumArguments &, int64_t, int64_t);
+    double (*squares_of_block)(const void *, int32_t, int64_t);
+    double (*sum_of_blocks)(const double *, int64_t);
+};
+
+#define BODY scalar
+#define TARGET
+#include "bodies.h"
+
+#if defined(__x86_64__)
+#define WITH_F16C
+#define BODY avx2
+#define TARGET __attribute__((target("avx2,f16c")))
+#include "bodies.h"
+#define BODY avx512
+#define TARGET __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
+#include "bodies.h"
+#elif defined(__aarch64__)
+#define WITH_NEON
+#define BODY neon
+#define TARGET
+#include "bodies.h"
+#endif
+
+struct InstructionSet {
+    const char *name;
+    bool (*is_there)();
+    const Bodies *bodies;
+};
+
+static bool always() { return true; }
+
+#if defined(__x86_64__)
+static bool has_avx2() {
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+static bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// The best last.
+static const InstructionSet SETS[] = {
+    {"scalar", always, &scalar::bodies},
+#if defined(__x86_64__)
+    {"avx2", has_avx2, &avx2::bodies},
+    {"avx512", has_avx512, &avx512::bodies},
+#elif defined(__aarch64__)
+    {"neon", always, &neon::bodies},
+#endif
+};
+static constexpr int SET_COUNT = sizeof SETS / sizeof SETS[0];
+
+static constexpr int64_t LEAST = 1 << 18;  // elements per thread: starting one takes as long as a tenth of them
+static constexpr int64_t BLOCK = 1 << 16;  // of a sum of squares
+static constexpr int64_t LINE = 64;        // elements that no two threads share
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED const char *shardengine_key() { return SHARDENGINE_KEY; }
+
+EXPORTED int64_t shardengine_sizes() { return sizeof(UpdateArguments) << 16 | sizeof(SumArguments); }
+
+// The number of the instruction set called `name`; of the best one that this processor has where it is empty.
+// -1: not in this library, -2: this processor lacks it.
+EXPORTED int shardengine_instruction_set(const char *name) {
+    for (int i = SET_COUNT - 1; i >= 0; i--) {
+        if (!*name && SETS[i].is_there()) return i;
+        if (!strcmp(name, SETS[i].name)) return SETS[i].is_there() ? i : -2;
+    }
+    return -1;
+}
+
+EXPORTED const char *shardengine_instruction_set_name(int set) {
+    return set >= 0 && set < SET_COUNT ? SETS[set].name : nullptr;
+}
+
+EXPORTED void shardengine_update(int set, int threads, const UpdateArguments *arguments) {
+    if (arguments->skip && *arguments->skip) return;
+    int64_t elements = 0;
+    for (int64_t i = 0; i < arguments->span_count; i++) {
+        const int64_t length = arguments->spans[3 * i + 1] - arguments->spans[3 * i];
+        elements += length > 0 ? length : 0;
+    }
+    in_parallel(elements, LINE, LEAST, threads, [&](int64_t begin, int64_t end) {
+        SETS[set].bodies->update(*arguments, begin, end);
+    });
+}
+
+EXPORTED void shardengine_ordered_sum(int set, int threads, const SumArguments *arguments) {
+    in_parallel(arguments->length, LINE, LEAST, threads, [&](int64_t begin, int64_t end) {
+        SETS[set].bodies->ordered_sum(*arguments, begin, end);
+    });
+}
+
+// -1 where there is no memory for the sums of the blocks.
+EXPORTED double shardengine_sum_of_squares(int set, int threads, const void *values, int32_t type, int64_t count) {
+    const Bodies &bodies = *SETS[set].bodies;
+    const char *bytes = static_cast<const char *>(values);
+    const int64_t size = type == FP32 ? 4 : 2, blocks = (count + BLOCK - 1) / BLOCK;
+    if (blocks < 2) return count ? bodies.squares_of_block(values, type, count) : 0.0;
+    double *sums = static_cast<double *>(malloc(sizeof(double) * static_cast<size_t>(blocks)));
+    if (!sums) return -1.0;
+    in_parallel(blocks, 1, LEAST / BLOCK, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; block++) {
+            const int64_t from = block * BLOCK, length = count - from < BLOCK ? count - from : BLOCK;
+            sums[block] = bodies.squares_of_block(bytes + from * size, type, length);
+        }
+    });
+    const double result = bodies.sum_of_blocks(sums, blocks);
+    free(sums);
+    return result;
+}

@@ -1,0 +1,119 @@
+"""What the tests of the native kernels step and compare: drawn cases, the reference's answer, equality of bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardengine.kernels import Noise, Rule, Spans, reference_update, rule_for
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "SGD": {"lr": 0.05, "momentum": 0.9, "dampening": 0.25, "nesterov": False, "weight_decay": 0.1},
+    "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+}
+SPECIAL_BITS = (
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x3F800000, 0xBF800000,
+    0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0x477FE000, 0x477FEFFF,
+    0x477FF000, 0x47800000, 0x38800000, 0x387FFFFF, 0x33000000, 0x33000001, 0x33800000, 0x7F7F7FFF, 0x7F7F8000,
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One call of ``update``."""
+
+    flats: dict[str, Tensor]
+    spans: Spans
+    rule: Rule
+    options: dict[str, Any]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, where 0.0 is not -0.0 and any NaN equals any other: torch's own differ within one tensor."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}[a.element_size()]
+    return a.dtype is b.dtype and bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())
+
+
+@contextmanager
+def exact_roots() -> Iterator[None]:
+    """torch's square root on a CPU is MKL's, one place off for a fifth of all numbers: not the declared one."""
+
+    def root(values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        exact = values.double().sqrt().to(values.dtype)  # the root of 24 bits, rounded twice, is correctly rounded
+        return exact if out is None else out.copy_(exact)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "sqrt", root)
+        yield
+
+
+def drawn(length: int, dtype: torch.dtype, seed: int, *, special: bool = False, offset: int = 0) -> Tensor:
+    """Normal numbers, or any bits with many special ones; ``offset`` elements off the start of its memory."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(offset + length, generator=generator)
+    if special:
+        bits = torch.randint(-(2**31), 2**31, values.shape, dtype=torch.int64, generator=generator)
+        picks = torch.randint(0, len(SPECIAL_BITS), values.shape, generator=generator)
+        listed = torch.tensor(SPECIAL_BITS)[picks]
+        chosen = torch.where(torch.rand(values.shape, generator=generator) < 0.5, listed, bits).to(torch.int32)
+        values = torch.where(torch.rand(values.shape, generator=generator) < 0.6, chosen.view(torch.float32), values)
+    return values.to(dtype)[offset:]
+
+
+def some_rule(kind: str, chance: random.Random) -> Rule:
+    """A kind's rule with drawn options."""
+    options = {**OPTIONS[kind], "maximize": chance.random() < 0.3, "weight_decay": chance.choice([0.0, 0.1])}
+    if kind == "SGD":
+        options |= {"momentum": chance.choice([0.0, 0.9, 0.9]), "nesterov": chance.random() < 0.5}
+    return rule_for(kind, options, chance.choice([1, 1, 2, 7]))
+
+
+def some_case(seed: int, length: int, kind: str | None = None) -> Case:
+    """Any kind, dtypes, options, spans and alignment, drawn from ``seed``."""
+    chance = random.Random(seed)
+    rule = some_rule(kind or chance.choice(list(OPTIONS)), chance)
+    special = chance.random() < 0.4
+    dtypes = {"weight": chance.choice([torch.float32, *FLOATS]), "gradient": chance.choice(FLOATS)}
+    dtypes |= dict.fromkeys(rule.states, torch.float32)
+    if chance.random() < 0.6:
+        dtypes["low"] = chance.choice(FLOATS)
+    flats = {
+        name: drawn(length, dtype, 10 * seed + number, special=special, offset=chance.randrange(8))
+        for number, (name, dtype) in enumerate(dtypes.items())
+    }
+    if "exp_avg_sq" in flats:
+        flats["exp_avg_sq"].abs_()
+    options: dict[str, Any] = {}
+    if chance.random() < 0.5:
+        options["factor"] = torch.tensor(chance.choice([0.37, 1.0, 1 / 65536, 0.0]))
+    if chance.random() < 0.3:
+        options["skip"] = torch.tensor(chance.random() < 0.3)
+    if dtypes["weight"] is torch.bfloat16 and chance.random() < 0.6:
+        options["noise"] = Noise(chance.randrange(2**63), chance.randrange(2**40))
+    return Case(flats, some_spans(chance, length), rule, options)
+
+
+def some_spans(chance: random.Random, length: int) -> Spans:
+    """Ascending, with gaps and empty ones; numbered from 0, around 2^32, or far beyond it."""
+    cuts = sorted(chance.randrange(length + 1) for _ in range(2 * chance.randrange(1, 6)))
+    if chance.random() < 0.4:
+        cuts = [0, length]
+    first = chance.choice([0, 2**32 - length // 2, 2**40 + 12345])
+    return Spans((start, end, first + start) for start, end in zip(cuts[::2], cuts[1::2], strict=True))
+
+
+def referred(case: Case) -> dict[str, Tensor]:
+    """What the reference makes of copies of the case's tensors."""
+    flats = {name: flat.clone() for name, flat in case.flats.items()}
+    with exact_roots():
+        reference_update.update(flats, case.spans, case.rule, **case.options)
+    return flats
