@@ -14,7 +14,7 @@ from torch import Tensor
 from shardengine.kernels import Noise, Rule, Spans, reference_update, rule_for
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "Adam": ADAM,
     "AdamW": ADAM,

@@ -13,8 +13,17 @@ from torch import Tensor
 from shardengine.kernels import Span, Spans, native, operations, reference, rule_for
 from shardengine.kernels.native import build, calls, library
 from tests.native_cases import (
-    ADAM, FLOATS, OPTIONS, SPECIAL_BITS, Case, drawn, exact_roots, referred, same, some_case,
-)  # fmt: skip
+    ADAM,
+    FLOATS,
+    OPTIONS,
+    SPECIAL_BITS,
+    Case,
+    drawn,
+    exact_roots,
+    referred,
+    same,
+    some_case,
+)
 
 pytestmark = pytest.mark.skipif(isinstance(build.find_compiler(), str), reason="no C++ compiler (g++ or clang++)")
 

@@ -45,8 +45,8 @@ def update(
         all(_plain(tensor, length) for tensor in tensors)
         and all(state.dtype is torch.float32 for state in states)
         and _inside(spans, length)
-        and (factor is None or (factor.dtype is torch.float32 and factor.device == _CPU))
-        and (skip is None or (skip.dtype is torch.bool and skip.device == _CPU))
+        and (factor is None or (factor.dtype is torch.float32 and factor.is_cpu))
+        and (skip is None or (skip.dtype is torch.bool and skip.is_cpu))
         and not (noise is not None and weight.dtype is torch.float16)
     ):
         reference_update.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
@@ -97,7 +97,7 @@ def ordered_sum(
         and all(_plain(tensor, length) for tensor in tensors)
         and rounded in _TYPES
         and reduce_dtype in _TYPES
-        and (nonfinite is None or (nonfinite.dtype is torch.bool and nonfinite.device == _CPU))
+        and (nonfinite is None or (nonfinite.dtype is torch.bool and nonfinite.is_cpu))
     ):
         reference.ordered_sum(
             terms, out, total=total, divisor=divisor, rounded=rounded, reduce_dtype=reduce_dtype, nonfinite=nonfinite
@@ -145,9 +145,7 @@ def _library() -> Library:
 
 def _plain(tensor: Tensor, length: int) -> bool:
     """Whether the library may be given the tensor's address."""
-    return (
-        tensor.dtype in _TYPES and tensor.numel() == length and tensor.device.type == "cpu" and tensor.is_contiguous()
-    )
+    return tensor.numel() == length and tensor.dtype in _TYPES and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _inside(spans: Spans, length: int) -> bool:

@@ -1,6 +1,6 @@
 // One instruction set's functions: included once for each, with BODY (its namespace) and TARGET (its attribute) set.
 #define FUNCTION TARGET static
-#define FUNCTION_OF_CLASS TARGET
+#define APART TARGET static __attribute__((noinline))  // one copy: half of the time to compile
 #define INLINE TARGET static inline __attribute__((always_inline))
 
 namespace BODY {
@@ -12,7 +12,7 @@ static const Bodies bodies = {update, ordered_sum, squares_of_block, sum_of_bloc
 }  // namespace BODY
 
 #undef FUNCTION
-#undef FUNCTION_OF_CLASS
+#undef APART
 #undef INLINE
 #undef BODY
 #undef TARGET

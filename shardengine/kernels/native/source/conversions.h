@@ -41,40 +41,42 @@ INLINE float float_of_fp16(uint16_t half) {
     return float_of(sign | result);
 }
 
-FUNCTION void widen_bf16(const uint16_t *__restrict from, float *__restrict to, int64_t count) {
+APART void widen_bf16(const uint16_t *__restrict from, float *__restrict to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = float_of_bf16(from[i]);
 }
 
-FUNCTION void narrow_bf16(const float *__restrict from, uint16_t *__restrict to, int64_t count) {
+APART void narrow_bf16(const float *__restrict from, uint16_t *__restrict to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = bf16_of(from[i]);
 }
 
-FUNCTION void widen_fp16(const uint16_t *__restrict from, float *__restrict to, int64_t count) {
+APART void widen_fp16(const uint16_t *__restrict from, float *__restrict to, int64_t count) {
     int64_t i = 0;
 #if defined(WITH_F16C)
-    for (; i + 8 <= count; i += 8) {
+    for (const int64_t whole = count / 8 * 8; i < whole; i += 8) {
         EightHalves halves;
         __builtin_memcpy(&halves, from + i, sizeof halves);
         const EightFloats wide = __builtin_ia32_vcvtph2ps256(halves);
         __builtin_memcpy(to + i, &wide, sizeof wide);
     }
 #elif defined(WITH_NEON)
-    for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
+    for (const int64_t whole = count / 4 * 4; i < whole; i += 4)
+        vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
 #endif
     for (; i < count; i++) to[i] = float_of_fp16(from[i]);
 }
 
-FUNCTION void narrow_fp16(const float *__restrict from, uint16_t *__restrict to, int64_t count) {
+APART void narrow_fp16(const float *__restrict from, uint16_t *__restrict to, int64_t count) {
     int64_t i = 0;
 #if defined(WITH_F16C)
-    for (; i + 8 <= count; i += 8) {
+    for (const int64_t whole = count / 8 * 8; i < whole; i += 8) {
         EightFloats wide;
         __builtin_memcpy(&wide, from + i, sizeof wide);
         const EightHalves halves = __builtin_ia32_vcvtps2ph256(wide, 0);  // 0: to nearest even
         __builtin_memcpy(to + i, &halves, sizeof halves);
     }
 #elif defined(WITH_NEON)
-    for (; i + 4 <= count; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
+    for (const int64_t whole = count / 4 * 4; i < whole; i += 4)
+        vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
     for (; i < count; i++) to[i] = fp16_of(from[i]);
 }

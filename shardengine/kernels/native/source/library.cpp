@@ -19,6 +19,8 @@ typedef float EightFloats __attribute__((vector_size(32)));
 typedef short EightHalves __attribute__((vector_size(16)));
 #endif
 
+static constexpr int64_t BLOCK = 1 << 16;  // elements of a block of a sum of squares
+
 struct Bodies {
     void (*update)(const UpdateArguments &, int64_t, int64_t);
     void (*ordered_sum)(const SumArguments &, int64_t, int64_t);
@@ -78,7 +80,6 @@ static const InstructionSet SETS[] = {
 static constexpr int SET_COUNT = sizeof SETS / sizeof SETS[0];
 
 static constexpr int64_t LEAST = 1 << 18;  // elements per thread: starting one takes as long as a tenth of them
-static constexpr int64_t BLOCK = 1 << 16;  // of a sum of squares
 static constexpr int64_t LINE = 64;        // elements that no two threads share
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))

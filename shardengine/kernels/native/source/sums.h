@@ -1,8 +1,8 @@
 // Sums over ranks and sums of squares, [Note: One arithmetic] and [Note: Sum of squares] of reference.py: in the
 // namespace of one instruction set.
 
-constexpr int64_t SUM_TILE = 512;
-constexpr int MOST_LEVELS = 64;
+constexpr int64_t SUM_TILE = 256;
+constexpr int MOST_LEVELS = 32;
 
 FUNCTION void add(const float *a, const float *b, float *__restrict out, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = a[i] + b[i];
@@ -88,12 +88,31 @@ FUNCTION void ordered_sum(const SumArguments &a, int64_t begin, int64_t end) {
     if (!finite) __atomic_store_n(a.nonfinite, 1, __ATOMIC_RELAXED);
 }
 
-constexpr int64_t LANES = 4096, LANE_TILE = 1024;
+constexpr int64_t LANES = 4096, ROWS_AT_ONCE = 4;
 
-FUNCTION void add_squares(const float *__restrict values, double *__restrict sums, int64_t count) {
+// fp32, or bf16, which widens on the fly.
+INLINE double wide_of(float value) { return value; }
+INLINE double wide_of(uint16_t half) { return float_of_bf16(half); }
+
+template <class Element>
+APART void add_squares(const Element *__restrict row, double *__restrict sums, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        const double wide = values[i];
+        const double wide = wide_of(row[i]);
         sums[i] = sums[i] + wide * wide;
+    }
+}
+
+// What ROWS_AT_ONCE calls of add_squares do, with a quarter of the traffic to the sums.
+template <class Element>
+APART void add_squares_of_rows(const Element *a, int64_t stride, double *__restrict sums, int64_t count) {
+    const Element *b = a + stride, *c = b + stride, *d = c + stride;
+    for (int64_t i = 0; i < count; i++) {
+        const double wide_a = wide_of(a[i]), wide_b = wide_of(b[i]), wide_c = wide_of(c[i]), wide_d = wide_of(d[i]);
+        double sum = sums[i];
+        sum = sum + wide_a * wide_a;
+        sum = sum + wide_b * wide_b;
+        sum = sum + wide_c * wide_c;
+        sums[i] = sum + wide_d * wide_d;
     }
 }
 
@@ -105,9 +124,9 @@ FUNCTION void add_pairs(const double *__restrict from, double *__restrict to, in
     for (int64_t i = 0; i < count; i++) to[i] = from[2 * i] + from[2 * i + 1];
 }
 
-// Neighbours added pair by pair; count: a power of two, at most LANE_TILE.
+// Neighbours added pair by pair; count: a power of two, at most LANES.
 FUNCTION double tree_of_lanes(const double *lanes, int64_t count) {
-    double room[2][LANE_TILE / 2];
+    double room[2][LANES / 2];
     for (int turn = 0; count > 1; turn ^= 1) {
         count /= 2;
         add_pairs(lanes, room[turn], count);
@@ -116,41 +135,36 @@ FUNCTION double tree_of_lanes(const double *lanes, int64_t count) {
     return lanes[0];
 }
 
-// add_row(from, sums, count) adds elements from number `from` on to as many lanes. Lanes go tile by tile, which are
-// subtrees of the tree. Missing elements are zeros.
-template <class AddRow> FUNCTION double sum_of_lanes(int64_t count, const AddRow &add_row) {
+// How many lanes `count` elements need, a power of two: lanes that are all zeros add nothing.
+FUNCTION int64_t cleared_lanes(double *sums, int64_t count) {
     int64_t lanes = 1;
     while (lanes < count && lanes < LANES) lanes *= 2;
-    const int64_t width = lanes < LANE_TILE ? lanes : LANE_TILE;
-    double tiles[LANES / LANE_TILE];
-    for (int64_t tile = 0; tile * width < lanes; tile++) {
-        double sums[LANE_TILE];
-        for (int64_t i = 0; i < width; i++) sums[i] = 0.0;
-        for (int64_t from = tile * width; from < count; from += lanes)
-            add_row(from, sums, count - from < width ? count - from : width);
-        tiles[tile] = tree_of_lanes(sums, width);
-    }
-    return tree_of_lanes(tiles, lanes / width);
+    for (int64_t i = 0; i < lanes; i++) sums[i] = 0.0;
+    return lanes;
 }
 
-struct SquaresOf {
-    const void *memory;
-    int32_t type;
-    FUNCTION_OF_CLASS void operator()(int64_t from, double *sums, int64_t count) const {
-        float room[LANE_TILE];
-        add_squares(widened(type, memory, from, room, count), sums, count);
-    }
-};
-
-struct ValuesOf {
-    const double *memory;
-    FUNCTION_OF_CLASS void operator()(int64_t from, double *sums, int64_t count) const {
-        add_values(memory + from, sums, count);
-    }
-};
+template <class Element> FUNCTION double squares_of_elements(const Element *elements, int64_t count) {
+    double sums[LANES];
+    const int64_t lanes = cleared_lanes(sums, count);
+    int64_t at = 0;
+    for (; at + ROWS_AT_ONCE * LANES <= count; at += ROWS_AT_ONCE * LANES)
+        add_squares_of_rows(elements + at, LANES, sums, LANES);
+    for (; at < count; at += lanes) add_squares(elements + at, sums, count - at < lanes ? count - at : lanes);
+    return tree_of_lanes(sums, lanes);
+}
 
 FUNCTION double squares_of_block(const void *memory, int32_t type, int64_t count) {
-    return sum_of_lanes(count, SquaresOf{memory, type});
+    if (type == BF16) return squares_of_elements(static_cast<const uint16_t *>(memory), count);
+    if (type == FP32) return squares_of_elements(static_cast<const float *>(memory), count);
+    float room[BLOCK];
+    widen_fp16(static_cast<const uint16_t *>(memory), room, count);
+    return squares_of_elements(room, count);
 }
 
-FUNCTION double sum_of_blocks(const double *sums, int64_t count) { return sum_of_lanes(count, ValuesOf{sums}); }
+FUNCTION double sum_of_blocks(const double *values, int64_t count) {
+    double sums[LANES];
+    const int64_t lanes = cleared_lanes(sums, count);
+    for (int64_t at = 0; at < count; at += lanes)
+        add_values(values + at, sums, count - at < lanes ? count - at : lanes);
+    return tree_of_lanes(sums, lanes);
+}

@@ -69,8 +69,8 @@ FUNCTION void round_stochastically(const float *__restrict from, uint16_t *__res
     }
 }
 
-// Small enough for the first cache, with room for the tiles of the moments.
-constexpr int64_t UPDATE_TILE = 1024;
+// Small, so that the conversions of one tile still run while the memory of the next is on its way: measured.
+constexpr int64_t UPDATE_TILE = 256;
 
 FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, int64_t at, int64_t first,
                           int64_t count) {
