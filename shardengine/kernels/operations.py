@@ -37,16 +37,20 @@ def _chosen() -> str:
 @functools.cache
 def _native() -> ModuleType | None:
     module = importlib.import_module("shardengine.kernels.native")
-    return None if module.load() is None else module
+    if module.load() is not None:
+        return module
+    if _chosen() == "native":
+        raise UsageError("SHARDENGINE_KERNELS=native: they cannot be had; SHARDENGINE_NATIVE=require says what to do")
+    return None
 
 
 def implementation(device: torch.device) -> ModuleType | None:
     """The module of native or of Triton kernels where they serve ``device``, None where torch does.
 
-    The environment variable SHARDENGINE_KERNELS says "reference" for every device, or which of the two others may be
-    used: "native" on a CPU, "triton" on every device (on a CPU it needs Triton's interpreter, TRITON_INTERPRET=1);
-    "auto", both. Each is imported here, at its first use: Triton is not where only CPUs are. SHARDENGINE_NATIVE and
-    SHARDENGINE_ISA say more on the former: ``native.library``.
+    The environment variable SHARDENGINE_KERNELS says "reference" for every device, "triton" for every device (on a CPU
+    it needs Triton's interpreter, TRITON_INTERPRET=1), "native" for CPUs, where it then must be there, or "auto":
+    Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
+    is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s.
     """
     choice = _chosen()
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
