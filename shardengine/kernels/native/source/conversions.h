@@ -55,7 +55,7 @@ APART void widen_fp16(const uint16_t *__restrict from, float *__restrict to, int
     for (const int64_t whole = count / 8 * 8; i < whole; i += 8) {
         EightHalves halves;
         __builtin_memcpy(&halves, from + i, sizeof halves);
-        const EightFloats wide = __builtin_ia32_vcvtph2ps256(halves);
+        const EightFloats wide = WIDENED(halves);
         __builtin_memcpy(to + i, &wide, sizeof wide);
     }
 #elif defined(WITH_NEON)

@@ -17,6 +17,18 @@
 #if defined(__x86_64__)  // immintrin.h alone would take as long to compile as all of this
 typedef float EightFloats __attribute__((vector_size(32)));
 typedef short EightHalves __attribute__((vector_size(16)));
+#if defined(__clang__)
+typedef _Float16 EightNumbers __attribute__((vector_size(16)));
+#define WIDENED(halves) __builtin_convertvector((EightNumbers)(halves), EightFloats)
+#else
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps256(halves)
+#endif
+#endif
+
+#if defined(__clang__)  // says of a loop that no element needs another one's result
+#define EACH_ALONE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define EACH_ALONE _Pragma("GCC ivdep")
 #endif
 
 static constexpr int64_t BLOCK = 1 << 16;  // elements of a block of a sum of squares

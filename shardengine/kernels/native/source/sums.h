@@ -54,7 +54,7 @@ FUNCTION const float *tree_of_terms(const SumArguments &a, int64_t at, float (*r
 template <bool with_total, bool divided>
 FUNCTION void finish(const float *sum, const float *total, float divisor, float *out, int64_t count) {
     // each element is read before it is written, and `out` may be what is read: nothing is carried between elements
-#pragma GCC ivdep
+    EACH_ALONE
     for (int64_t i = 0; i < count; i++) {
         float value = sum[i];
         if (with_total) value = total[i] + value;

@@ -47,7 +47,7 @@ FUNCTION Step chosen_step(const UpdateArguments &a) {
 
 FUNCTION void add_l2(const float *gradient, const float *weight, float *out, int64_t count, const Numbers &numbers) {
     const Numbers n = numbers;
-#pragma GCC ivdep
+    EACH_ALONE
     for (int64_t i = 0; i < count; i++) out[i] = gradient[i] * n.scale + (weight[i] * n.decay) * n.l2;
 }
 
