@@ -264,7 +264,8 @@ def test_an_unknown_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_on_a_cpu_nothing_imports_triton() -> None:
-    assert operations.implementation(torch.device("cpu")) is None
+    chosen = operations.implementation(torch.device("cpu"))
+    assert chosen is None or chosen.__name__ == "shardengine.kernels.native"
 
 
 def test_spans_know_their_blocks() -> None:
