@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.rounds < 1 or options.parameters < 1:
         parser.error("--rounds and --parameters must be at least 1")
     count, result = int(options.parameters), {"benchmark": "adam", "machine": machine(), "rounds": options.rounds}
-    result |= {"parameters": count, "kernels": str(operations.implementation(torch.device("cpu")))[:40]}
+    result |= {"parameters": count, "kernels": "native" if operations.implementation(torch.device("cpu")) else "torch"}
     result |= {"load_before": os.getloadavg()[0], "threads": {}}
     for threads in sorted({1, len(os.sched_getaffinity(0))}, reverse=True):
         rows = rows_of(measure(count, options.rounds, threads), count)
