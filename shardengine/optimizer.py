@@ -195,9 +195,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for state, spans_of in itertools.islice(work, update.stepped, None):
             flats = self._flats(state)
             for (group, step), spans in spans_of.items():
-                update.torn = True
                 rule = kernels.rule_for(self.kind, self.param_groups[group], step)
                 noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
+                update.torn = True
                 kernels.update(flats, spans, rule, factor=update.factor, skip=update.skip, noise=noise)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish

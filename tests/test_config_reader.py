@@ -219,46 +219,6 @@ def test_auto_is_a_value_of_units() -> None:
     assert load(zero_optimization={"units": "auto"}).zero_optimization.units == "auto"
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"fp16": {"loss_scale": 128}},
-        {"fp16": {"enabled": False, "initial_scale_power": 20, "hysteresis": 4}},
-        {"bf16": {"enabled": False, "master_weights": False, "stochastic_rounding": True}},
-        {"fp16": {"min_loss_scale": 1e9}},
-    ],
-)
-def test_numbers_of_a_precision_that_is_off_are_accepted(section: dict[str, Any]) -> None:
-    config = load(**section)
-    assert not config.fp16.enabled and not config.bf16.enabled
-
-
-@pytest.mark.parametrize(
-    ("wrong", "place", "text"),
-    [
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "expected fp16 or bf16, came both"),
-        (
-            {"bf16": {"enabled": True, "stochastic_rounding": True}},
-            "bf16.stochastic_rounding",
-            '"master_weights": false',
-        ),
-        (
-            {"fp16": {"enabled": True, "min_loss_scale": 2**17}},
-            "fp16.min_loss_scale",
-            "2 ** initial_scale_power = 65536",
-        ),
-        ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "fp16.initial_scale_power", "127"),
-        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale", "expected"),
-        ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis", "expected"),
-        ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype", "came"),
-        ({"communication_data_type": "fp64"}, "communication_data_type", "came"),
-    ],
-)
-def test_precisions_that_do_not_fit_together_are_refused(wrong: dict[str, Any], place: str, text: str) -> None:
-    (found,) = problems({**BATCH, **wrong})
-    assert found.startswith(f"{place}:") and text in found
-
-
 def test_units_are_class_names() -> None:
     assert load(zero_optimization={"units": ["Block", "Head"]}).zero_optimization.units == ("Block", "Head")
 

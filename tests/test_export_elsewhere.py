@@ -88,7 +88,8 @@ def test_plain_torch_goes_on_from_a_dcp_export(tmp_path: Path, model: str, kind:
     optimizer.step()
     assert loss.item() == expected["losses"][0]
     for name, value in network.state_dict().items():
-        assert value.numpy().tobytes() == expected["after"][name].tobytes(), name
+        # torch's own kernels round in other places: a few units in the last place of what a step adds to a weight
+        torch.testing.assert_close(value, torch.from_numpy(expected["after"][name]), rtol=1e-6, atol=2e-7, msg=name)
 
 
 def sharded_twice(folder: str, out: str) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def test_an_optimizer_that_does_not_count_goes_on(kind: str, tmp_path: Path, cap
     step(engine)
     step(model, optimizer)
     for name, value in engine.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
+        # torch's own kernels round in other places: a few units in the last place of weights of about 1
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-6, atol=2e-7, msg=name)
     engine.close()
 
 

@@ -197,7 +197,8 @@ def test_a_schedule_may_raise_momentum_at_the_start() -> None:
         theirs.step()
         schedule.step()
         theirs.zero_grad()
-        assert train(engine, step, step + 1) == [loss.item()]
+        # torch's own kernels round in other places
+        assert train(engine, step, step + 1) == pytest.approx([loss.item()], rel=1e-6)
 
 
 def test_momentum_that_is_raised_later_is_refused_before_the_update() -> None:

@@ -34,6 +34,8 @@ SMALLEST_SLICE_BYTES = 64
 TRANSIENT_BYTES = 13 * BUCKET * FLOAT
 # what the test itself keeps alive inside a forward: inputs and outputs of a block
 ACTIVATION_BYTES = 8192
+# a gradient waits for its bucket, and a matrix that lies in several buckets for the last of them
+WAITING_BYTES = WIDTH * WIDTH * FLOAT
 
 
 class Tower(nn.Module):
@@ -311,6 +313,6 @@ def test_replicated_weights_need_no_more_inside_a_pass(pools: Pools, ranks: int)
     for counts in pools(ranks).run(train_and_count, [config_of(stage) for stage in stages], True, 2):
         for stage, count in zip(stages, counts, strict=True):
             assert len(count.events) == 2 * 2 * BLOCKS
-            limit = Formula.of(stage, None, ranks).total + TRANSIENT_BYTES + ACTIVATION_BYTES
+            limit = Formula.of(stage, None, ranks).total + TRANSIENT_BYTES + ACTIVATION_BYTES + WAITING_BYTES
             for event in count.events:
                 assert event.live <= limit, f"stage {stage}: more than {limit} bytes: {event}"

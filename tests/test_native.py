@@ -19,7 +19,6 @@ from tests.native_cases import (
     SPECIAL_BITS,
     Case,
     drawn,
-    exact_roots,
     referred,
     same,
     some_case,
@@ -289,8 +288,7 @@ def test_what_the_library_has_no_body_for_goes_to_the_reference() -> None:
     assert out.tolist() == [1.0] * 5
     case = some_case(1, 64, "Adam")
     flats = {name: flat.float().repeat_interleave(2)[::2] for name, flat in case.flats.items()}
-    with exact_roots():
-        native.update(flats, Spans([(0, 64)]), case.rule)
+    native.update(flats, Spans([(0, 64)]), case.rule)
     expected = referred(case._replace(flats={n: f.float() for n, f in case.flats.items()}, spans=Spans([(0, 64)]),
                                       options={}))  # fmt: skip
     assert all(same(flats[name], expected[name]) for name in flats)

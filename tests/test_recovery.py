@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import shardengine
-from shardengine import collectives, faults
+from shardengine import collectives, faults, kernels
 from shardengine import mesh as mesh_module
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests import cases
@@ -48,9 +48,17 @@ def fail_once(owner: Any, name: str, good_calls: int) -> None:
         nonlocal calls
         calls += 1
         if calls > good_calls:
-            del owner.__dict__[name]
+            restore()
             raise Boom("on purpose")
         return plain(*args, **kwargs)
+
+    own = name in owner.__dict__
+
+    def restore() -> None:
+        if own:
+            owner.__dict__[name] = plain
+        else:
+            del owner.__dict__[name]
 
     owner.__dict__[name] = instead
 
@@ -90,7 +98,7 @@ def raise_in(engine: Any, place: str) -> None:
     elif place == "between two buckets":
         stop_after_buckets(engine.optimizer, 2)
     elif place == "inside of a bucket":
-        fail_once(core.reducer.buckets[2].bucket, "adopt_master", 0)
+        fail_once(kernels, "update", 2)
     elif place == "after the update":
         fail_once(core.reducer, "release", 0)
 

@@ -122,7 +122,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 def _squares(values: Tensor) -> Tensor:
     """The sums of the blocks of at most one chunk: fp64 [blocks]."""
     wide = values.double()
-    wide = wide.mul_(wide)
+    wide = wide * wide
     block = LANES * ROWS
     whole = wide.numel() // block
     sums = [_pairs(_rows(wide[: whole * block].view(whole, ROWS, LANES)))] if whole else []

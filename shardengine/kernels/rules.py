@@ -66,8 +66,12 @@ def rule_for(kind: str, group: Mapping[str, Any], step: int) -> Rule:
     rounded: dict[str, Any] = {name: _fp32(value) for name, value in moments.items()}
     if kind == "Lion":
         return Rule(kind, _fp32(rate), decay, maximize=maximize, **rounded)
-    root = math.sqrt(1 - beta2**step)
-    rounded |= {"rate": _fp32(rate * root / (1 - beta1**step)), "epsilon": _fp32(float(group["eps"]) * root)}
+    try:
+        root = math.sqrt(1 - beta2**step)
+        corrected = rate * root / (1 - beta1**step)
+    except (ArithmeticError, ValueError):  # somebody has set betas that are not in [0, 1)
+        root = corrected = math.nan
+    rounded |= {"rate": _fp32(corrected), "epsilon": _fp32(float(group["eps"]) * root)}
     return Rule(kind, decay=decay if kind == "AdamW" else 1.0, l2=l2 if kind == "Adam" else 0.0, maximize=maximize,
                 **rounded)  # fmt: skip
 
