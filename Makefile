@@ -25,8 +25,15 @@ help:  ## this list
 demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU processes
 	$(PY) -m shardengine.cli train --config $(CONFIG) $(ARGS)
 
+# The tests of kernels start no ranks: one core does them while the others run. ARGS chooses among all of them, in one run.
 test: setup  ## every test, lint and types included
+ifeq ($(strip $(ARGS)),)
+	@kernels=$$(mktemp); $(PY) -m pytest tests/kernels > $$kernels 2>&1 & beside=$$!; \
+	$(PY) -m pytest --ignore=tests/kernels; others=$$?; \
+	wait $$beside; mine=$$?; echo "tests/kernels:"; cat $$kernels; rm -f $$kernels; [ $$others = 0 ] && [ $$mine = 0 ]
+else
 	$(PY) -m pytest $(ARGS)
+endif
 
 lint: setup  ## ruff and mypy alone
 	$(PY) -m ruff check .

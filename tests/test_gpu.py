@@ -189,7 +189,7 @@ RULES = [
 @pytest.fixture(scope="module")
 def cases_of_kernels() -> Any:
     """Imported where there is a GPU: it needs Triton."""
-    return importlib.import_module("tests.kernel_cases")
+    return importlib.import_module("tests.kernels.kernel_cases")
 
 
 @pytest.mark.parametrize(("source", "out"), [*itertools.product(FLOATS, repeat=2)])

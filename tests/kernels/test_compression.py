@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardengine import kernels
 from shardengine.kernels import Noise
-from tests.test_kernels import property_test, random, same
+from tests.kernels.test_operations import property_test, random, same
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shardengine import kernels
 from shardengine.kernels import triton
 from shardengine.kernels.triton.copies import BLOCK
-from tests import kernel_cases as cases
-from tests.kernel_cases import BF16, FP16, FP32
+from tests.kernels import kernel_cases as cases
+from tests.kernels.kernel_cases import BF16, FP16, FP32
 
 CPU = torch.device("cpu")
 SIZES = [0, 1, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 33]

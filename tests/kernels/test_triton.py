@@ -1,7 +1,7 @@
 """The Triton kernels on the CPU: Triton's interpreter runs them, and what they give is the reference's, bit for bit.
 
 The interpreter replaces parts of Triton for a whole process, and must be asked for before Triton is imported. So the
-tests themselves are in ``tests/interpreted``, a process for each file; and this process must not have noticed.
+tests themselves are in ``tests/kernels/interpreted``, a process for each file; and this process must not have noticed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 
 from shardengine import kernels
 
-ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted(path.name for path in (ROOT / "tests" / "interpreted").glob("*.py") if path.name != "__init__.py")
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    path.name for path in (ROOT / "tests" / "kernels" / "interpreted").glob("*.py") if path.name != "__init__.py"
+)
 
 
 def environment(**change: str) -> dict[str, str]:
@@ -45,7 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     for file in FILES:
         output = tmp_path_factory.mktemp("interpreted") / "output"
         with output.open("wb") as stream:
-            command = [sys.executable, "-m", "pytest", *options, f"tests/interpreted/{file}"]
+            command = [sys.executable, "-m", "pytest", *options, f"tests/kernels/interpreted/{file}"]
             process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=stream, stderr=subprocess.STDOUT)
         started[file] = process, output
     yield started

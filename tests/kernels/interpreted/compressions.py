@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from shardengine.kernels import triton
 from shardengine.kernels.compression import LEVELS
 from shardengine.kernels.triton.compressing import BLOCK
-from tests import kernel_cases as cases
-from tests.kernel_cases import BF16, FIRST, FP16, FP32
+from tests.kernels import kernel_cases as cases
+from tests.kernels.kernel_cases import BF16, FIRST, FP16, FP32
 
 CPU = torch.device("cpu")
 KINDS = ("fp16", "bf16", "int8", "int4")

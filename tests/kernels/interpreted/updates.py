@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shardengine.kernels import Noise, Rule, Spans, rule_for, triton
 from shardengine.kernels.triton.updating import BLOCK
-from tests import kernel_cases as cases
-from tests.kernel_cases import BF16, FIRST, FP16, FP32, Step
+from tests.kernels import kernel_cases as cases
+from tests.kernels.kernel_cases import BF16, FIRST, FP16, FP32, Step
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, dict[str, Any]] = {

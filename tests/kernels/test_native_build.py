@@ -15,13 +15,13 @@ from shardengine.errors import UsageError
 from shardengine.kernels import native, operations
 from shardengine.kernels.native import build, library
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(isinstance(build.find_compiler(), str), reason="no C++ compiler (g++ or clang++)")
 
 PROGRAM = """
 import hashlib, torch
 from shardengine.kernels import Noise, Spans, native, operations, rule_for
-from tests.native_cases import OPTIONS, drawn, some_case
+from tests.kernels.native_cases import OPTIONS, drawn, some_case
 digest = hashlib.sha256()
 for seed in range(40):
     case = some_case(seed, 700)

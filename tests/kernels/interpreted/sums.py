@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardengine.kernels import reference, triton
 from shardengine.kernels.triton import sums
 from shardengine.kernels.triton.sums import BLOCK
-from tests import kernel_cases as cases
-from tests.kernel_cases import BF16, FP16, FP32, Sum
+from tests.kernels import kernel_cases as cases
+from tests.kernels.kernel_cases import BF16, FP16, FP32, Sum
 
 CPU = torch.device("cpu")
 SIZES = [0, 1, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardengine.kernels import Span, Spans, native, operations, reference, rule_for
 from shardengine.kernels.native import build, calls, library
-from tests.native_cases import (
+from tests.kernels.native_cases import (
     ADAM,
     FLOATS,
     OPTIONS,

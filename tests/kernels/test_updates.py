@@ -16,7 +16,7 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.kernels import Noise, Rule, Spans, rule_for
 from tests import oracle
-from tests.test_kernels import property_test, random, same
+from tests.kernels.test_operations import property_test, random, same
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.1}

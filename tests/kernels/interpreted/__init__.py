@@ -1,0 +1,1 @@
+"""Tests of the Triton kernels under Triton's interpreter; ``tests/kernels/test_triton.py`` runs them."""
