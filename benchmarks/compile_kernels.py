@@ -75,7 +75,7 @@ def _flat(dtype: torch.dtype = FP32) -> Tensor:
 
 
 def _copies() -> Iterator[tuple[str, Call]]:
-    for source, out in itertools.product((FP32, BF16), repeat=2):
+    for source, out in (*itertools.product((FP32, BF16), repeat=2), (FP16, FP16), (FP32, FP16)):
         name = f"{NAMES[source]} to {NAMES[out]}"
         flatten = partial(operations.flatten, [_flat(source)], [0], _flat(out))
         yield f"flatten {name}", flatten
@@ -97,6 +97,7 @@ def _sums() -> Iterator[tuple[str, Call]]:
     yield "two terms, everything", partial(ordered, 2, more=True)
     yield "two bf16 terms, everything", partial(ordered, 2, BF16, more=True, rounded=BF16)
     yield "two bf16 terms to bf16", partial(ordered, 2, BF16, BF16, more=True, rounded=BF16, reduce_dtype=BF16)
+    yield "two fp16 terms to fp16", partial(ordered, 2, FP16, FP16, rounded=FP16)
     yield "eight bf16 terms, everything", partial(ordered, 8, BF16, more=True, rounded=BF16)
     yield "eight terms apart", partial(ordered, 8, apart=True, more=True)
     yield "64 terms", partial(ordered, 64)
@@ -105,11 +106,11 @@ def _sums() -> Iterator[tuple[str, Call]]:
 
 
 def _updates() -> Iterator[tuple[str, Call]]:
-    def step(rule: Rule, weight: torch.dtype = FP32, gradient: torch.dtype = FP32, low: bool = False,
+    def step(rule: Rule, weight: torch.dtype = FP32, gradient: torch.dtype = FP32, low: torch.dtype | None = None,
              noise: bool = False, start: int = 0) -> None:  # fmt: skip
         flats = {"weight": _flat(weight), "gradient": _flat(gradient)} | {name: _flat() for name in rule.states}
-        if low:
-            flats["low"] = _flat(BF16)
+        if low is not None:
+            flats["low"] = _flat(low)
         operations.update(flats, Spans([(start, LENGTH)]), rule, factor=torch.ones(()),
                           skip=torch.zeros((), dtype=torch.bool), noise=Noise(0, 0) if noise else None)  # fmt: skip
 
@@ -118,11 +119,11 @@ def _updates() -> Iterator[tuple[str, Call]]:
         rule = Rule(kind, 0.5, decay=0.5 if kind in ("AdamW", "Lion") else 1.0, l2=0.0 if adam_like else 0.5, keep=0.5,
                     take=0.5, keep_square=0.5, take_square=0.5, epsilon=0.5)  # fmt: skip
         yield f"{kind} fp32", partial(step, rule)
-        yield f"{kind} fp32, low bf16, gradient bf16", partial(step, rule, gradient=BF16, low=True)
+        yield f"{kind} fp32, low bf16, gradient bf16", partial(step, rule, gradient=BF16, low=BF16)
         yield f"{kind} bf16, noise", partial(step, rule, BF16, BF16, noise=True)
     plain = Rule("AdamW", 0.5, 0.5, keep=0.5, take=0.5, keep_square=0.5, take_square=0.5, epsilon=0.5)
-    yield "AdamW fp32, low bf16", partial(step, plain, low=True)
-    yield "AdamW fp32, low bf16, gradient fp16", partial(step, plain, gradient=FP16, low=True)
+    yield "AdamW fp32, low bf16", partial(step, plain, low=BF16)
+    yield "AdamW fp32, low fp16, gradient fp16", partial(step, plain, gradient=FP16, low=FP16)
     yield "AdamW bf16", partial(step, plain, BF16, BF16)
     yield "AdamW fp32, unaligned", partial(step, plain, start=1)
     yield "SGD without momentum", partial(step, Rule("SGD", 0.5, l2=0.5, maximize=True))

@@ -28,7 +28,6 @@ from shardengine.config_kinds import (
     GROUP_SIZE,
     NOT_NEGATIVE,
     OBJECT,
-    POSITIVE,
     SIZE,
     TEXT,
     UNITS,
@@ -83,7 +82,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
     "communication_data_type": (
         optional(DTYPE, "the parameter's dtype"),
         None,
-        "The dtype in which gradients are sent and completed; sums are fp32 in any case.",
+        "The dtype in which gradients are sent and completed; sums are in data_types.reduce_dtype.",
     ),
     "overlap_comm": (BOOL, True, "Communicate while the backward pass computes; never changes a bit of the result."),
     "overlap_param_gather": (
@@ -124,11 +123,15 @@ _ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
 }
 _ACTIVE_FP16: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Cast parameters to fp16; optimizers step fp32 master weights; the loss is scaled."),
-    "loss_scale": (NOT_NEGATIVE, 0.0, "A fixed loss scale; 0: it follows overflows."),
+    "loss_scale": (number(0, below=3e38), 0.0, "A fixed loss scale; 0: it follows overflows."),
     "initial_scale_power": (integer(0, 127), 16, "The first loss scale is 2 to this power."),
     "loss_scale_window": (COUNT, 1000, "Steps without overflow after which the loss scale is doubled."),
     "hysteresis": (COUNT, 2, "Overflows until the loss scale is halved."),
-    "min_loss_scale": (POSITIVE, 1.0, "The loss scale is never halved below this; an overflow there is an error."),
+    "min_loss_scale": (
+        number(0, above=True, below=3e38),
+        1.0,
+        "The loss scale is never halved below this; an overflow there is an error.",
+    ),
     "consecutive_hysteresis": (BOOL, False, "Every step without overflow makes the hysteresis whole again."),
 }
 _ACTIVE_TYPES: dict[str, tuple[Kind, Any, str]] = {

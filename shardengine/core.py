@@ -227,10 +227,10 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         gradient_accumulation=config.gradient_accumulation,
     )
     pool = BufferPool()
-    direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
-    collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
-
     which = precision.of(config)
+    direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
+    direct |= which.reduce is not torch.float32  # the backend would round no sum
+    collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
 
     def analyse() -> Partition:
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -301,7 +301,7 @@ def _drive(
         wire=which.wire,
         reduce=which.reduce,
         accumulate=accumulate,
-        scaled=which.scaling is not None,
+        scaled=which.scales_loss,
     )
     by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
     buckets = [by_index[index] for index in range(len(plan.buckets))]

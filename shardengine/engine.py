@@ -216,13 +216,14 @@ class Engine(Checkpointing):
             core.publish(optimizer.step_buckets())
         self._end_step()
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, reports: bool = True) -> None:
+        """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told."""
         core, optimizer, window = self._core, self._need_optimizer("step()"), self._window
         core.note_stepped()
         exhausted, scale = optimizer.is_exhausted, optimizer.loss_scale
         self._applied = optimizer.conclude()
         try:
-            if not self._applied and exhausted:
+            if reports and exhausted and not self._applied:
                 overflow.report(core, scale)
         finally:
             self._close_window(core, optimizer, window)
@@ -266,7 +267,7 @@ class Engine(Checkpointing):
         found = recovery.reset(core, optimizer, self.global_steps, owned=self._owns_mesh)
         self._owns_mesh = True
         if found.finished:
-            self._end_step()
+            self._end_step(reports=False)
         found.check()
         self.zero_grad()
         recovery.compare_options(core, optimizer)
@@ -321,9 +322,9 @@ class Engine(Checkpointing):
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
         """``with`` this: name → {"weight", the states, "step"} of the parameter, whole, on every rank; collective.
 
-        "weight" is the fp32 master weight, or the weight where it is fp32 itself; None for parameters that the
-        optimizer does not step. writable: as in ``full_grads``; the weights follow, and a graph from before refuses
-        backward as it does after a step.
+        "weight" is what is stepped, in fp32: the master weight, or the weight itself where it has none (what is written
+        to a bf16 one is rounded to nearest); None for parameters that the optimizer does not step. writable: as in
+        ``full_grads``; the weights follow, and a graph from before refuses backward as it does after a step.
         """
         optimizer = self._need_optimizer("full_optimizer_state()")
         return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)

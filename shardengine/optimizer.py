@@ -39,14 +39,17 @@ class Update:
     """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · skip: on the device, whether it is left out because
-    the norm is not finite; None where such a step is taken · begun: step counts have advanced · stepped: whole buckets
-    that are done · torn: inside of a bucket's kernels · lost: cannot be finished, a checkpoint must be loaded
+    the norm is not finite; None where such a step is taken · begun: the step counts of what was ``touched`` have
+    advanced · stepped: whole buckets that are done · torn: inside of a bucket's kernels · applied: what ``conclude``
+    found · lost: cannot be finished, a checkpoint must be loaded
     """
 
     max_norm: float | None = None
     factor: Tensor | None = None
     skip: Tensor | None = None
     begun: bool = False
+    touched: frozenset[int] = frozenset()
+    applied: bool | None = None
     stepped: int = 0
     torn: bool = False
     lost: bool = False
@@ -135,7 +138,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, so their weights would: "
-                f"expected the same on every rank, this one has {groups}; set them and call engine.zero_grad()"
+                f"expected the same on every rank, this one has {groups} and loss scale {self.loss_scale:g}; set them "
+                "and call engine.zero_grad()"
             )
         self.norm = kernels.norm_from_squares(squares.flatten(), self.loss_scale)
         self.update = Update(None if self.update is None else self.update.max_norm)
@@ -150,23 +154,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What the loss of this window was multiplied with."""
         return 1.0 if self.settings.scaler is None else self.settings.scaler.scale
 
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The loss scale and how it came to be, which must be the same on every rank; {} where there is none."""
+        return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
+
     def _payload(self) -> Payload:
-        """This rank's part of the squared norm, and a digest of the optimizer's options, 4 bytes."""
+        """This rank's part of the squared norm, and a digest of the optimizer's options and loss scale, 4 bytes."""
         squares = torch.zeros((), dtype=torch.float64, device=self._reducer.buckets[0].bucket.full.device)
         for state in self._reducer.buckets:
             if state.complete is not None:
                 interval = state.bucket.layout.slice_interval(state.bucket.rank)
                 for _, start, end in self._layout.segments(state.bucket.layout, interval, self._counted):
                     squares += kernels.sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
-        options = repr(
-            [
-                (key, float(value) if isinstance(value, Tensor) else value)
-                for group in self.param_groups
-                for key, value in group.items()
-                if key != "params"
-            ]
-        )
-        digest = torch.tensor([zlib.crc32(options.encode())], dtype=torch.int64).to(torch.uint32)
+        options = [
+            (key, float(value) if isinstance(value, Tensor) else value)
+            for group in self.param_groups
+            for key, value in group.items()
+            if key != "params"
+        ]
+        text = repr((options, self.scaling))
+        digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         return Payload(digest.view(torch.uint8), squares.view(1))
 
     def step_buckets(self) -> Iterator[Bucket]:
@@ -187,9 +195,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         self.await_reader()
         if not update.begun:
-            update.begun = True
+            update.begun, update.touched = True, self._reducer.touched
             update.factor, update.skip = self._factor(update), self._skip()
-            for parameter in self._reducer.touched:
+            for parameter in update.touched:
                 self.steps[parameter] += 1
         work = zip(self._reducer.buckets, self._current_spans(), strict=True)
         for state, spans_of in itertools.islice(work, update.stepped, None):
@@ -204,15 +212,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield state.bucket
 
     def conclude(self) -> bool:
-        """The update is done: whether it was applied, which is where the host learns that it was left out."""
-        update, scaler = self.update, self.settings.scaler
-        overflow = update is not None and update.skip is not None and bool(update.skip)
-        if overflow:
-            for parameter in self._reducer.touched:
+        """The update is done: whether it was applied, which is where the host learns that it was left out.
+
+        Asked again, after a fault, it says the same and changes nothing.
+        """
+        update, scaler = self.update or Update(), self.settings.scaler
+        if update.applied is None:
+            update.applied = update.skip is None or not bool(update.skip)
+            for parameter in () if update.applied else update.touched:
                 self.steps[parameter] -= 1
-        if scaler is not None:
-            scaler.update(overflow)
-        return not overflow
+            if scaler is not None:
+                scaler.update(not update.applied)
+        return update.applied
 
     def await_reader(self) -> None:
         """Call this before the states are changed: nothing reads them afterwards."""

@@ -79,7 +79,7 @@ def analyse(
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list(model.parameters())
     dtypes = {id(p): _dtype_of(p, which) for p in parameters}
-    _check(parameters, all_names, dtypes, scaled=which.scaling is not None)
+    _check(parameters, all_names, dtypes, scaled=which.trains_fp16)
     _check_sparse(model)
     units, unit_of = find_blocks(model, setting) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]

@@ -37,6 +37,16 @@ class Precision:
         """A new loss scaler, where one is wanted."""
         return None if self.scaling is None else LossScaler(self.scaling)
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is multiplied with anything but 1, so that only ``engine.backward`` is right."""
+        return self.scaling is not None and (self.scaling.dynamic or self.scaling.initial != 1)
+
+    @property
+    def trains_fp16(self) -> bool:
+        """Whether parameters may be fp16: their gradients need the loss scale."""
+        return self.cast is torch.float16 or self.scales_loss
+
     def master_of(self, weights: torch.dtype) -> bool:
         """Whether an optimizer steps fp32 master weights of weights in that dtype."""
         return self.keeps_masters and weights is not torch.float32
@@ -50,6 +60,8 @@ def of(config: Config) -> Precision:
     """What ``config`` says."""
     fp16, bf16, autocast, types = config.fp16, config.bf16, config.torch_autocast, config.data_types
     scaling = None
+    if "fp16" in (config.communication_data_type, types.reduce_dtype, types.grad_accum_dtype):
+        scaling = ScalePolicy(initial=1.0, dynamic=False)  # a gradient that does not fit is left out, not trained on
     if fp16.enabled or (autocast.enabled and autocast.dtype == "float16"):
         scaling = ScalePolicy(
             initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,

@@ -172,6 +172,7 @@ def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
     """``MismatchError`` where ranks have other optimizer options, which a fault may have left behind; collective."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    options += [] if optimizer is None else [describe(optimizer.scaling)]
     compare(core.collectives, {"list of optimizer options after reset()": options})
 
 

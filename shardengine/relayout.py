@@ -100,7 +100,7 @@ def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: 
         core.verify_parameters()
         _append(core, model, optimizer, group)
         lr_schedules.check_extended(scheduler, optimizer)
-        return partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.scaling is not None)
+        return partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16)
 
     try:
         found = together(core.collectives, "add_param_group()", append)
@@ -177,7 +177,7 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
     found = together(
         core.collectives,
         "making a new layout",
-        lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.scaling is not None),
+        lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)

@@ -75,13 +75,14 @@ def full_grads(
         )
     index_of = {name: index for name, index in _indices(core).items() if index in reducer.touched}
     held = {s.bucket.layout.index: {"gradient": s.gradient} for s in reducer.buckets if s.gradient is not None}
-    wires = {s.bucket.layout.index: s.wire if scale == 1 else torch.float32 for s in reducer.buckets}
+    wires = {state.bucket.layout.index: state.wire for state in reducer.buckets}
     sources = _sources(core, {index_of[name] for name in chosen if name in index_of}, held)
     flats: Flats = {}
     for source in sources:
         _read(core, source, wires[source.bucket.layout.index], flats)
-    for flat in flats.values():
-        _multiply(flat["gradient"], 1 / scale)
+    sent = dict(flats)
+    if scale != 1:
+        flats = {index: {"gradient": flat["gradient"].float() / scale} for index, flat in flats.items()}
     views = {index: shaped(flat["gradient"], core.layout.parameters[index]) for index, flat in flats.items()}
     given = {name: views[index_of[name]] if name in index_of else None for name in chosen}
     shown = dict(given)
@@ -100,19 +101,18 @@ def full_grads(
         yield shown
     if writable:
         with torch.no_grad():
-            for flat in flats.values():
-                _multiply(flat["gradient"], scale)
+            if scale != 1:
+                flats = {index: _scaled(flat, sent[index], scale) for index, flat in flats.items()}
             _send(core, sources, flats)
             for source in sources:
                 _store(source, flats, source.held, source.first)
         core.schedule.on_complete()
 
 
-def _multiply(gradient: Tensor, factor: float) -> None:
-    """In place, without a graph; a factor of 1 costs nothing."""
-    if factor != 1:
-        with torch.no_grad():
-            gradient.mul_(factor)
+def _scaled(shown: dict[str, Tensor], sent: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Gradients shown without the scale, with it and in the wire's dtype again. What is unchanged keeps its bits."""
+    after, before = shown["gradient"], sent["gradient"]
+    return {"gradient": torch.where(after == before.float() / scale, before, (after * scale).to(before.dtype))}
 
 
 # Optimizer state

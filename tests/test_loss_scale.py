@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from shardengine.errors import CheckpointError, LossScaleError, UsageError
 from shardengine.loss_scale import LossScaler, ScalePolicy
 from tests import cases, oracle
 from tests.ranks import RankPool
+from tests.special_models import Boom
+from tests.test_recovery import fail_once, stop_after_buckets
 
 Pools = Callable[[int], RankPool]
 
@@ -216,6 +219,92 @@ def test_norm_and_gradients_are_shown_without_the_scale(micros: int) -> None:
     engine.step()
     weights = engine.state_dict()
     assert set(weights["second"].view(-1).tolist()) != {1.0}
+    engine.close()
+
+
+def written_gradients(stage: str) -> list[Any]:
+    """k = 2: what a write of rank 0 leaves in the engine, and what a block that writes nothing changes."""
+    engine = engine_of(stage, {"loss_scale": 100.0}, micros=2)
+    inputs = torch.full((20,), 0.3, dtype=torch.float16), torch.full((3, 7), 0.7, dtype=torch.float16)
+    for _ in range(2):
+        engine.backward(engine(*inputs))
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    held = [state.gradient.clone() for state in engine._core.reducer.buckets]
+    with engine.full_grads(writable=True):
+        pass
+    kept = all(torch.equal(a, s.gradient) for a, s in zip(held, engine._core.reducer.buckets, strict=True))
+    with engine.full_grads(["first"], writable=True) as grads:
+        assert grads["first"] is not None
+        grads["first"].fill_(0.1)
+    with engine.full_grads() as grads:
+        shown = None if grads["first"] is None else grads["first"].tolist()
+    engine.close()
+    return [kept, shown]
+
+
+def test_what_is_written_into_scaled_gradients_is_rounded_alike_at_every_stage(pools: Pools) -> None:
+    found = [result for stage in cases.STAGES for result in pools(2).run(written_gradients, stage)]
+    assert all(kept for kept, _ in found)
+    # 0.1 times 100 in fp16, over 100
+    assert {str(shown) for _, shown in found} == {str([(torch.tensor(10.0).half().float() / 100).item()] * 20)}
+
+
+def faulty_overflow(stage: str, power: int) -> list[Any]:
+    """Rank 1 fails in the step that overflows; reset() brings all ranks to one step and one loss scale."""
+    engine = engine_of(stage, {"initial_scale_power": power, "hysteresis": 1, "loss_scale_window": 2})
+    step(engine, 0.5)
+    if engine.rank == engine.world_size - 1:
+        fail_once(engine._core.reducer, "release", 0)
+    with contextlib.suppress(Boom, LossScaleError):
+        step(engine, float("inf"))
+    engine.reset()
+    seen = [engine.get_loss_scale(), engine.skipped_steps, list(engine.optimizer.steps), engine.global_steps]
+    seen += [step(engine, 0.5), engine.get_loss_scale()]
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize(("power", "after"), [(4, 8.0), (0, 1.0)])
+def test_a_fault_after_an_overflow_leaves_one_scale_on_all_ranks(
+    pools: Pools, stage: str, power: int, after: float
+) -> None:
+    results = pools(2).run(faulty_overflow, stage, power)
+    assert results[0] == results[1]
+    assert results[0] == [after, 1, [1, 1, 0], 2, True, after]
+
+
+def test_an_update_that_is_left_out_and_interrupted_counts_no_step() -> None:
+    scale = {"initial_scale_power": 4, "hysteresis": 1}
+    engine = engine_of("2", scale, zero={"reduce_bucket_size": 16})
+    step(engine, 0.5)
+    stop_after_buckets(engine.optimizer, 1)
+    with pytest.raises(Boom):
+        step(engine, float("inf"))
+    engine.reset()
+    assert (engine.get_loss_scale(), engine.skipped_steps, engine.global_steps) == (8.0, 1, 2)
+    assert engine.optimizer.steps == [1, 1, 0] and not engine.was_step_applied()
+    assert step(engine, 0.5) and engine.optimizer.steps == [2, 2, 0]
+    engine.close()
+
+
+@pytest.mark.parametrize("key", ["communication_data_type", "reduce_dtype", "grad_accum_dtype"])
+def test_gradients_that_do_not_fit_an_fp16_wire_are_left_out(key: str) -> None:
+    types = {"communication_data_type": "fp16"} if key.startswith("comm") else {"data_types": {key: "fp16"}}
+    engine = cases.make_engine(Sum(), cases.config_of("2", 2, **types), "AdamW")
+
+    def train(x: float) -> bool:
+        for _ in range(2):
+            loss = engine(torch.full((20,), x), torch.ones(3, 7))
+            loss.backward() if x < 1 else engine.backward(loss)  # the loss is not scaled: both are right
+            engine.step()
+        return bool(engine.was_step_applied())
+
+    fits = key == "reduce_dtype"  # at one rank nothing is added
+    assert [train(0.5), train(1e6), train(0.5)] == [True, fits, True]
+    assert engine.skipped_steps == (not fits) and engine.get_loss_scale() == 1.0
+    assert all(torch.isfinite(value).all() for value in engine.state_dict().values())
     engine.close()
 
 

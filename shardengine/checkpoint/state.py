@@ -136,7 +136,7 @@ def restore_optimizer(optimizer: ShardedOptimizer, groups: list[dict[str, Any] |
 def scaler_state(optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:
     """The loss scale and how it came to be; None where the loss is not scaled."""
     scaler = None if optimizer is None else optimizer.settings.scaler
-    return None if scaler is None else scaler.state_dict()
+    return None if scaler is None or optimizer is None else optimizer.scaling
 
 
 def restore_scaler(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | None) -> None:

@@ -83,7 +83,7 @@ class LocalSum:
         if parameter in self._waiting:
             self.settle(dtype)
         piece, spec = self._pieces[parameter]
-        part = in_memory_order(gradient, spec).contiguous()
+        part = in_memory_order(gradient.detach(), spec).contiguous()
         if piece.end - piece.start < gradient.numel():
             part = part.view(-1)[piece.offset : piece.offset + piece.end - piece.start]
         self._waiting[parameter] = part
@@ -96,21 +96,20 @@ class LocalSum:
         if tensor is None:
             tensor = self.tensor = self._pool.take(self._bucket.layout.length, dtype, self._bucket.full.device)
             order = sorted(waiting, key=place.__getitem__)
-            flatten([waiting[parameter] for parameter in order], [place[parameter] for parameter in order], tensor)
+            flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor)
         elif waiting:
             for parameter in waiting.keys() - self.filled:  # its first contribution comes later than others'
                 count = waiting[parameter].numel()
                 flatten([waiting[parameter]], [0], tensor[place[parameter] : place[parameter] + count])
             order = sorted(waiting.keys() & self.filled, key=place.__getitem__)
-            starts = [place[parameter] for parameter in order]
-            flatten([waiting[parameter] for parameter in order], starts, tensor, add=True)
+            flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor, add=True)
         self.filled |= waiting.keys()
         return tensor
 
     @property
-    def waits(self) -> bool:
-        """Whether gradients wait for ``settle``."""
-        return bool(self._waiting)
+    def waiting(self) -> list[Tensor]:
+        """The gradients that wait for ``settle``."""
+        return list(self._waiting.values())
 
     def hand_over(self) -> Tensor | None:
         """The sum, which is the caller's from now on."""
@@ -123,6 +122,11 @@ class LocalSum:
         if (tensor := self.hand_over()) is not None:
             self._pool.give(tensor)
         self._waiting.clear()
+
+
+def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
+    """As one launch wants them; autograd may deliver another dtype than the parameter's (``grad_dtype``)."""
+    return tensors if len({tensor.dtype for tensor in tensors}) <= 1 else [tensor.float() for tensor in tensors]
 
 
 class GradientBucket:
@@ -160,7 +164,7 @@ class GradientBucket:
         """A backward is over: move what waits; nothing is ready for the next one. dtype: of a sum begun here."""
         self.ready.clear()
         for place, begun_in in ((self.partial, dtype), (self.late, torch.float32)):
-            if place.waits:
+            if place.waiting:
                 place.settle(begun_in)
 
     def take_slice(self, dtype: torch.dtype) -> Tensor:
@@ -271,8 +275,8 @@ class GradientBucket:
         self.late.drop()
         self.earlier = None
 
-    def bytes(self) -> int:
-        """Bytes that hold gradients at this moment."""
-        places = (self.partial.tensor, self.late.tensor, self.total, self.complete, self.whole, self.earlier)
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in places if t is not None}
-        return sum(storages.values())
+    def storages(self) -> dict[int, int]:
+        """What holds gradients at this moment: identity of the storage → its bytes."""
+        places = [self.partial.tensor, self.late.tensor, self.total, self.complete, self.whole, self.earlier]
+        places += [*self.partial.waiting, *self.late.waiting]
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in places if t is not None}

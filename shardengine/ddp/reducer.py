@@ -209,7 +209,8 @@ class Reducer:
 
     def gradient_bytes(self) -> int:
         """Bytes that hold gradients at this moment, transient buffers of the pool not included."""
-        return sum(state.bytes() for state in self.buckets)
+        found = {key: size for state in self.buckets for key, size in state.storages().items()}
+        return sum(found.values())
 
     def agree(self, payload: Callable[[], Payload]) -> tuple[Tensor, Tensor]:
         """The window is complete: agree on which parameters were used (``touched``); collective.

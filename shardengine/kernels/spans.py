@@ -5,6 +5,7 @@ Must not know: buckets, layouts, what is computed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -23,11 +24,17 @@ class Span(NamedTuple):
 class Spans(tuple[Span, ...]):
     """Ascending spans that do not overlap. Made once per layout and used every step; ``table`` keeps its tensors."""
 
+    aligned: bool
+    """Whether each begins and ends at a multiple of 16 elements."""
     _tables: dict[tuple[torch.device, int], tuple[Tensor, Tensor]]
 
     def __new__(cls, spans: Iterable[tuple[int, int] | tuple[int, int, int]]) -> Spans:
-        """spans: (start, end) or (start, end, first)."""
+        """spans: (start, end) or (start, end, first). ValueError where they do not ascend."""
         made = super().__new__(cls, (Span(*span) for span in spans))
+        edges = [edge for span in made for edge in span[:2]]
+        if any(after < before for before, after in itertools.pairwise([0, *edges])):
+            raise ValueError(f"Spans: expected ascending ones that do not overlap, came {list(made)}")
+        made.aligned = all(edge % 16 == 0 for edge in edges)
         made._tables = {}
         return made
 
@@ -43,7 +50,10 @@ class Spans(tuple[Span, ...]):
             counts = (rows[:, 1] - rows[:, 0] + block - 1) // block
             owners = torch.repeat_interleave(torch.arange(len(self)), counts)
             within = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
-            found = (rows.to(device), torch.stack([owners, within], dim=1).to(torch.int32).to(device))
+            blocks = torch.stack([owners, within], dim=1).to(torch.int32)
+            if device.type == "cuda":  # the host does not wait for a copy from pinned memory
+                rows, blocks = rows.pin_memory(), blocks.pin_memory()
+            found = (rows.to(device, non_blocking=True), blocks.to(device, non_blocking=True))
             self._tables[device, block] = found
         return found
 

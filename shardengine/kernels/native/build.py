@@ -1,4 +1,4 @@
-"""From source to a library file: compiler, cache, locks. Imports nothing of the package: a wheel's build runs it alone.
+"""From source to a library file: compiler, cache, locks. Imports nothing of the package: a build can run it.
 
 Must not know: what the library computes, torch, what happens where there is no library.
 

@@ -5,7 +5,6 @@ Must not know: groups, step counts, buckets.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -45,13 +44,7 @@ def update(
            rule.take, rule.keep_square, rule.take_square, rule.epsilon, k0, k1,
            KIND="Adam" if rule.kind == "AdamW" else rule.kind, DECAY=rule.decay != 1, L2=rule.l2 != 0,
            MAXIMIZE=rule.maximize, NESTEROV=rule.nesterov, FIRST=rule.first, NOISE=noise is not None,
-           ALIGNED=_aligned(spans), BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def _aligned(spans: Spans) -> bool:
-    """Whether every span begins and ends at a multiple of GRANULE."""
-    return all(edge % GRANULE.value == 0 for span in spans for edge in span[:2])
+           ALIGNED=spans.aligned, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
 
 
 @triton.jit

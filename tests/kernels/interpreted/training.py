@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from shardengine.kernels import operations
 from tests import cases
 from tests.comparing import assert_equal_to_truth
+from tests.ranks import RankPool
 
 STEPS = 2
 BF16: dict[str, Any] = {"bf16": {"enabled": True, "master_weights": False, "stochastic_rounding": True}, "seed": 3}
@@ -30,3 +32,9 @@ def test_a_training_on_these_kernels_is_the_oracles(
     assert operations.implementation(torch.device("cpu")) is not None
     result = cases.train_engine("mlp", kind, cases.config_of(stage, micros, **said), STEPS)
     assert_equal_to_truth([result], cases.truth("mlp", kind, 1, micros, cases.LETTER[stage], STEPS, **told))
+
+
+def test_two_ranks(pools: Callable[[int], RankPool]) -> None:
+    """Their processes inherit the environment: what they receive is summed by these kernels, too."""
+    results = pools(2).run(cases.train_engine, "mlp", "AdamW", cases.config_of("2", 2), STEPS)
+    assert_equal_to_truth(results, cases.truth("mlp", "AdamW", 2, 2, "sharded", STEPS))

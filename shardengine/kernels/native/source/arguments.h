@@ -1,5 +1,5 @@
-// What the library is handed: one structure per operation. calls.py declares the same fields in the same order, and
-// library.py compares the sizes. Pointers are to memory that the caller keeps alive for the call.
+// What the library is handed: one structure per operation. library.py declares the same fields in the same order and
+// compares the sizes. Pointers are to memory that the caller keeps alive for the call.
 #pragma once
 #include <stdint.h>
 
