@@ -21,6 +21,7 @@ from shardengine.config_reader import Reader, Source, plain, read_json
 from shardengine.errors import ConfigError, UsageError
 
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SMALLEST_SCALE = 2.0**-126
 EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
 
 
@@ -321,6 +322,9 @@ def _check_precision(reader: Reader) -> None:
             "it rounds bf16 weights that are stepped themselves, and with fp32 master weights they are not; set "
             '"master_weights": false, or leave it out',
         )
+    for name in ("fp16.loss_scale", "fp16.min_loss_scale"):
+        if 0 < value[name] < _SMALLEST_SCALE:
+            reader.problem(name, f"expected a number that fp32 can divide by, at least 2 ** -126, came {value[name]:g}")
     scale = value["fp16.loss_scale"] or 2.0 ** value["fp16.initial_scale_power"]
     scaled = value["fp16.enabled"] or (value["torch_autocast.enabled"] and value["torch_autocast.dtype"] == "float16")
     if scaled and not value["fp16.loss_scale"] and scale < value["fp16.min_loss_scale"]:

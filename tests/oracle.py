@@ -21,7 +21,7 @@ set of parameters and adds their gradients up in the declared order:
   on a CPU are not)
 - loss scale: the loss, in fp32, times the scale; a step whose norm is not finite is left out and may halve the scale
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
-  on the seed, the parameter's step and the element's number among all elements of all parameters
+  on the seed, the parameter's step and the element's number among all elements of all parameters (in memory order)
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
 """
 
@@ -158,7 +158,10 @@ def round_stochastically(w: Tensor, seed: int, step: int, first: int) -> Tensor:
     """fp32 → bf16. ``first``: the number of the first element."""
     golden = 0x9E3779B9
     k0 = mix(mix(mix((seed & 0xFFFFFFFF) + golden) ^ (seed >> 32)) ^ mix(step + golden))
-    number = torch.arange(first, first + w.numel()).view(w.shape)
+    number = torch.empty_like(w, dtype=torch.int64)
+    strides = w.stride()
+    in_memory = number.permute(sorted(range(w.dim()), key=lambda dimension: -strides[dimension]))
+    in_memory.copy_(torch.arange(first, first + w.numel()).view(in_memory.shape))
     word = mix(mix((number & 0xFFFFFFFF) ^ k0) + (number >> 32) * golden + mix(k0 + golden))
     bits = (w.contiguous().view(torch.int32).long() + (word & 0xFFFF)) & 0xFFFF0000
     return bits.to(torch.int32).view(torch.float32).bfloat16()

@@ -171,6 +171,14 @@ def test_what_is_required_and_cannot_be_had_is_an_error_that_says_what_to_do(
         operations._native.__wrapped__()
 
 
+def test_a_compiler_that_is_no_command_line_is_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDENGINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", 'g++ "unterminated')
+    assert build.library() == build.Built(None, "ValueError: No closing quotation")
+
+
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = script(tmp_path / "broken", 'case "$*" in *--version*) echo 1;; *) echo no such target >&2; exit 3;; esac')
     monkeypatch.setenv("CXX", str(broken))

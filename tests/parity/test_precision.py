@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
@@ -118,6 +119,47 @@ def test_wire_sum_and_accumulator_have_dtypes_of_their_own(pools: Pools, types: 
         return cases.truth("mlp", "SGD", ranks, micros, cases.LETTER[stage], STEPS, **told)
 
     compare(pools, ranks, configs, truth, "SGD", "mlp")
+
+
+class Convolutions(nn.Module):
+    """Weights whose order in memory is not that of their dimensions, a frozen one before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.still = nn.Conv2d(3, 3, 3, padding=1).requires_grad_(False)
+        self.first, self.second = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 2)
+        for convolution in (self.still, self.first):
+            convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(self.still(x))))
+
+
+def convolutions_loss(model: Any, step: int, rank: int, micro: int) -> Tensor:
+    torch.manual_seed(cases.seed_of(step, rank, micro))
+    return model(torch.randn(2, 3, 5, 5).bfloat16()).float().square().mean()
+
+
+def make_convolutions() -> nn.Module:
+    torch.manual_seed(21)
+    return Convolutions()
+
+
+def train_convolutions(stage: str) -> dict[str, Any]:
+    config = cases.config_of(stage, **PRECISIONS["bf16, no masters, stochastic"][0])
+    engine = cases.make_engine(make_convolutions(), config, "SGD")
+    result = cases.run_steps(engine, 3, convolutions_loss)
+    engine.close()
+    return result
+
+
+def test_elements_of_channels_last_weights_are_numbered_as_they_lie_in_memory(pools: Pools) -> None:
+    network = make_convolutions()
+    _, told = PRECISIONS["bf16, no masters, stochastic"]
+    truth = oracle.train(network, convolutions_loss, ranks=2, steps=3, kind="SGD", clip=cases.CLIP,
+                         groups=cases.groups_of(network, "SGD"), **told)  # fmt: skip
+    for stage in ("0", "2", "3"):
+        assert_equal_to_truth(pools(2).run(train_convolutions, stage), truth, stage)
 
 
 def test_the_precisions_of_the_truth_differ() -> None:

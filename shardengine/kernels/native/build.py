@@ -65,7 +65,12 @@ def library() -> Built:
     """The library for this machine: shipped, cached, or built now."""
     try:
         return _library(source_key())
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        subprocess.SubprocessError,
+    ) as error:  # no home; a CXX that is no command
         return Built(None, f"{type(error).__name__}: {error}")
 
 
