@@ -48,12 +48,12 @@ class Setting:
         return Volume(trainable=blocks + root, unit=blocks, root=root)
 
 
-def make_model(setting: Setting, *, own: bool = False) -> nn.Module:
+def make_model(setting: Setting, *, own: bool = False, seed: int = 0) -> nn.Module:
     """A GPT-2 of ``setting``, the same weights on every rank and for every variant, no dropout, in training mode.
 
-    own: the model of ``gpt2.py``, where transformers is not installed or its time is not wanted.
+    own: the model of ``gpt2.py``, where transformers is not installed or its time is not wanted · seed: of the weights.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if own:
         return GPT2(setting.layers, setting.hidden, setting.hidden // HEAD_SIZE, setting.vocabulary, setting.sequence)
     from transformers import GPT2Config, GPT2LMHeadModel
