@@ -186,13 +186,6 @@ class Arena:
             bucket.full = bucket.shard = self.flat
             bucket.master = None
 
-    def clear_gaps(self, tensor: Tensor, start: int, end: int) -> None:
-        """Zero the padding in ``tensor``, which holds elements [start, end) of this arena's coordinates."""
-        for first, last in self.layout.gaps:
-            first, last = max(first, start), min(last, end)
-            if first < last:
-                tensor[first - start : last - start].zero_()
-
 
 class BufferPool:
     """Transient flat buffers, reused instead of freed: touching fresh pages costs more than the copies into them."""

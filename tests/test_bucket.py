@@ -136,16 +136,6 @@ def test_a_shard_survives_the_release_of_its_arena() -> None:
     assert all(torch.equal(bucket.shard, torch.full((16,), 3.0)) for bucket in arena.buckets)
 
 
-def test_clearing_gaps_zeroes_the_padding_and_nothing_else() -> None:
-    arena = one_arena()
-    second = torch.ones(32)
-    arena.clear_gaps(second, 32, 64)
-    assert second.tolist() == [1.0] * 7 + [0.0] * 25
-    middle = torch.ones(30)
-    arena.clear_gaps(middle, 10, 40)
-    assert middle.tolist() == [1.0] * 10 + [0.0] * 12 + [1.0] * 7 + [0.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_poison_reads_as_nan_of_the_right_shape_and_dtype(dtype: torch.dtype) -> None:
     value = poison(dtype, (3, 4), CPU)
