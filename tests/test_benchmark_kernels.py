@@ -98,7 +98,7 @@ def test_peers_step_the_weights_that_ours_steps(mixed: bool, monkeypatch: pytest
     """AdamW's first step of the peer is the learning rate in each element, whatever the gradient."""
     case = kernel_cases.update_case(WORK, "AdamW", mixed=mixed)
     flats, spans, rule = arguments_of(case, "update", monkeypatch)
-    assert spans.count == 1152 and rule.states == ("exp_avg", "exp_avg_sq") and ("low" in flats) is mixed
+    assert spans.elements == 1152 and rule.states == ("exp_avg", "exp_avg_sq") and ("low" in flats) is mixed
     before = flats["weight"].clone()
     case.calls["torch.optim.AdamW(fused=True)"]()
     for old, new, gradient in zip(*(WORK.views(x) for x in (before, flats["weight"], flats["gradient"])), strict=True):

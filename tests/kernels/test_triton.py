@@ -85,4 +85,5 @@ def test_ordinary_use_on_a_cpu_imports_no_triton() -> None:
         "print(out.tolist(), 'shardengine.kernels.triton' in sys.modules)"
     )
     assert run(code, SHARDENGINE_KERNELS="auto").stdout == "[0.0, 1.0, 1.0, 1.0] False\n"
-    assert kernels.operations.implementation(torch.device("cpu")) is None
+    chosen = kernels.operations.implementation(torch.device("cpu"))
+    assert chosen is None or chosen.__name__ == "shardengine.kernels.native"
