@@ -52,11 +52,12 @@ def flatten(
     ends = [start + tensor.numel() for start, tensor in zip(starts, tensors, strict=True)]
     gaps = [begin - end for end, begin in zip([0, *ends], [*starts, out.numel()], strict=True)]
     zeros = torch.zeros(max(gaps), dtype=tensors[0].dtype if tensors else out.dtype, device=out.device)
-    parts = [zeros[: gaps[0]]]
+    padding = {gap: zeros[:gap] for gap in {*gaps}}  # of few different lengths
+    parts = [padding[gaps[0]]]
     for tensor, gap in zip(tensors, gaps[1:], strict=True):
-        parts.append(tensor.view(-1))
+        parts.append(tensor if tensor.dim() == 1 else tensor.view(-1))
         if gap:
-            parts.append(zeros[:gap])
+            parts.append(padding[gap])
     torch.cat(parts, out=out)
 
 
