@@ -79,7 +79,7 @@ class LocalSum:
         }
 
     def add(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Add ``gradient``, or copy it where it is the first; dtype: of a sum that is begun. It waits, see above."""
+        """``gradient`` waits to be added, or copied where it is the first; dtype: of a sum that is begun."""
         if parameter in self._waiting:
             self.settle(dtype)
         piece, spec = self._pieces[parameter]
@@ -185,9 +185,7 @@ class GradientBucket:
     def finish(self, terms: Sequence[Tensor], rules: Rules) -> None:
         """The window's last terms: what they add up to is divided, rounded and ``complete``."""
         place, old = self._place_for_complete(rules), self.total
-        ordered_sum(
-            terms, place, total=old, divisor=rules.divisor, rounded=self.wire, reduce_dtype=rules.reduce
-        )  # fmt: skip
+        ordered_sum(terms, place, total=old, divisor=rules.divisor, rounded=self.wire, reduce_dtype=rules.reduce)
         self.complete = place
         if old is not None and old is not place:
             self._pool.give(old)

@@ -251,9 +251,7 @@ class Reducer:
             summed, rules = state.take_slice(torch.float32), self.rules
 
             def land(terms: Sequence[Tensor]) -> None:
-                ordered_sum(
-                    terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce
-                )  # fmt: skip
+                ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)

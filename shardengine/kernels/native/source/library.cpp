@@ -110,10 +110,6 @@ EXPORTED int shardengine_instruction_set(const char *name) {
     return -1;
 }
 
-EXPORTED const char *shardengine_instruction_set_name(int set) {
-    return set >= 0 && set < SET_COUNT ? SETS[set].name : nullptr;
-}
-
 EXPORTED void shardengine_update(int set, int threads, const UpdateArguments *arguments) {
     if (arguments->skip && *arguments->skip) return;
     int64_t elements = 0;
