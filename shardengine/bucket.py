@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from shardengine.layout import ArenaLayout, BucketLayout, ParameterSpec
+from shardengine.offload import HOST, Homes, MemoryShelf, Shelf, Tier, host_copy
+from shardengine.streams import is_apart
+
+SHARD = "shard"
+"""The name on the shelf of weights that rest in another tier."""
+MASTER = "master"
+"""The name on a bucket's shelf of what its optimizer steps, where that is not the weights themselves."""
 
 
 @functools.cache
@@ -61,70 +68,161 @@ def in_memory_order(tensor: Tensor, spec: ParameterSpec) -> Tensor:
 class Bucket:
     """A range of an arena: its ``full`` view (valid while the arena is allocated) and this rank's ``shard``.
 
-    Resting replicated, the shard is a view of ``full``; resting sharded it is a tensor of its own. In fp32 training it
-    is the master weight; otherwise ``master`` is: fp32, as long as what this rank steps (its slice, or all of it).
+    Resting replicated, the shard is a view of ``full``; resting sharded it is a tensor of its own. ``shelf`` holds what
+    the optimizer keeps of what this rank steps (its slice, or all of it): states, and the master weights where these
+    are not the weights themselves: those of low-precision weights, and those that rest in another tier.
     """
 
-    def __init__(self, layout: BucketLayout, arena: Arena, rank: int) -> None:
+    def __init__(self, layout: BucketLayout, arena: Arena, rank: int, shelf: Shelf) -> None:
         self.layout = layout
         self.rank = rank
         self.arena = arena
         self.full = arena.flat[layout.start : layout.end]
-        self.shard = self.own_slice(self.full)
+        self._shard = self.own_slice(self.full)
         self.separate = False
-        self.master: Tensor | None = None
+        self.rest: Shelf | None = None
+        self._parked = False
+        self.shelf = shelf
+
+    @property
+    def has_master(self) -> bool:
+        """Whether master weights are on the shelf."""
+        return MASTER in self.shelf.sizes
+
+    def begin_master(self, values: Tensor) -> None:
+        """Master weights with ``values``, as long as what this rank steps."""
+        self.shelf.add({MASTER: values})
 
     def own_slice(self, full: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's full length."""
         first = self.rank * self.layout.slice_length
         return full[first : first + self.layout.slice_length]
 
-    def detach_shard(self) -> None:
-        """Give the shard its own memory, so that ``full`` can be released."""
-        self.shard = self.shard.clone()
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice of the weights, where it rests."""
+        return self._shard if self.rest is None else self.rest.tensors()[SHARD]
+
+    @shard.setter
+    def shard(self, tensor: Tensor) -> None:
+        """Where it has memory of its own."""
+        self._shard = tensor
+
+    @property
+    def place(self) -> str:
+        """The tier in which the shard rests, or is parked."""
+        here = HOST.type if self._parked else "device"
+        return here if self.rest is None else self.rest.place
+
+    def park_shard(self, *, pinned: bool) -> None:
+        """A shard with memory of its own on the device leaves it until ``unpark_shard``."""
+        if self.separate and self.rest is None and not self._parked:
+            self._parked, self.shard = True, host_copy(self.shard, pinned=pinned)
+
+    def unpark_shard(self, device: torch.device) -> None:
+        """Back to ``device``."""
+        if self._parked:
+            self._parked, self.shard = False, self.shard.to(device, copy=True)
+
+    def detach_shard(self, tier: Tier | None = None) -> None:
+        """Give the shard its own memory, or a place in ``tier``, so that ``full`` can be released."""
         self.separate = True
+        if tier is None:
+            self.shard = self.shard.clone()
+        else:
+            shelf = tier.shelf()
+            shelf.add({SHARD: self.shard})
+            self.rest, self.shard = shelf, self.full.new_empty(0)
 
     def stepped(self, *, whole: bool) -> Tensor:
         """What an optimizer updates here: the master weights; ``whole``: every rank updates all of them."""
-        if self.master is not None:
-            return self.master
-        return self.full if whole else self.shard
+        return self.shelf.tensors()[MASTER] if self.has_master else self.full if whole else self.shard
 
     def adopt_master(self) -> None:
         """The master weights were written: round them to the weights."""
-        if self.master is not None:
-            self.weights_of_master.copy_(self.master)
+        if self.has_master:
+            self.weights_of_master.copy_(self.shelf.tensors()[MASTER])
 
     def adopt_weights(self) -> None:
         """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
-        if self.master is not None:
-            weights = self.weights_of_master
-            changed = weights != self.master.to(weights.dtype)
-            self.master.copy_(torch.where(changed, weights.float(), self.master))
+        if self.has_master:
+            master = self.shelf.tensors()[MASTER]
+            weights = self.weights_of_master.to(master.device)
+            changed = weights != master.to(weights.dtype)
+            master.copy_(torch.where(changed, weights.to(master.dtype), master))
 
     @property
     def weights_of_master(self) -> Tensor:
-        """The weights that ``master`` is the master of. At one rank the slice is everything."""
-        return self.full if self.master is not None and self.master.numel() > self.shard.numel() else self.shard
+        """The weights that the master weights are those of. At one rank the slice is everything."""
+        return self.full if self.has_master and self.shelf.length > self.layout.slice_length else self.shard
+
+    def begin_weights(self) -> Tensor:
+        """The weights of the master weights, where they rest, to be written until ``end_weights``."""
+        if self.rest is not None and self.rest.place == "nvme":
+            low = self.rest.overwrite()[SHARD]
+            return low.copy_(self.shelf.take()[MASTER])  # what no group steps stays as it was
+        return self.weights_of_master
+
+    @property
+    def is_stepped_apart(self) -> bool:
+        """Whether one of host and device computes the update, and the weights rest with the other."""
+        return is_apart(self.arena.device) and self.shelf.away != (self.rest is not None)
+
+    def end_weights(self, *, changed: bool) -> None:
+        """They are written, if they ``changed`` at all."""
+        if self.rest is not None and self.rest.place == "nvme":
+            (self.rest.put if changed else self.rest.leave)()
+
+    def take_weights(self, *, whole: bool) -> Tensor:
+        """What is stepped where there are no master weights, until ``put_weights``."""
+        return self.stepped(whole=whole) if self.rest is None else self.rest.take()[SHARD]
+
+    def put_weights(self, stepped: Tensor) -> None:
+        """``stepped``, which may be on another device than the weights rest on, become the weights."""
+        if self.rest is not None:
+            if (taken := self.rest.take()[SHARD]).device != stepped.device:
+                taken.copy_(stepped)
+            self.rest.put()
 
     def load_shard(self) -> None:
         """Copy the shard to its place in ``full``, ready to be gathered."""
-        if self.separate:
+        if self.rest is not None:
+            self.own_slice(self.full).copy_(self.rest.take()[SHARD], non_blocking=True)
+            self.rest.leave()
+        elif self.separate:
             self.own_slice(self.full).copy_(self.shard)
+
+    def fetch_shard(self) -> None:
+        """The shard will be loaded soon."""
+        if self.rest is not None:
+            self.rest.fetch()
 
 
 class Arena:
-    """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``)."""
+    """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
+
+    homes: what rests elsewhere than on ``device``.
+    """
 
     def __init__(
-        self, layout: ArenaLayout, specs: list[ParameterSpec], dtype: torch.dtype, device: torch.device, rank: int
+        self,
+        layout: ArenaLayout,
+        specs: list[ParameterSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        homes: Homes = Homes(),  # noqa: B008  (frozen)
     ) -> None:
         self.layout = layout
         self.specs = specs
         self.dtype = dtype
         self.device = device
+        self.homes = homes
+        self.parked: Tensor | None = None
         self._build()
-        self.buckets = [Bucket(bucket, self, rank) for bucket in layout.buckets]
+        state = homes.state
+        shelves = [state[b.index].shelf() if b.index in state else MemoryShelf(device) for b in layout.buckets]
+        self.buckets = [Bucket(bucket, self, rank, own) for bucket, own in zip(layout.buckets, shelves, strict=True)]
         self.poisons = [poison(dtype, spec.shape, device) for spec in specs]
 
     def _build(self) -> None:
@@ -137,6 +235,11 @@ class Arena:
         return [
             shaped(flat[slot.start : slot.end], spec) for slot, spec in zip(self.layout.slots, self.specs, strict=True)
         ]
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer steps some of it."""
+        return any(spec.group >= 0 for spec in self.specs)
 
     @property
     def storage_bytes(self) -> int:
@@ -155,8 +258,10 @@ class Arena:
 
     def release(self, *, abandon: bool = False) -> None:
         """Free the storage, unless shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
-        if not all(bucket.separate for bucket in self.buckets):
-            return
+        if all(bucket.separate for bucket in self.buckets):
+            self._free(abandon=abandon)
+
+    def _free(self, *, abandon: bool = False) -> None:
         if not abandon:
             try:
                 self.flat.untyped_storage().resize_(0)
@@ -164,8 +269,7 @@ class Arena:
             except RuntimeError:
                 pass  # Tensor.numpy() on any view makes a storage non-resizable for good
         self._build()
-        for bucket in self.buckets:
-            bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
+        self._cut()
         self.flat.untyped_storage().resize_(0)
 
     def relocate(self) -> None:
@@ -173,10 +277,31 @@ class Arena:
         before = self.flat
         self._build()
         self.flat.copy_(before)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Buckets are views of the storage that was built anew."""
         for bucket in self.buckets:
             bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
             if not bucket.separate:
                 bucket.shard = bucket.own_slice(bucket.full)
+
+    def park(self, *, pinned: bool) -> None:
+        """Copy what is at rest here to host memory and free this, until ``unpark``; nobody may use it meanwhile."""
+        for bucket in self.buckets:
+            bucket.park_shard(pinned=pinned)
+        if self.storage_bytes and self.parked is None:
+            self.parked = host_copy(self.flat, pinned=pinned)
+            self._free()
+
+    def unpark(self) -> None:
+        """Everything is where it was."""
+        for bucket in self.buckets:
+            bucket.unpark_shard(self.device)
+        if self.parked is not None:
+            self.allocate()
+            self.flat.copy_(self.parked)
+            self.parked = None
 
     def forsake(self) -> None:
         """Another arena has taken over: let go of all memory. Who still holds a view of it keeps it."""
@@ -184,13 +309,20 @@ class Arena:
         self.views = []
         for bucket in self.buckets:
             bucket.full = bucket.shard = self.flat
-            bucket.master = None
+            bucket.shelf.drop()
+            if bucket.rest is not None:
+                bucket.rest.drop()
+                bucket.rest = None
 
 
 class BufferPool:
-    """Transient flat buffers, reused instead of freed: touching fresh pages costs more than the copies into them."""
+    """Transient flat buffers, reused instead of freed: touching fresh pages costs more than the copies into them.
 
-    def __init__(self) -> None:
+    pins: those in host memory are page-locked, so that a GPU copies them fast.
+    """
+
+    def __init__(self, *, pins: bool = False) -> None:
+        self._pins = pins
         self._free: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
         self.allocated_bytes = 0
 
@@ -200,7 +332,8 @@ class BufferPool:
         if free:
             return free.pop()
         with torch.inference_mode(False):  # it is used again outside of the caller's
-            buffer = torch.empty(length, dtype=dtype, device=device)
+            pins = self._pins and device.type == "cpu"
+            buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=pins)
         self.allocated_bytes += buffer.nbytes
         return buffer
 

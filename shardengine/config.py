@@ -18,133 +18,26 @@ from typing import Any, Literal
 from shardengine.config_keys import ALIASES, KEYS, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT, OPTIMIZERS, Key, Status
 from shardengine.config_kinds import describe
 from shardengine.config_reader import Reader, Source, plain, read_json
+from shardengine.config_sections import (
+    SECTION_TYPES,
+    ActivationsConfig,
+    AioConfig,
+    AutocastConfig,
+    Bf16Config,
+    CheckpointConfig,
+    Fp16Config,
+    FrozenMapping,
+    OptimizerConfig,
+    SchedulerConfig,
+    TypesConfig,
+    ZeroConfig,
+    frozen,
+)
 from shardengine.errors import ConfigError, UsageError
 
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SMALLEST_SCALE = 2.0**-126
 EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
-
-
-class FrozenMapping(Mapping[str, Any]):
-    """A read-only mapping whose values are frozen too: objects become FrozenMapping, lists become tuples."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
-        self._items = {key: _freeze(value) for key, value in (items or {}).items()}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-def _freeze(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return value if isinstance(value, FrozenMapping) else FrozenMapping(value)
-    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Optimizer by name: "AdamW", "Adam" (L2), "SGD" or "Lion"; ``params`` are keyword arguments of its class."""
-
-    type: str
-    params: Mapping[str, Any] = field(default_factory=FrozenMapping)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "params", _freeze(self.params))
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Learning-rate schedule by name, with its parameters as written; `lr_schedules.check` validates both."""
-
-    type: str
-    params: Mapping[str, Any] = field(default_factory=FrozenMapping)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "params", _freeze(self.params))
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """What is sharded, and in which pieces it travels. Sizes are in elements, not bytes."""
-
-    stage: int = 0
-    reduce_bucket_size: int = 12_500_000
-    stage3_prefetch_bucket_size: int = 12_500_000
-    stage3_reshard_after_forward: bool = True
-    units: Literal["auto"] | tuple[str, ...] = "auto"
-
-
-@dataclass(frozen=True)
-class Bf16Config:
-    """``enabled``: fp32 parameters are cast to bf16 and what was given becomes their fp32 master weights.
-
-    Without ``master_weights`` the bf16 weights are stepped themselves, rounded to nearest or stochastically.
-    """
-
-    enabled: bool = False
-    master_weights: bool = True
-    stochastic_rounding: bool = False
-
-
-@dataclass(frozen=True)
-class Fp16Config:
-    """``enabled``: parameters are cast to fp16, with fp32 master weights and a scaled loss; the rest is the scale's."""
-
-    enabled: bool = False
-    loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    min_loss_scale: float = 1.0
-    consecutive_hysteresis: bool = False
-
-
-@dataclass(frozen=True)
-class TypesConfig:
-    """In which dtype gradients wait for later micro-batches, and to which sums over ranks are rounded."""
-
-    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-
-
-@dataclass(frozen=True)
-class AutocastConfig:
-    """``enabled``: the engine runs the module's forward under ``torch.autocast`` with ``dtype``."""
-
-    enabled: bool = False
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """``async_save``: write behind training. ``keep_last``: how many checkpoints stay, None: all."""
-
-    async_save: bool = False
-    keep_last: int | None = None
-
-
-_SECTIONS: dict[str, type] = {
-    "zero_optimization": ZeroConfig,
-    "bf16": Bf16Config,
-    "fp16": Fp16Config,
-    "data_types": TypesConfig,
-    "torch_autocast": AutocastConfig,
-    "checkpoint": CheckpointConfig,
-}
 
 
 @dataclass(frozen=True)
@@ -170,11 +63,13 @@ class Config:
     fp16: Fp16Config = field(default_factory=Fp16Config)
     data_types: TypesConfig = field(default_factory=TypesConfig)
     torch_autocast: AutocastConfig = field(default_factory=AutocastConfig)
+    activation_checkpointing: ActivationsConfig = field(default_factory=ActivationsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     overlap_comm: bool = True
     overlap_param_gather: bool = False
     reproducible: bool | None = None
+    aio: AioConfig = field(default_factory=AioConfig)
     broadcast_buffers: bool = True
     timeout_s: float = 600.0
     debug: bool = False
@@ -184,7 +79,7 @@ class Config:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sources", _freeze(self.sources))
+        object.__setattr__(self, "sources", frozen(self.sources))
 
     def resolve_batch(self, world_size: int) -> Config:
         """Return a copy whose three batch sizes are set and fit ``world_size`` ranks.
@@ -226,7 +121,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that ``load_config`` turns into an equal Config."""
         tree = {name: value for name, value in vars(self).items() if name not in ("sources", "notices")}
-        tree |= {name: plain(vars(tree[name])) for name in _SECTIONS}
+        tree |= {name: plain(dataclasses.asdict(tree[name])) for name in SECTION_TYPES if name in tree}
         for name, part in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
             tree[name] = None if part is None else plain(vars(part))
         if self.optimizer is not None and self.optimizer.type == "Adam":
@@ -287,6 +182,9 @@ def _build(tree: dict[str, Any], source: str) -> Config:
     reader.read(tree)
     optimizer, scheduler = reader.optimizer(), reader.named("scheduler", "WarmupCosineLR")
     _check_precision(reader)
+    _check_offload(reader)
+    if reader.values.get("activation_checkpointing.cpu_offload"):
+        _check_offloaded_activations(reader)
     if not reader.failed.intersection(TRIPLE):
         _check_triple(reader)
     if reader.problems:
@@ -298,13 +196,15 @@ def _build(tree: dict[str, Any], source: str) -> Config:
         missing = reader.values.get(key.name) is None and (key.name not in reader.values or key.default is not None)
         if key.status is Status.ACTIVE and not named and missing:
             reader.values[key.name], reader.sources[key.name] = key.default, "default"
-    sections: dict[str, dict[str, Any]] = {name: {} for name in ("", *_SECTIONS)}
+    sections: dict[str, dict[str, Any]] = {name: {} for name in (*SECTION_TYPES, "")}
     for name, value in reader.values.items():
         section, _, leaf = name.rpartition(".")
         sections[section][leaf] = value
+    for name, section_type in SECTION_TYPES.items():
+        outer, _, leaf = name.rpartition(".")
+        sections[outer][leaf] = section_type(**sections[name])
     return Config(
-        **sections.pop(""),
-        **{name: _SECTIONS[name](**values) for name, values in sections.items()},
+        **sections[""],
         optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
         scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
         sources=reader.sources,
@@ -332,6 +232,31 @@ def _check_precision(reader: Reader) -> None:
             "fp16.min_loss_scale",
             f"expected at most the first loss scale, 2 ** initial_scale_power = {scale:g}, came "
             f"{value['fp16.min_loss_scale']:g}",
+        )
+
+
+def _check_offload(reader: Reader) -> None:
+    value = {key.name: reader.values.get(key.name, key.default) for key in KEYS.values()}
+    for name in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        device, path = value[f"{name}.device"], value[f"{name}.nvme_path"]
+        if device == "nvme" and path is None and f"{name}.nvme_path" not in reader.failed:
+            reader.problem(f"{name}.nvme_path", "expected a directory on the disk, because device is nvme, came none")
+    stage = value["zero_optimization.stage"]
+    if value["zero_optimization.offload_param.device"] != "none" and stage < 3:
+        reader.problem(
+            "zero_optimization.offload_param.device",
+            f"expected stage 3, where weights rest sharded, came stage {stage}; offload_optimizer is for every stage",
+        )
+    if value["aio.block_size"] % 4096:
+        reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, came {value['aio.block_size']}")
+
+
+def _check_offloaded_activations(reader: Reader) -> None:
+    if not reader.values.get("activation_checkpointing.enabled"):
+        reader.problem(
+            "activation_checkpointing.cpu_offload",
+            "it moves what checkpointed blocks keep to host memory, and no block is checkpointed; set "
+            '"activation_checkpointing": {"enabled": true}, or leave it out',
         )
 
 

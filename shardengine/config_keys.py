@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from shardengine import config_foreign
 from shardengine.config_kinds import (
     ANY,
     BETAS,
@@ -28,6 +29,7 @@ from shardengine.config_kinds import (
     GROUP_SIZE,
     NOT_NEGATIVE,
     OBJECT,
+    PART,
     SIZE,
     TEXT,
     UNITS,
@@ -146,6 +148,10 @@ _ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
         "What autocast computes in; with float16 the loss is scaled as fp16 says.",
     ),
 }
+_ACTIVE_ACTIVATIONS: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Blocks keep only their inputs for backward, where their forward is computed again."),
+    "cpu_offload": (BOOL, False, "What checkpointed blocks keep waits in host memory; only with enabled."),
+}
 _ACTIVE_CHECKPOINT: dict[str, tuple[Kind, Any, str]] = {
     "async_save": (
         BOOL,
@@ -157,6 +163,26 @@ _ACTIVE_CHECKPOINT: dict[str, tuple[Kind, Any, str]] = {
         None,
         "How many checkpoints stay; older ones go when a new one is whole. Tags that were given by name always stay.",
     ),
+}
+_TIER = choice("none", "cpu", "nvme")
+_PATH = optional(TEXT, "needed for nvme")
+_ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
+    "device": (_TIER, "none", "Where gradients' shards, master weights and optimizer state rest; the CPU steps them."),
+    "nvme_path": (_PATH, None, "A directory on the disk; each rank makes and removes a file of its own in it."),
+    "ratio": (PART, 1.0, "The part, by bytes, that rests there; the rest stays on the device."),
+    "pin_memory": (BOOL, True, "Page-locked host memory, which a GPU copies faster; no effect without one."),
+    "buffer_count": (integer(2), 4, "Host buffers for what is on its way from and to the disk, each of one bucket."),
+}
+_ACTIVE_OFFLOAD_PARAM: dict[str, tuple[Kind, Any, str]] = {
+    "device": (_TIER, "none", "Stage 3: where the shards of the weights rest."),
+    "nvme_path": (_PATH, None, "A directory on the disk; each rank makes and removes a file of its own in it."),
+    "pin_memory": (BOOL, True, "Page-locked host memory, which a GPU copies faster; no effect without one."),
+    "buffer_count": (integer(2), 5, "Host buffers for what is on its way from and to the disk, each of one bucket."),
+}
+_ACTIVE_AIO: dict[str, tuple[Kind, Any, str]] = {
+    "block_size": (COUNT, 1 << 20, "Bytes of one request to the disk; a multiple of 4096."),
+    "queue_depth": (COUNT, 8, "Requests that are with the disk at the same time."),
+    "thread_count": (COUNT, 1, "Threads that hand requests to the disk."),
 }
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "": {
@@ -172,28 +198,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "zero_quantized_weights": (BOOL, False),
         "zero_quantized_gradients": (BOOL, False),
     },
-    "zero_optimization.offload_optimizer": {
-        "device": (choice("none", "cpu", "nvme"), "none"),
-        "nvme_path": (TEXT, None),
-        "ratio": (number(0), 1.0),
-        "pin_memory": (BOOL, False),
-        "buffer_count": (COUNT, 4),
-        "fast_init": (BOOL, False),
-        "pipeline": (BOOL, False),
-        "pipeline_read": (BOOL, False),
-        "pipeline_write": (BOOL, False),
-    },
-    "zero_optimization.offload_param": {
-        "device": (choice("none", "cpu", "nvme"), "none"),
-        "nvme_path": (TEXT, None),
-        "pin_memory": (BOOL, False),
-        "buffer_count": (COUNT, 5),
-        "buffer_size": (COUNT, 10**8),
-        "max_in_cpu": (SIZE, 10**9),
-    },
     "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
-    "activation_checkpointing": {"enabled": (BOOL, False), "cpu_offload": (BOOL, False)},
-    "aio": {"block_size": (COUNT, 1048576), "queue_depth": (COUNT, 8), "thread_count": (COUNT, 1)},
     "monitor.jsonl": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
     "monitor.csv": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
     "monitor.tensorboard": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
@@ -206,77 +211,6 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "debug": (BOOL, False),
     },
 }
-_OTHER_PROJECT = "shardengine shards training state and leaves this to other libraries"
-_REFUSED = dict.fromkeys(
-    (
-        *("elasticity", "autotuning", "flops_profiler", "curriculum_learning", "data_efficiency", "hybrid_engine"),
-        *("compression_training", "progressive_layer_drop", "eigenvalue", "sparse_attention", "pipeline"),
-    ),
-    _OTHER_PROJECT,
-) | {
-    "amp": "apex mixed precision is not supported",
-    "sparse_gradients": "gradients are reduced as dense buckets",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights travel in their own dtype",
-}
-_ONE_LAYOUT = "gradients always lie in contiguous buckets and every rank owns a slice of each"
-_ONE_HOLD = "a unit is gathered just before it is used and freed just after"
-_ANY_TOPOLOGY = "every checkpoint loads at any number of ranks and stage"
-_NO_PARTITION = "checkpointed activations stay whole on their rank"
-_NO_EFFECT: dict[str, dict[str, str]] = {
-    "": {
-        "prescale_gradients": "sums over ranks are fp32 and are divided once, when complete",
-        "gradient_predivide_factor": "sums over ranks are fp32 and are divided once, when complete",
-        "disable_allgather": "the stage decides what is gathered",
-        "dump_state": "`shardengine config FILE --resolved` prints the resolved config",
-        "memory_breakdown": "`engine.memory()` reports memory",
-        "dataloader_drop_last": "the engine makes no data loader",
-        "zero_force_ds_cpu_optimizer": "there is one optimizer arithmetic for all devices",
-    },
-    "optimizer": {"legacy_fusion": "there is one optimizer arithmetic"},
-    "zero_optimization": {
-        "elastic_checkpoint": _ANY_TOPOLOGY,
-        "allgather_partitions": "the stage decides what is gathered",
-        "allgather_bucket_size": "weights are gathered in the buckets that gradients are reduced in",
-        "reduce_scatter": "the stage decides how gradients are reduced",
-        "contiguous_gradients": _ONE_LAYOUT,
-        "round_robin_gradients": _ONE_LAYOUT,
-        "use_multi_rank_bucket_allreduce": _ONE_LAYOUT,
-        "sub_group_size": "the optimizer steps bucket by bucket",
-        "stage3_max_live_parameters": _ONE_HOLD,
-        "stage3_max_reuse_distance": _ONE_HOLD,
-        "stage3_param_persistence_threshold": "small parameters travel in their unit's bucket",
-        "stage3_model_persistence_threshold": "small parameters travel in their unit's bucket",
-        "stage3_gather_16bit_weights_on_model_save": "`engine.save_pretrained` always writes whole parameters",
-        "stage3_module_granularity_threshold": "`units` says which modules are gathered as one",
-        "stage3_use_all_reduce_for_fetch_params": "a gather sends the fewest bytes",
-        "ignore_unused_parameters": "unused parameters are supported at every stage",
-        "memory_efficient_linear": "weights are views of their bucket, no module is replaced",
-        "load_from_fp32_weights": "master weights are always saved and loaded",
-        "legacy_stage1": "there is one implementation of all stages",
-        "override_module_apply": "no torch function is replaced",
-        "log_trace_cache_warnings": "a wrong prefetch costs time only",
-        "cpu_offload_use_pin_memory": "`offload_optimizer.pin_memory` says it",
-    },
-    "activation_checkpointing": {
-        "partition_activations": _NO_PARTITION,
-        "contiguous_memory_optimization": _NO_PARTITION,
-        "number_checkpoints": "the model chooses its checkpoints",
-        "synchronize_checkpoint_boundary": _NO_PARTITION,
-        "profile": "torch's profiler shows the recomputation",
-    },
-    "aio": {
-        "single_submit": "requests are submitted by threads",
-        "overlap_events": "requests are submitted by threads",
-        "use_gds": "requests are submitted by threads",
-    },
-    "checkpoint": {
-        "tag_validation": "ranks always compare what they save",
-        "use_node_local_storage": "the output directory is the caller's choice",
-        "parallel_write": "every rank writes its own shard",
-        "load_universal": _ANY_TOPOLOGY,
-    },
-}
-
 KEYS: dict[str, Key] = {
     key.name: key
     for rows in (
@@ -286,10 +220,14 @@ KEYS: dict[str, Key] = {
         _rows(Status.ACTIVE, "fp16", _ACTIVE_FP16),
         _rows(Status.ACTIVE, "data_types", _ACTIVE_TYPES),
         _rows(Status.ACTIVE, "torch_autocast", _ACTIVE_AUTOCAST),
+        _rows(Status.ACTIVE, "activation_checkpointing", _ACTIVE_ACTIVATIONS),
         _rows(Status.ACTIVE, "checkpoint", _ACTIVE_CHECKPOINT),
+        _rows(Status.ACTIVE, "zero_optimization.offload_optimizer", _ACTIVE_OFFLOAD_OPTIMIZER),
+        _rows(Status.ACTIVE, "zero_optimization.offload_param", _ACTIVE_OFFLOAD_PARAM),
+        _rows(Status.ACTIVE, "aio", _ACTIVE_AIO),
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
-        _rows(Status.REFUSED, "", _REFUSED),
-        *(_rows(Status.NO_EFFECT, section, keys) for section, keys in _NO_EFFECT.items()),
+        _rows(Status.REFUSED, "", config_foreign.REFUSED),
+        *(_rows(Status.NO_EFFECT, section, keys) for section, keys in config_foreign.NO_EFFECT.items()),
     )
     for key in rows
 }
@@ -299,10 +237,7 @@ SECTIONS: frozenset[str] = frozenset(name[:dot] for name in KEYS for dot in rang
 """Every dotted name whose value is an object with declared keys."""
 
 GATES: dict[str, str] = {
-    section: gate
-    for section, keys in _LATER.items()
-    for gate in ("enabled", "device", "name")
-    if gate in keys and section != "activation_checkpointing"
+    section: gate for section, keys in _LATER.items() for gate in ("enabled", "device", "name") if gate in keys
 }
 """Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
 

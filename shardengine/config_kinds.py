@@ -140,6 +140,11 @@ UNITS = Kind(
     {"anyOf": [{"const": "auto"}, {"type": "array", "items": TEXT.schema, "minItems": 1, "uniqueItems": True}]},
     _units,
 )
+PART = _checked(
+    "a number from 0 to 1",
+    {"type": "number", "minimum": 0, "maximum": 1},
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1,
+)
 GROUP_SIZE = Kind(
     'an integer >= 1, or "all"',
     {"anyOf": [COUNT.schema, {"const": "all"}]},

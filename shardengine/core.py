@@ -8,46 +8,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from shardengine import hooks, layout, partition, precision, stages
+from shardengine import activations, hooks, kernels, layout, partition, placing, precision, stages
 from shardengine.accumulation import Window
-from shardengine.agreement import compare, together
+from shardengine.activation_offload import Offload
+from shardengine.agreement import compare, settle_kernels, together
 from shardengine.arrivals import Arrivals
 from shardengine.bucket import Bucket, BufferPool, restore_poison
 from shardengine.collectives import Collectives, Pending
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules, no_payload
 from shardengine.errors import UsageError
+from shardengine.guard import Guard
 from shardengine.layout import Layout
 from shardengine.mesh import Mesh
+from shardengine.offload import Tiers
 from shardengine.partition import Partition
 from shardengine.precision import Precision
 from shardengine.record import Purpose
 from shardengine.schedule import Schedule
+from shardengine.streams import is_apart
 from shardengine.unit import Unit, Weights, weight_bytes
-
-
-@dataclass
-class Guard:
-    """What the engine changes on the module while it is attached.
-
-    open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
-    shown: how many ``full_params`` are open.
-    marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
-    versions: of the parameters, as the engine left them: torch counts every in-place write.
-    """
-
-    open: bool = False
-    shown: int = 0
-    marked: Any = None
-    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Core:
     arrivals: Arrivals | None
     guard: Guard
     precision: Precision
-    handles: list[RemovableHandle] = field(default_factory=list)
+    tiers: Tiers
 
     @property
     def mesh(self) -> Mesh:
@@ -131,9 +118,16 @@ class Core:
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
             bucket.adopt_weights()
 
-    def weight_bytes(self) -> int:
-        """Bytes that hold weights at this moment, frozen ones outside of arenas included."""
-        return weight_bytes(self.units) + sum(p.nbytes for p in self.partition.outside)
+    def weight_bytes(self) -> Counter[str]:
+        """Bytes that hold weights at this moment, by tier; frozen ones outside of arenas are included."""
+        return weight_bytes(self.units) + Counter(device=sum(p.nbytes for p in self.partition.outside))
+
+    def weight_storages(self) -> set[int]:
+        """Identities (``_cdata``) of the storages of weights, frozen ones outside of arenas and buffers included."""
+        pins = [pin for unit in self.units for pin in unit.pins]
+        others = [*pins, *self.partition.outside, *self.buffers.named(persistent_only=False).values()]
+        arenas = {arena.storage_key for unit in self.units for arena in unit.arenas}
+        return arenas | {tensor.untyped_storage()._cdata for tensor in others}
 
     def sent(self) -> Counter[Purpose]:
         """Bytes sent so far, by purpose."""
@@ -189,18 +183,36 @@ class Core:
         """Whether a ``full_params`` is open."""
         return any(unit.pinned for unit in self.units)
 
-    def dissolve(self) -> None:
-        """Take the hooks off and give every parameter whole weights in memory of its own; collective.
-
-        Who holds a view of the old memory keeps it. ``UsageError`` inside ``full_params``, whose end needs the engine.
-        """
+    def require_hidden(self) -> None:
+        """``UsageError`` inside ``full_params``, whose end needs the engine."""
         if self.guard.shown:
             raise UsageError(
                 f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
             )
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+
+    def dissolve(self, *, owned: bool = False) -> None:
+        """Take the hooks off and give every parameter whole weights in memory of its own; collective.
+
+        Who holds a view of the old memory keeps it. Where weights cannot be read or gathered, those parameters stay
+        without, and everything else is let go of before the error is raised. owned: the process groups end, too.
+        """
+        self.guard.unhook()
+        gathered = False
+        try:
+            with self.collectives.faults.announced("close", lambda error: "gathering the weights"):
+                self._leave_weights()
+            gathered = True
+        finally:
+            self.reducer.release()
+            self.pool.clear()
+            self.tiers.close()
+            self.collectives.faults.close()
+            if self.guard.marked is not None:
+                self.guard.marked._is_fsdp_managed_module = False
+            if owned:
+                self.mesh.destroy(orderly=gathered)
+
+    def _leave_weights(self) -> None:
         self.await_weights()
         self.schedule.rest()
         for unit in self.units:
@@ -211,11 +223,18 @@ class Core:
                 member.show(member.view.clone())
             for arena in unit.arenas:
                 arena.forsake()
-        self.reducer.release()
-        self.pool.clear()
-        self.collectives.faults.close()
-        if self.guard.marked is not None:
-            self.guard.marked._is_fsdp_managed_module = False
+
+
+def _look(
+    model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, which: Precision
+) -> tuple[Partition, kernels.Offer]:
+    """What one rank alone finds out about the model and the machine, or refuses."""
+    units = config.zero_optimization.units
+    if config.activation_checkpointing.enabled:
+        activations.check(model, partition.find_units(model, units))
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which)
+    return found, kernels.offer()
 
 
 def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]]) -> Core:
@@ -226,27 +245,29 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
         reshard_after_forward=zero.stage3_reshard_after_forward,
         gradient_accumulation=config.gradient_accumulation,
     )
-    pool = BufferPool()
     which = precision.of(config)
+    pool = BufferPool(pins=is_apart(mesh.device) and zero.offload_optimizer.pin_memory)
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
     direct |= which.reduce is not torch.float32  # the backend would round no sum
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
 
-    def analyse() -> Partition:
-        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        return partition.analyse(model, zero.units, group_of, shards_weights=stage.moves_weights, which=which)
-
-    found = together(collectives, "looking at the model", analyse)
-    compare(collectives, partition.facts(model, found, config.to_dict(), groups))
+    found, offer = together(
+        collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, which)
+    )
+    offers = compare(collectives, partition.facts(model, found, config.to_dict(), groups), offer)
+    settle_kernels(offers, mesh.rank)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
+    tiers = together(collectives, "opening the tiers", lambda: Tiers(zero, config.aio, mesh.rank))
+    homes = tiers.homes([bucket.length for bucket in plan.buckets])
     with collectives.faults.announced("initialize", lambda error: "placing the weights"):
-        units = partition.place(
+        units = placing.place(
             found,
             plan,
             collectives,
             shards_weights=stage.moves_weights,
             whole_masters=stage.gathers_gradients,
             which=which,
+            homes=homes,
         )
         buffers = BufferSync(model, collectives)
         for module in model.modules():
@@ -257,9 +278,23 @@ def build(model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, A
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
     arrivals, blocks = _expect(config, stage, collectives, model, found, units)
     core = Core(
-        stage, collectives, pool, found, plan, units, reducer, schedule, window, buffers, arrivals, Guard(), which
+        stage,
+        collectives,
+        pool,
+        found,
+        plan,
+        units,
+        reducer,
+        schedule,
+        window,
+        buffers,
+        arrivals,
+        Guard(),
+        which,
+        tiers,
     )
     _attach(core, model, blocks)
+    _checkpoint_activations(core, model, config)
     return core
 
 
@@ -275,9 +310,9 @@ def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan
         reducer=reducer,
         schedule=schedule,
         arrivals=arrivals,
-        handles=[],
     )
     _attach(new, model, blocks)
+    _checkpoint_activations(new, model, config)
     return new
 
 
@@ -333,17 +368,17 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     core.guard.versions[:] = [parameter._version for parameter in core.partition.inside]
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
-    core.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    core.guard.handles.extend(hooks.attach_gradients(core.schedule, trainable))
     if not core.stage.moves_weights:
-        core.handles.extend(hooks.attach_settle(core.schedule, model))
+        core.guard.handles.extend(hooks.attach_settle(core.schedule, model))
         if core.arrivals is not None:
-            core.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
+            core.guard.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
         core.guard.marked = model
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
-    core.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+    core.guard.handles.extend(hooks.attach_weights(core.schedule, model, modules))
 
     def refuse() -> None:
         if not core.guard.open and not all(unit.pinned for unit in core.units):
@@ -352,4 +387,12 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
                 "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
             )
 
-    core.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+    core.guard.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+
+
+def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:
+    if config.activation_checkpointing.enabled:
+        offload = config.activation_checkpointing.cpu_offload
+        saving = Offload(core.mesh.device, core.weight_storages).saving if offload else nullcontext
+        blocks = partition.find_units(model, config.zero_optimization.units)
+        core.guard.handles.extend(activations.attach(blocks, saving))

@@ -21,7 +21,6 @@ from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
-from shardengine.checkpointing import Checkpointing
 from shardengine.collectives import Collectives
 from shardengine.config import Config, load_config, timeout_of
 from shardengine.core import Core
@@ -30,6 +29,7 @@ from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import EngineCalls, Settings, ShardedOptimizer
 from shardengine.optimizer_forms import groups_for
+from shardengine.parking import Phases, unpark
 from shardengine.recovery import announced, announced_with
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
@@ -60,7 +60,7 @@ def initialize(
     return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh)
 
 
-class Engine(Checkpointing):
+class Engine(Phases):
     """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
 
     def __init__(
@@ -362,15 +362,17 @@ class Engine(Checkpointing):
         if self.module not in attached:
             return
         try:
+            unpark(self._core)
             self.wait_for_checkpoint()
         finally:
-            self._core.dissolve()
-            if self._owns_mesh:
-                self._core.mesh.destroy()
-            attached.discard(self.module)
-            self.optimizer = None
-            if self._saves is not None:
-                self._saves.close()
+            self._core.require_hidden()
+            try:
+                self._core.dissolve(owned=self._owns_mesh)
+            finally:
+                attached.discard(self.module)
+                self.optimizer = None
+                if self._saves is not None:
+                    self._saves.close()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:

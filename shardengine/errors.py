@@ -5,6 +5,7 @@
     ├── UsageError   (RuntimeError)  the library was called in a way it cannot serve (model, optimizer, order of calls)
     ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or could not be written
+    ├── OffloadError (RuntimeError)   states that rest on a disk cannot be read or written, or came back changed
     ├── LossScaleError (RuntimeError) fp16 gradients overflow at the smallest loss scale; names the first parameters
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
@@ -48,6 +49,10 @@ class LossScaleError(ShardEngineError, RuntimeError):
 
 class CheckpointError(ShardEngineError, RuntimeError):
     """A checkpoint is missing or damaged, or could not be written."""
+
+
+class OffloadError(ShardEngineError, RuntimeError):
+    """The file of offloaded states cannot be made, read or written, or does not hold what was written to it."""
 
 
 class InternalError(ShardEngineError, AssertionError):

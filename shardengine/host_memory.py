@@ -14,14 +14,15 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
+"""Bytes; ``staging`` takes a multiple of them."""
 
 
 def staging(count: int) -> Tensor:
     """New zeros, uint8 [count], that begin at a page, in huge pages where the system gives them; OSError: none left."""
     if count == 0:
         return torch.empty(0, dtype=torch.uint8)
-    area = mmap.mmap(-1, -(-count // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area = mmap.mmap(-1, -(-count // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(OSError, AttributeError):  # a kernel, or a system, that has no such thing
             area.madvise(getattr(mmap, advice))

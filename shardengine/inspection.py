@@ -28,15 +28,15 @@ class Report:
     """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
 
     def __init__(self) -> None:
-        self.model_state_bytes = 0
+        self.model_state_bytes: Counter[str] = Counter()
         self.micro_batches = 0
         self.last_step: Counter[Purpose] = Counter()
         self.waited_s = 0.0
         self._before: Counter[Purpose] = Counter()
         self._waited_before = 0
 
-    def observe(self, live_bytes: int) -> None:
-        """Model state at rest, with complete gradients."""
+    def observe(self, live_bytes: Counter[str]) -> None:
+        """Model state at rest by tier, with complete gradients."""
         self.model_state_bytes = live_bytes
 
     def close_step(self, sent: Counter[Purpose], waited_ns: int, micro_batches: int) -> None:
@@ -128,17 +128,26 @@ class Inspection:
     def memory(self) -> dict[str, float]:
         """Bytes of model state per rank: the stage's formula beside what is measured.
 
-        ``measured_model_state_bytes`` is taken before each update, when gradients are complete and weights at rest.
-        ``live_*`` are at this moment; ``buffer_bytes`` is the pool's (transient gradient and receive buffers).
+        ``*_model_state_bytes`` and ``live_*`` are those of the device, ``*_host_bytes`` and ``*_disk_bytes`` those of
+        the tiers. ``measured_*`` is taken before each update, when gradients are complete and weights at rest;
+        ``live_*`` is at this moment. ``buffer_bytes`` is the pool's (transient gradient and receive buffers),
+        ``tier_buffer_bytes`` what stands in host memory between a disk and the step.
         """
         states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
+        predicted = formulas.predicted_bytes(self._core, states, self._window.size)
+        measured = self._report.model_state_bytes or self._live_bytes()
         return {
-            "predicted_model_state_bytes": formulas.predicted_bytes(self._core, states, self._window.size),
-            "measured_model_state_bytes": self._report.model_state_bytes or self._live_bytes(),
-            "live_weight_bytes": self._core.weight_bytes(),
-            "live_gradient_bytes": self._core.reducer.gradient_bytes(),
-            "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes(),
+            "predicted_model_state_bytes": predicted["device"],
+            "measured_model_state_bytes": measured["device"],
+            "predicted_host_bytes": predicted["cpu"],
+            "measured_host_bytes": measured["cpu"],
+            "predicted_disk_bytes": predicted["nvme"],
+            "measured_disk_bytes": measured["nvme"],
+            "live_weight_bytes": self._core.weight_bytes()["device"],
+            "live_gradient_bytes": self._core.reducer.gradient_bytes()["device"],
+            "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes()["device"],
             "buffer_bytes": self._core.pool.allocated_bytes,
+            "tier_buffer_bytes": self._core.tiers.buffer_bytes,
         }
 
     def traffic(self) -> dict[str, Any]:
@@ -157,8 +166,9 @@ class Inspection:
             "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
         }
 
-    def _live_bytes(self) -> int:
-        states = 0 if self.optimizer is None else self.optimizer.state_bytes()
+    def _live_bytes(self) -> Counter[str]:
+        """By tier."""
+        states = Counter() if self.optimizer is None else self.optimizer.state_bytes()
         return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
 
     def _need_core(self) -> Core:

@@ -5,7 +5,6 @@ torch has none. Must not know: shards, the engine.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,13 +52,8 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter)
                 tensors = {"weight": parameter, "gradient": parameter.grad, "exp_avg": state["exp_avg"]}
                 flats = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-                update(flats, _whole(parameter.numel()), rule_for("Lion", group, 1))
+                update(flats, Spans.whole(parameter.numel()), rule_for("Lion", group, 1))
                 for name in ("weight", "exp_avg"):  # reshape copies what is not contiguous
                     if flats[name].data_ptr() != tensors[name].data_ptr():
                         tensors[name].copy_(flats[name].view(parameter.shape))
         return loss
-
-
-@functools.lru_cache(maxsize=4096)
-def _whole(count: int) -> Spans:
-    return Spans([(0, count)])

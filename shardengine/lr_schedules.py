@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from shardengine.config import SchedulerConfig
 from shardengine.config_kinds import (
     BOOL,
     COUNT,
@@ -34,6 +33,7 @@ from shardengine.config_kinds import (
     optional,
 )
 from shardengine.config_reader import plain
+from shardengine.config_sections import SchedulerConfig
 from shardengine.errors import ConfigError, UsageError
 
 Ratio = Callable[[int], float]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,35 +25,17 @@ import torch
 from torch import Tensor
 
 from shardengine import kernels
-from shardengine.bucket import Bucket
-from shardengine.ddp import GradientBucket, Payload, Reducer
-from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Span, Spans
+from shardengine.bucket import MASTER, Bucket
+from shardengine.ddp import Payload, Reducer
+from shardengine.errors import MismatchError, UsageError
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Span, Spans
 from shardengine.layout import Layout
 from shardengine.loss_scale import LossScaler
+from shardengine.update import Update, is_set, step_bucket
 
 _Label = tuple[int, int]
-
-
-@dataclass
-class Update:
-    """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
-
-    max_norm: to clip this one to, None for the configured value · skip: on the device, whether it is left out because
-    the norm is not finite; None where such a step is taken · begun: the step counts of what was ``touched`` have
-    advanced · stepped: whole buckets that are done · torn: inside of a bucket's kernels · applied: what ``conclude``
-    found · lost: cannot be finished, a checkpoint must be loaded
-    """
-
-    max_norm: float | None = None
-    factor: Tensor | None = None
-    skip: Tensor | None = None
-    begun: bool = False
-    touched: frozenset[int] = frozenset()
-    applied: bool | None = None
-    stepped: int = 0
-    torn: bool = False
-    lost: bool = False
+_AHEAD = 2
+"""Buckets that are fetched while one is stepped."""
 
 
 @dataclass(frozen=True)
@@ -101,30 +84,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.norm: Tensor | None = None
         self.update: Update | None = None
         self.settings = settings
-        self.lay_out(layout, reducer, [0] * len(layout.parameters), [{} for _ in reducer.buckets])
+        self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
     def begin(self) -> None:
         """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
-        whole = self._reducer.rules.gathers
-        self.bucket_states = [self.new_state(state.bucket, whole=whole) for state in self._reducer.buckets]
+        for state in self._reducer.buckets:
+            self.begin_state(state.bucket, whole=self._reducer.rules.gathers)
 
-    def lay_out(
-        self, layout: Layout, reducer: Reducer, steps: list[int], bucket_states: list[dict[str, Tensor]]
-    ) -> None:
+    def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
         self._layout = layout
         self._reducer = reducer
         self.steps = steps
-        self.bucket_states = bucket_states
         self._spans: tuple[Any, list[dict[_Label, Spans]]] = (None, [])
 
-    def new_state(self, bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states that a bucket begins with."""
+        accelerates = self.kind != "SGD" or any(group["momentum"] for group in self.param_groups)
+        return STATE_NAMES[self.kind] if accelerates else ()
+
+    def begin_state(self, bucket: Bucket, *, whole: bool) -> None:
         """Optimizer state of ``bucket`` before its first step. whole: of all of it, not of this rank's slice."""
-        names = STATE_NAMES[self.kind]
-        if self.kind == "SGD" and not any(group["momentum"] for group in self.param_groups):
-            names = ()
-        weight = bucket.stepped(whole=whole)
-        return {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
+        if names := self.state_names:
+            count = bucket.layout.length if whole else bucket.layout.slice_length
+            bucket.shelf.add_zeros(names, count)
 
     def _weight(self, bucket: Bucket) -> Tensor:
         return bucket.stepped(whole=self._reducer.rules.gathers)
@@ -132,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
         self.require_whole()
+        self.fetch(0)
         # 1. norm
         squares, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
@@ -189,27 +174,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
                 "load a checkpoint"
             )
-        accelerates = self.kind == "SGD" and any(group["momentum"] for group in self.param_groups)
-        if accelerates and not all(self.bucket_states):
+        if any(set(self.state_names) - state.bucket.shelf.sizes.keys() for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         self.await_reader()
         if not update.begun:
             update.begun, update.touched = True, self._reducer.touched
-            update.factor, update.skip = self._factor(update), self._skip()
+            update.scalars = {"factor": self._factor(update), "skip": self._skip()}
             for parameter in update.touched:
                 self.steps[parameter] += 1
         work = zip(self._reducer.buckets, self._current_spans(), strict=True)
         for state, spans_of in itertools.islice(work, update.stepped, None):
-            flats = self._flats(state)
-            for (group, step), spans in spans_of.items():
-                rule = kernels.rule_for(self.kind, self.param_groups[group], step)
-                noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
-                update.torn = True
-                kernels.update(flats, spans, rule, factor=update.factor, skip=update.skip, noise=noise)
+            parts = [(*self._rule(label), spans) for label, spans in spans_of.items()]
+            state.bucket.shelf.take()
+            self.fetch(state.bucket.layout.index + 1)
+            step_bucket(state, parts, update, self._reducer.way_back, whole=self._reducer.rules.gathers)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
+
+    def _rule(self, label: _Label) -> tuple[Rule, Noise | None]:
+        """The arithmetic of a group's step, and what it rounds with."""
+        group, step = label
+        noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
+        return kernels.rule_for(self.kind, self.param_groups[group], step), noise
+
+    def fetch(self, first: int) -> None:
+        """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
+        for state in self._reducer.buckets[first : first + _AHEAD]:
+            state.bucket.shelf.fetch()
 
     def conclude(self) -> bool:
         """The update is done: whether it was applied, which is where the host learns that it was left out.
@@ -218,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         update, scaler = self.update or Update(), self.settings.scaler
         if update.applied is None:
-            update.applied = update.skip is None or not bool(update.skip)
+            update.applied = not is_set(update.scalars["skip"])
             for parameter in () if update.applied else update.touched:
                 self.steps[parameter] -= 1
             if scaler is not None:
@@ -270,13 +263,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state_bytes_per_element(self) -> int:
         """Bytes of optimizer state per element, without master weights."""
-        return 4 * max((len(tensors) for tensors in self.bucket_states), default=0)
+        return 4 * len(self.state_names)
 
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state and master weights on this rank."""
-        masters = [state.bucket.master for state in self._reducer.buckets]
-        states = [tensor for tensors in self.bucket_states for tensor in tensors.values()]
-        return sum(tensor.nbytes for tensor in (*masters, *states) if tensor is not None)
+    def state_bytes(self) -> Counter[str]:
+        """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
+        found: Counter[str] = Counter()
+        for state in self._reducer.buckets:
+            found[state.bucket.shelf.rests_in] += sum(state.bucket.shelf.sizes.values())
+        return found
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
@@ -305,19 +299,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Per bucket index what this rank steps: "weight" (the master, where there is one) and the states."""
-        return {
-            state.bucket.layout.index: {"weight": self._weight(state.bucket), **tensors}
-            for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True)
-        }
+        return {state.bucket.layout.index: self._kept(state.bucket) for state in self._reducer.buckets}
+
+    def _kept(self, bucket: Bucket) -> dict[str, Tensor]:
+        states = dict(bucket.shelf.tensors())
+        weight = states.pop(MASTER) if bucket.has_master else self._weight(bucket)
+        return {"weight": weight, **states}
 
     def parameter_state(self) -> Iterator[tuple[int, str, int, Tensor]]:
         """What this rank holds: (parameter, "weight" or state name, first element, values) per piece."""
-        for state, tensors in zip(self._reducer.buckets, self.bucket_states, strict=True):
+        for state in self._reducer.buckets:
             layout = state.bucket.layout
-            whole = (layout.start, layout.end)
+            whole, kept = (layout.start, layout.end), self._kept(state.bucket)
             first, last = whole if self._reducer.rules.gathers else layout.slice_interval(state.bucket.rank)
             for piece in self._layout.pieces_within(layout, (first, last)):
-                for name, flat in {"weight": self._weight(state.bucket), **tensors}.items():
+                for name, flat in kept.items():
                     yield piece.parameter, name, piece.offset, flat[piece.start - first : piece.end - first]
 
     def _counted(self, parameter: int) -> int | None:
@@ -361,15 +357,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     number = self._layout.parameters[piece.parameter].number + piece.offset
                     found.setdefault(own, []).append(Span(piece.start - first, piece.end - first, number))
         return {label: Spans(spans) for label, spans in found.items()}
-
-    def _flats(self, state: GradientBucket) -> dict[str, Tensor]:
-        """What an update of one bucket reads and writes."""
-        gradient, bucket = state.gradient, state.bucket
-        if gradient is None:
-            raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
-        states = self.bucket_states[bucket.layout.index]
-        flats = {"weight": self._weight(bucket), "gradient": gradient, **states}
-        return flats if bucket.master is None else {**flats, "low": bucket.weights_of_master}
 
 
 def _no_engine(_group: dict[str, Any]) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardengine.config import OptimizerConfig
+from shardengine.config_sections import OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.lion import Lion
+from shardengine.offload import CPUAdam
 
 _REFUSED_OPTIONS = ("amsgrad", "differentiable")
 _DECOUPLED = "decoupled_weight_decay"
@@ -28,13 +29,14 @@ _FROM_CONFIG: dict[str, type[torch.optim.Optimizer]] = {
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none."""
-    kind = {made_by: name for name, made_by in _FROM_CONFIG.items()}.get(type(optimizer))
+    known = {made_by: name for name, made_by in _FROM_CONFIG.items()} | {CPUAdam: "AdamW"}
+    kind = known.get(type(optimizer))
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if kind is None:
         raise UsageError(
-            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, or shardengine.lion.Lion; shards of flat "
-            "buckets are stepped elementwise, and other elementwise optimizers are not available yet (optimizers that "
-            "look at whole matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
+            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, shardengine.lion.Lion or offload.CPUAdam; "
+            "shards of flat buckets are stepped elementwise, and other elementwise optimizers are not available yet "
+            "(optimizers that look at whole matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
         )
     if optimizer.state:
         raise UsageError(

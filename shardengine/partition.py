@@ -22,15 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.agreement import describe
-from shardengine.bucket import Arena
-from shardengine.collectives import Collectives
 from shardengine.config_kinds import nearest
 from shardengine.errors import UsageError
-from shardengine.layout import ArenaLayout, Layout, ParameterSpec
-from shardengine.mesh import Mesh
+from shardengine.layout import ParameterSpec
 from shardengine.precision import Precision
-from shardengine.record import Purpose
-from shardengine.unit import Member, Unit
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ def analyse(
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list(model.parameters())
-    dtypes = {id(p): _dtype_of(p, which) for p in parameters}
+    dtypes = {id(p): dtype_of(p, which) for p in parameters}
     _check(parameters, all_names, dtypes, scaled=which.trains_fp16)
     _check_sparse(model)
     units, unit_of = find_blocks(model, setting) if shards_weights else ([], {})
@@ -124,7 +119,8 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
     return replace(old, inside=inside, specs=specs, outside=[p for p in old.outside if id(p) not in chosen])
 
 
-def _dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
+def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
+    """The dtype that ``parameter`` is trained in."""
     return which.cast if which.cast is not None and parameter.is_floating_point() else parameter.dtype
 
 
@@ -276,74 +272,6 @@ def _check_sparse(model: nn.Module) -> None:
                 f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
                 "gradients, which are what buckets hold; set sparse=False or freeze it"
             )
-
-
-def place(
-    partition: Partition,
-    layout: Layout,
-    collectives: Collectives,
-    *,
-    shards_weights: bool,
-    whole_masters: bool,
-    which: Precision = Precision(),  # noqa: B008  (frozen)
-) -> list[Unit]:
-    """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units.
-
-    Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
-    there are to be any. whole_masters: every rank keeps all of them. which: as in ``analyse``.
-    """
-    mesh = collectives.mesh
-    with torch.no_grad():
-        for name, parameter in partition.named_outside():
-            dtype = _dtype_of(parameter, which)
-            order = memory_order(parameter) or tuple(range(parameter.dim()))
-            moved = parameter.data.permute(order).to(mesh.device, dtype).contiguous()
-            collectives.broadcast(moved, [name], Purpose.START)
-            parameter.data = moved.permute([order.index(dimension) for dimension in range(len(order))])
-        named = [("the root", None), *partition.units]
-        units = []
-        for index, (name, _) in enumerate(named):
-            arenas, members = [], []
-            for arena_layout in (a for a in layout.arenas if a.unit == index):
-                arena, found = new_arena(partition, layout, arena_layout, mesh)
-                stepped = any(spec.group >= 0 for spec in arena.specs) and which.master_of(arena.dtype)
-                _fill(arena, found, layout, collectives, masters=stepped, whole_masters=whole_masters)
-                for member in found:
-                    member.parameter.grad = None
-                    member.show(member.view)
-                members += found
-                arenas.append(arena)
-            unit = Unit(index, name, arenas, members, layout)
-            if shards_weights:
-                unit.detach_shards()
-            units.append(unit)
-    return units
-
-
-def new_arena(partition: Partition, layout: Layout, which: ArenaLayout, mesh: Mesh) -> tuple[Arena, list[Member]]:
-    """An arena of zeros, and the members that will show it."""
-    specs = [layout.parameters[slot.parameter] for slot in which.slots]
-    arena = Arena(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank)
-    return arena, [
-        Member(slot.parameter, partition.inside[slot.parameter], arena, number)
-        for number, slot in enumerate(which.slots)
-    ]
-
-
-def _fill(
-    arena: Arena, members: list[Member], layout: Layout, collectives: Collectives, *, masters: bool, whole_masters: bool
-) -> None:
-    """Rank 0's values into ``arena``, and unrounded into its ``masters`` where it gets some."""
-    wide = torch.zeros_like(arena.flat, dtype=torch.float32) if masters else None
-    source = arena.flat if wide is None else wide
-    for member, view in zip(members, arena.views_of(source), strict=True):
-        view.copy_(member.parameter)
-    for bucket in arena.buckets:
-        part = source[bucket.layout.start : bucket.layout.end]
-        collectives.broadcast(part, layout.names_in(bucket.layout), Purpose.START, bucket.layout.label)
-        if wide is not None:
-            bucket.full.copy_(part)
-            bucket.master = (part if whole_masters else bucket.own_slice(part)).clone()
 
 
 def facts(

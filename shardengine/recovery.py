@@ -27,7 +27,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.agreement import compare, describe
+from shardengine.agreement import compare, describe, together
 from shardengine.core import Core
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.inspection import Inspection, attached
@@ -154,11 +154,9 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
     if in_flight:
         for unit in core.units:
             unit.relocate()
-    if finished and optimizer is not None:
-        with torch.no_grad():
-            for _ in optimizer.step_buckets():
-                pass
-    elif optimizer is not None:
+    if optimizer is not None and rolls and not stuck:
+        _finish(core, optimizer, target, behind)
+    if optimizer is not None and not finished:
         optimizer.end_window(lost=bool(stuck))
     core.reducer.drop()
     core.pool.forget()
@@ -192,6 +190,23 @@ def _renew_groups(core: Core, *, owned: bool) -> None:
         before.part()
         if before is not collectives.faults:
             before.close()
+
+
+def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int]) -> None:
+    """Ranks ``behind`` finish their update; an error of one is one on all, and nothing is forgotten; collective."""
+
+    def finish() -> None:
+        if core.mesh.rank in behind:
+            with torch.no_grad():
+                for _ in optimizer.step_buckets():
+                    pass
+
+    try:
+        together(core.collectives, f"finishing step {step} in reset()", finish)
+    except Exception:
+        if optimizer.update is not None:
+            optimizer.update.quiet = True
+        raise
 
 
 def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:

@@ -19,20 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardengine import layout, lr_schedules, partition
+from shardengine import layout, lr_schedules, partition, placing
 from shardengine.agreement import compare, together
 from shardengine.bucket import Bucket, in_memory_order
 from shardengine.config import Config
 from shardengine.core import Core, succeed
 from shardengine.errors import UsageError
 from shardengine.layout import Layout
+from shardengine.offload import Homes
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.optimizer_forms import check_options, check_owned
 from shardengine.partition import Partition
 from shardengine.record import Purpose
 from shardengine.unit import Unit
-
-_States = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -185,21 +184,14 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
     core.schedule.rest()
     core.schedule.retire()
     core.reducer.release()
-    for handle in core.handles:
-        handle.remove()
-    core.handles.clear()
-    states: dict[int, dict[str, Tensor]] = {}
+    core.guard.unhook()
+    homes = core.tiers.homes([bucket.length for bucket in plan.buckets])
     with torch.no_grad():
-        units = [_move(core, unit, found, plan, optimizer, states) for unit in core.units]
+        units = [_move(core, unit, found, plan, optimizer, homes) for unit in core.units]
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
     steps = {spec.name: count for spec, count in counts if spec.group >= 0}
     new = succeed(core, model, config, found, plan, units)
-    optimizer.lay_out(
-        plan,
-        new.reducer,
-        [steps.get(spec.name, 0) for spec in plan.parameters],
-        [states[index] for index in range(len(plan.buckets))],
-    )
+    optimizer.lay_out(plan, new.reducer, [steps.get(spec.name, 0) for spec in plan.parameters])
     new.schedule.on_complete = optimizer.finish_gradients
     new.pool.clear()
     new.note_stepped()
@@ -212,12 +204,12 @@ def _move(
     found: Partition,
     plan: Layout,
     optimizer: ShardedOptimizer,
-    states: dict[int, dict[str, Tensor]],
+    homes: Homes,
 ) -> Unit:
-    """``old`` in the new layout ([Note: Moving by intervals]); adds to ``states`` and empties ``old``."""
+    """``old`` in the new layout ([Note: Moving by intervals]), which is emptied. homes: as in ``Arena``."""
     arenas, members = [], []
     for arena_layout in (a for a in plan.arenas if a.unit == old.index):
-        arena, shown = partition.new_arena(found, plan, arena_layout, core.mesh)
+        arena, shown = placing.new_arena(found, plan, arena_layout, core.mesh, homes)
         arenas.append(arena)
         members += shown
     buckets = [bucket for arena in arenas for bucket in arena.buckets]
@@ -235,33 +227,23 @@ def _move(
         member.show(member.view)
     whole = core.reducer.rules.gathers
     for arena in arenas:
-        if any(spec.group >= 0 for spec in arena.specs) and core.precision.master_of(arena.dtype):
-            _begin_masters(arena.buckets, whole=whole)
+        masters = core.precision.master_of(arena.dtype)
+        for bucket in arena.buckets:
+            if arena.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
+                weights_here = bucket.full if whole else bucket.own_slice(bucket.full)
+                bucket.begin_master(weights_here.float() if masters else weights_here)
     if core.stage.moves_weights:
         unit.detach_shards()
     for bucket in buckets:
         if bucket.layout.index >= 0:
-            states[bucket.layout.index] = optimizer.new_state(bucket, whole=whole)
-    kept = Destination(span for b in buckets for span in _spans(plan, b, _stepped_tensors(b, states)))
-    old_states = dict(enumerate(optimizer.bucket_states))
+            optimizer.begin_state(bucket, whole=whole)
+    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.tensors()))
     for bucket, _ in old.buckets():
-        _carry(core, bucket, _stepped_tensors(bucket, old_states), kept)
-        old_states.get(bucket.layout.index, {}).clear()
+        _carry(core, bucket, bucket.shelf.tensors(), kept)
+        bucket.shelf.drop()
     for arena in old.arenas:
         arena.forsake()
     return unit
-
-
-def _begin_masters(buckets: list[Bucket], *, whole: bool) -> None:
-    """Masters with the values of the weights."""
-    for bucket in buckets:
-        bucket.master = (bucket.full if whole else bucket.own_slice(bucket.full)).float()
-
-
-def _stepped_tensors(bucket: Bucket, states: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Master weights and optimizer states of ``bucket``; {} where it has none."""
-    master = {} if bucket.master is None else {"master": bucket.master}
-    return {**master, **states.get(bucket.layout.index, {})}
 
 
 def _spans(plan: Layout, bucket: Bucket, tensors: dict[str, Tensor]) -> Iterator[Span]:
@@ -279,7 +261,7 @@ def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Desti
     for key, held in tensors.items():
         full = held
         if held.numel() < bucket.layout.length:
-            full = core.pool.take(bucket.layout.length, held.dtype, held.device)
+            full = core.pool.take(bucket.layout.length, held.dtype, core.mesh.device)
             bucket.own_slice(full).copy_(held)
             names = core.layout.names_in(bucket.layout)
             core.collectives.all_gather(full, names, Purpose.RELAYOUT, bucket.layout.label).wait()

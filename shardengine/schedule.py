@@ -50,11 +50,15 @@ from shardengine.accumulation import Window
 from shardengine.collectives import Collectives
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
+from shardengine.holds import Hold
 from shardengine.prediction import Predictions
 from shardengine.record import Purpose
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, now
 from shardengine.unit import Unit, Weights
+
+_FETCHED_AHEAD = 4
+"""Units whose shards are brought from their tier before they are gathered, as far as it has room."""
 
 
 class Backward(enum.Enum):
@@ -64,34 +68,6 @@ class Backward(enum.Enum):
     ANNOUNCED = "engine.backward"
     UNANNOUNCED = "loss.backward"
     RETIRED = "another schedule has taken over"
-
-
-class Hold:
-    """Why a unit may not be resharded now ([Note: Holds])."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.calls: set[int] = set()
-        self.silent: set[int] = set()
-        self.over: set[tuple[int, int]] = set()
-        self.fired: set[int] = set()
-        self.kept = False
-        self.lent = False
-        self.since = 0
-
-    def finish(self, calls: set[int]) -> None:
-        """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
-        self.over |= {(call, torch._C._current_graph_task_id()) for call in calls}
-        self.calls -= calls
-
-    def clear(self) -> None:
-        """The pass is over."""
-        self.depth = 0
-        self.calls.clear()
-        self.silent.clear()
-        self.over.clear()
-        self.fired.clear()
-        self.kept = self.lent = False
 
 
 class Schedule:
@@ -377,6 +353,13 @@ class Schedule:
                 self._holds[number].lent = True
 
     def _prefetch(self) -> None:
+        """Gather ahead, and bring the shards of the units after those from where they rest."""
+        self._gather_ahead()
+        for index in self._predictions.of[self._grad_pass].ahead()[:_FETCHED_AHEAD]:
+            if self.units[index].state is Weights.SHARDED:
+                self.units[index].fetch()
+
+    def _gather_ahead(self) -> None:
         """Start gathering the units that are predicted next, up to the budget, at least one of them.
 
         A prediction that returns to a unit ends there: what is needed again after the turn from forward to backward

@@ -13,6 +13,7 @@ pinned (``full_params``) they are views of a storage that only the pin owns, wha
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,8 +102,8 @@ class Unit:
         """
         for arena in self.arenas:
             for bucket in arena.buckets:
-                if bucket.layout.slice_length < bucket.layout.length:
-                    bucket.detach_shard()
+                if bucket.layout.slice_length < bucket.layout.length or arena.homes.weights is not None:
+                    bucket.detach_shard(arena.homes.weights)
         self.reshard()
 
     def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
@@ -127,6 +128,11 @@ class Unit:
         except BaseException:
             self._abandon_gather()
             raise
+
+    def fetch(self) -> None:
+        """The unit is gathered soon: bring its shards from where they rest, as far as there is room."""
+        for bucket, _ in self.buckets():
+            bucket.fetch_shard()
 
     def await_full(self) -> None:
         """GATHERING → FULL: wait, and show the weights to the user's parameters."""
@@ -211,9 +217,13 @@ class Unit:
         self.state = target
 
 
-def weight_bytes(units: Sequence[Unit]) -> int:
-    """Bytes that hold weights at this moment: arenas, separate shards and pins."""
+def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
+    """Bytes that hold weights at this moment, by tier: arenas, separate shards and pins."""
     arenas = [arena for unit in units for arena in unit.arenas]
-    shards = sum(bucket.shard.nbytes for arena in arenas for bucket in arena.buckets if bucket.separate)
-    pins = sum(pin.nbytes for unit in units for pin in unit.pins)
-    return shards + pins + sum(arena.storage_bytes for arena in arenas)
+    found = Counter(device=sum(pin.nbytes for unit in units for pin in unit.pins))
+    for arena in arenas:
+        found["device"] += arena.storage_bytes
+        found["cpu"] += 0 if arena.parked is None else arena.parked.nbytes
+        for bucket in arena.buckets:
+            found[bucket.place] += bucket.layout.slice_length * arena.layout.itemsize if bucket.separate else 0
+    return found

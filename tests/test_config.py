@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardengine.config import TRIPLE, Config, FrozenMapping, ZeroConfig, json_schema, load_config
+from shardengine.config import TRIPLE, Config, json_schema, load_config
 from shardengine.config_keys import ALIASES, KEYS, Status
+from shardengine.config_sections import ActivationsConfig, FrozenMapping, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
@@ -297,3 +298,12 @@ def test_a_frozen_mapping_equals_a_dict_with_the_same_items() -> None:
     assert frozen == {"a": (1,), "b": {"c": 2}}
     assert frozen != {"a": (1,)}
     assert len(frozen) == 2
+
+
+@pytest.mark.parametrize("old", ["cpu_checkpointing", "cpu_offload"])
+def test_activations_are_moved_only_where_they_are_checkpointed(old: str) -> None:
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.\w+: .*no block is checkpointed; set"):
+        load(activation_checkpointing={old: True})
+    both = load(activation_checkpointing={"enabled": True, old: True}).activation_checkpointing
+    assert both == ActivationsConfig(enabled=True, cpu_offload=True)
+    assert load().activation_checkpointing == ActivationsConfig()

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardengine
-from shardengine import lr_schedules, partition
+from shardengine import lr_schedules, placing
 from shardengine import mesh as mesh_module
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives
-from shardengine.config import SchedulerConfig
+from shardengine.config_sections import SchedulerConfig
 from shardengine.errors import UsageError
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.unit import Unit
@@ -122,7 +122,7 @@ def start_fails_on_one_rank(stage: str, place: str) -> dict[str, Any]:
     return {"text": text, "whole": whole, "losses": result["losses"]}
 
 
-@pytest.mark.parametrize("place", ["begin", "new_state", "lay_out"])
+@pytest.mark.parametrize("place", ["begin", "begin_state", "lay_out"])
 @pytest.mark.parametrize("stage", list(cases.STAGES))
 def test_a_start_that_fails_on_one_rank_leaves_the_model_whole(pools: Pools, stage: str, place: str) -> None:
     zero, one = pools(2).run(start_fails_on_one_rank, stage, place)
@@ -137,7 +137,7 @@ def placing_fails_on_one_rank() -> str:
     mesh = mesh_module.build(torch.device("cpu"), 40)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            Broken(patch, partition, "place", 1)
+            Broken(patch, placing, "place", 1)
         try:
             shardengine.initialize(cases.make_mlp(), cases.config_of("3"), mesh=mesh)
         except Exception as error:

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardengine.config import SchedulerConfig, load_config
+from shardengine.config import load_config
+from shardengine.config_sections import SchedulerConfig
 from shardengine.errors import ConfigError
 from shardengine.lr_schedules import build, check
 

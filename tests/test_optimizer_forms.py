@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import shardengine
 from shardengine.errors import UsageError
+from shardengine.offload import CPUAdam
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
@@ -22,7 +23,7 @@ Pools = Callable[[int], RankPool]
 CASE = CASES["two forwards, one backward"]
 STEPS = 4
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.05}
-FORMS = ("optimizer", "callable", "config", "config over groups")
+FORMS = ("optimizer", "CPUAdam", "callable", "config", "config over groups")
 
 
 def engine_of(form: str, stage: str, **options: Any) -> shardengine.Engine:
@@ -31,8 +32,9 @@ def engine_of(form: str, stage: str, **options: Any) -> shardengine.Engine:
     config = cases.config_of(stage, zero={"reduce_bucket_size": 600}, **options.pop("config", {}))
     section = {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}}
     mesh = cases.mesh_of_this_process()
-    if form == "optimizer":
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    if form in ("optimizer", "CPUAdam"):
+        made_by: Any = CPUAdam if form == "CPUAdam" else torch.optim.AdamW
+        optimizer = made_by(model.parameters(), **ADAMW)
         return shardengine.initialize(model, config, optimizer=optimizer, mesh=mesh, **options)
     if form == "callable":
         make = lambda parameters: torch.optim.AdamW(parameters, **ADAMW)  # noqa: E731

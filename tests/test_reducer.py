@@ -282,7 +282,7 @@ def test_gradient_bytes_are_what_rests_between_micro_batches(pools: Pools, shard
 def resting_bytes(sharded: bool) -> int:
     bench = Bench(sharded=sharded)
     bench.backward([3, 2, 1, 0], final=False, synchronise=sharded)
-    return bench.reducer.gradient_bytes()
+    return bench.reducer.gradient_bytes().total()
 
 
 def test_padding_of_a_complete_gradient_is_zero_in_a_reused_buffer() -> None:

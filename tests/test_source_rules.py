@@ -173,12 +173,14 @@ def test_distributed_operations_allows(path: str, source: str) -> None:
         "p.register_post_accumulate_grad_hook(f)",
         "node.register_prehook(f)",
         "m.register_forward_pre_hook(f)",
+        "self.module.register_forward_pre_hook(f)",
         "torch.autograd.graph.register_multi_grad_hook(ps, f)",
     ],
 )
 def test_hook_registrations_can_fail(call: str) -> None:
     assert len(rules.hook_registrations("unit.py", call)) == 1
     assert rules.hook_registrations("hooks.py", call) == []
+    assert rules.hook_registrations("lion.py", "self.register_load_state_dict_pre_hook(f)") == []
 
 
 @pytest.mark.parametrize(

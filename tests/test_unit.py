@@ -34,11 +34,11 @@ def test_at_one_rank_nothing_is_copied() -> None:
         unit.gather(collectives())
         unit.await_full()
         assert shows_contents(parameters) and unit.arenas[0].flat.data_ptr() == place
-        assert weight_bytes([unit]) == 4 * unit.elements
+        assert weight_bytes([unit]).total() == 4 * unit.elements
         unit.reshard(abandon=abandon)
     unit.gather(collectives())
     unit.recover()
-    assert unit.state is Weights.SHARDED and weight_bytes([unit]) == 4 * unit.elements
+    assert unit.state is Weights.SHARDED and weight_bytes([unit]).total() == 4 * unit.elements
 
 
 def shows_contents(parameters: list[nn.Parameter]) -> bool:
@@ -55,7 +55,7 @@ def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
     assert unit.state is Weights.SHARDED
     assert all(p.isnan().all() and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
     shards = sum(b.shard.nbytes for arena in unit.arenas for b in arena.buckets)
-    assert weight_bytes([unit]) == shards == 4 * unit.elements
+    assert weight_bytes([unit]).total() == shards == 4 * unit.elements
 
 
 def test_while_gathering_a_unit_still_shows_poison() -> None:
@@ -70,7 +70,7 @@ def test_a_gathered_unit_shows_its_weights_to_the_users_own_parameters() -> None
     unit.gather(collectives())
     unit.await_full()
     assert unit.state is Weights.FULL and shows_contents(parameters)
-    assert weight_bytes([unit]) == 2 * 4 * unit.elements
+    assert weight_bytes([unit]).total() == 2 * 4 * unit.elements
 
 
 def test_resharding_forgets_what_was_written_to_full_weights() -> None:
@@ -200,7 +200,7 @@ def life_at_two_ranks() -> list[bool]:
     rank = link.mesh.rank
     unit, parameters = make_unit(SPECS, ranks=2, rank=rank)
     unit.detach_shards()
-    half = weight_bytes([unit]) == 4 * unit.elements // 2
+    half = weight_bytes([unit]).total() == 4 * unit.elements // 2
     unit.gather(link)
     unit.await_full()
     gathered = shows_contents(parameters)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.app.report import size
+from shardengine.errors import UsageError
+from shardengine.kernels.native import library, processor
 from shardengine.launcher import cores
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
@@ -27,7 +29,9 @@ def describe() -> str:
     rows |= {package: _version(package) for package in _PACKAGES}
     rows["distributed"] = _backends()
     rows["CUDA"] = _cuda()
-    rows["CPU"] = f"{_processor()}, {cores()} of {os.cpu_count()} cores usable, {torch.get_num_threads()} torch threads"
+    brand = processor.processor().brand
+    rows["CPU"] = f"{brand}, {cores()} of {os.cpu_count()} cores usable, {torch.get_num_threads()} torch threads"
+    rows["CPU kernels"] = _kernels()
     rows["CPU capability"] = torch.backends.cpu.get_cpu_capability()
     rows["memory"] = _memory()
     rows |= {name: os.environ.get(name, "not set") for name in _VARIABLES}
@@ -56,10 +60,16 @@ def _cuda() -> str:
     return f"{torch.version.cuda}, NCCL {nccl}, {len(names)} GPU(s): {', '.join(sorted(set(names)))}"
 
 
-def _processor() -> str:
-    from cpuinfo import get_cpu_info  # takes a second
-
-    return str(get_cpu_info().get("brand_raw", platform.machine()))
+def _kernels() -> str:
+    """Who carries them out, and whether py-cpuinfo finds the same instruction sets."""
+    try:
+        loaded = library.load()
+    except UsageError as error:
+        return str(error)
+    if loaded is None:
+        return "torch (SHARDENGINE_NATIVE=require says why)"
+    doubts = processor.disagreements(loaded, processor.processor())
+    return f"native, {processor.name_of(loaded)} ({'; '.join(doubts) or 'py-cpuinfo agrees'})"
 
 
 def _memory() -> str:

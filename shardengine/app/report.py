@@ -11,6 +11,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -78,7 +79,7 @@ class Report:
             f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",
             "dtypes": _dtypes(engine),
             "optimizer": f"{config.optimizer.type if config.optimizer else ''} ({groups})",
-            "model state": f"{size(engine.memory()['predicted_model_state_bytes'])} per rank, predicted",
+            "model state": f"{_by_tier(engine.memory(), 'predicted')} per rank, predicted",
             "output": str(settings.output),
         }
         if settings.save_every:
@@ -175,8 +176,8 @@ class Report:
             how: f"step {progress.step} of {self._steps}, after {duration(time.monotonic() - self._started)}",
             "validation": f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "none in metrics.jsonl",
             "speed": f"{self._tokens / self._seconds:,.0f} tokens/s over all ranks" if made else "no step was made",
-            "model state": f"{size(memory['measured_model_state_bytes'])} per rank measured, "
-            f"{size(memory['predicted_model_state_bytes'])} predicted",
+            "model state": f"{_by_tier(memory, 'measured')} per rank measured, "
+            f"{_by_tier(memory, 'predicted')} predicted",
             "sent": f"{size(traffic['measured_bytes_last_step'])} per rank and step, "
             f"lower bound {size(traffic['formula_bytes_per_step'])}",
             "waiting": f"{1e3 * self._waited / made:.1f} ms of a step ({self._waited / self._seconds:.1%}) "
@@ -239,6 +240,13 @@ class Report:
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self._settings.output / "loss.png", dpi=120)
+
+
+def _by_tier(memory: Mapping[str, float], kind: str) -> str:
+    """Bytes of model state, "measured" or "predicted": on the device, and what rests elsewhere."""
+    text = size(memory[f"{kind}_model_state_bytes"])
+    elsewhere = {"in host memory": memory[f"{kind}_host_bytes"], "on disk": memory[f"{kind}_disk_bytes"]}
+    return text + "".join(f" + {size(count)} {where}" for where, count in elsewhere.items() if count)
 
 
 def _dtypes(engine: Engine) -> str:

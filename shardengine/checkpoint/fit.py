@@ -191,7 +191,7 @@ def _compare_optimizers(
     if optimizer is None or kinds[0] != kinds[1]:
         return
     _match_groups(there, optimizer, core, found, sources, strict=strict)
-    states = {name for tensors in optimizer.bucket_states for name in tensors}
+    states = set(optimizer.state_names)
     if states != there.states and strict:
         texts = [" and ".join(sorted(names)) or "no state" for names in (there.states, states)]
         found.problems.append(f"optimizer: {kinds[0]} has {texts[0]} in the checkpoint, {texts[1]} here")

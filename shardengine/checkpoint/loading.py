@@ -97,6 +97,9 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.await_weights()
     core.schedule.rest()
     core.reducer.release()
+    if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
+        engine.optimizer.end_window(lost=True)
+        interrupted = True
     if not interrupted:
         core.adopt_written_weights()
     way = _Way(strict, weights_only, at_once=new and strict and not weights_only)
@@ -130,7 +133,7 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
     update = None if engine.optimizer is None else engine.optimizer.update
     if update is None or not update.begun:
         return False
-    if not update.lost and engine.world_size > 1:
+    if not (update.lost or update.quiet) and engine.world_size > 1:
         raise UsageError(
             "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
             f"every rank first, because collectives of rank {engine.rank} may still be under way"
@@ -141,6 +144,13 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
             "strict=True and weights_only=False, because optimizer states and steps are half done, too"
         )
     return True
+
+
+def _replace_unreadable(core: Core) -> bool:
+    """Before all weights and states are written: have zeros where a file has lost them. Whether it had."""
+    buckets = [bucket for unit in core.units for bucket, _ in unit.buckets()]
+    shelves = [shelf for bucket in buckets for shelf in (bucket.shelf, bucket.rest) if shelf is not None]
+    return sum(shelf.replace_unreadable() for shelf in shelves) > 0
 
 
 # 1. choose

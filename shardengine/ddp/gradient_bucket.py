@@ -22,6 +22,10 @@ what is complete lies in memory of its own unless that is the wire's dtype, too.
 
 ``no_sync`` is "partial += gradient, do not send" for as long as it lasts, whatever the letter.
 
+[Note: Away] Where the optimizer's state rests in another tier, ``total`` and ``complete`` are in host memory, except
+where every rank needs the whole gradient. From another device a micro-batch's sum over ranks is copied there as soon as
+it is made, in the wire's dtype where that is all there is to send, and added on the host when it has arrived.
+
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
 module that is called twice), and its bucket may be under way by then. So that the result does not depend on buckets,
 the second and later gradients of a parameter in a backward that communicates always go to ``late``, which is completed
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +46,8 @@ from shardengine.bucket import Bucket, BufferPool, in_memory_order
 from shardengine.errors import InternalError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
+from shardengine.offload import HOST
+from shardengine.transit import Transit
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,22 @@ def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class GradientBucket:
-    """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent."""
+    """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent.
 
-    def __init__(self, bucket: Bucket, layout: Layout, pool: BufferPool, wire: torch.dtype) -> None:
+    leaves: what is summed over ranks rests with the optimizer's state, which is away · spill: brings it there, where
+    that is another device ([Note: Away]).
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        pool: BufferPool,
+        wire: torch.dtype,
+        *,
+        leaves: bool = False,
+        spill: Transit | None = None,
+    ) -> None:
         self.bucket = bucket
         self.wire = wire
         self.names = layout.names_in(bucket.layout)
@@ -145,6 +165,8 @@ class GradientBucket:
         self.whole: Tensor | None = None
         self.earlier: Tensor | None = None
         self._pool = pool
+        self._leaves = leaves
+        self._spill = spill
 
     @property
     def is_ready(self) -> bool:
@@ -168,26 +190,54 @@ class GradientBucket:
                 place.settle(begun_in)
 
     def take_slice(self, dtype: torch.dtype) -> Tensor:
-        """A slice's memory from the pool."""
-        return self._pool.take(self.bucket.layout.slice_length, dtype, self.bucket.full.device)
+        """A slice's memory from the pool, where it rests."""
+        return self._pool.take(self.bucket.layout.slice_length, dtype, HOST if self._spill else self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.bucket.full.device
+
+    def _sum(self, terms: Sequence[Tensor], out: Tensor, old: Tensor | None, rules: Rules, *, final: bool) -> None:
+        """``out`` = ``old`` + the sum of ``terms``; divided and rounded if ``final``. On its way if it leaves."""
+        end: dict[str, Any] = {"divisor": rules.divisor, "rounded": self.wire} if final else {}
+        if self._spill is None:
+            ordered_sum(terms, out, total=old, reduce_dtype=rules.reduce, **end)
+            return
+        if old is None and (final or (out.dtype is torch.float32 and len(terms) > 1)):
+            here = self._pool.take(out.numel(), out.dtype, self._device)
+            ordered_sum(terms, here, reduce_dtype=rules.reduce, **end)
+            self._spill.send([(here, out)], here)
+            return
+        dtype = torch.float32 if len(terms) > 1 else terms[0].dtype
+        here, staged = self._pool.take(out.numel(), dtype, self._device), self.take_slice(dtype)
+        ordered_sum(terms, here, reduce_dtype=rules.reduce)
+
+        def join() -> None:
+            ordered_sum([staged], out, total=old, **end)
+            for spent in (staged, old):
+                if spent is not None and spent is not out:
+                    self._pool.give(spent)
+
+        self._spill.send([(here, staged)], here, join)
 
     def accumulate(self, terms: Sequence[Tensor], rules: Rules) -> None:
         """Letter S, not the last micro-batch: add what every rank sent for this slice to ``total``."""
-        if self.total is None and len(terms) == 1 and terms[0] is self.partial.tensor and self.wire is rules.accumulate:
+        alone = len(terms) == 1 and terms[0] is self.partial.tensor and not self._leaves
+        if self.total is None and alone and self.wire is rules.accumulate:
             self.total = self.partial.hand_over()  # at one rank it is the total already
             return
         old = self.total
         if self.total is None:
             self.total = self.take_slice(rules.accumulate)
-        ordered_sum(terms, self.total, total=old, reduce_dtype=rules.reduce)
+        self._sum(terms, self.total, old, rules, final=False)
         self.partial.drop()
 
     def finish(self, terms: Sequence[Tensor], rules: Rules) -> None:
         """The window's last terms: what they add up to is divided, rounded and ``complete``."""
         place, old = self._place_for_complete(rules), self.total
-        ordered_sum(terms, place, total=old, divisor=rules.divisor, rounded=self.wire, reduce_dtype=rules.reduce)
+        self._sum(terms, place, old, rules, final=True)
         self.complete = place
-        if old is not None and old is not place:
+        if old is not None and old is not place and self._spill is None:
             self._pool.give(old)
         self.total = None
         partial = self.partial.tensor
@@ -208,7 +258,8 @@ class GradientBucket:
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
         partial, candidates = self.partial.tensor, [self.total]
-        if partial is not None and (not rules.sharded or partial.numel() == self.bucket.layout.slice_length):
+        sized = not rules.sharded or (partial is not None and partial.numel() == self.bucket.layout.slice_length)
+        if partial is not None and sized and not self._leaves:
             candidates.append(self.bucket.own_slice(partial))
         for memory in candidates:
             if memory is not None and memory.dtype in (torch.float32, self.wire):
@@ -254,7 +305,8 @@ class GradientBucket:
         for parameter in self.pieces.keys() & parameters:
             start, end = max(self.pieces[parameter].start, first), min(self.pieces[parameter].end, last)
             if start < end and self.complete is not None:
-                yield self.complete[start - first : end - first], other[start - first : end - first]
+                part = other[start - first : end - first].to(self.complete.device)
+                yield self.complete[start - first : end - first], part
 
     def drop_complete(self) -> None:
         """Give back what the complete gradient lies in, each storage once: some of these are views of others."""
@@ -273,8 +325,11 @@ class GradientBucket:
         self.late.drop()
         self.earlier = None
 
-    def storages(self) -> dict[int, int]:
-        """What holds gradients at this moment: identity of the storage → its bytes."""
-        places = [self.partial.tensor, self.late.tensor, self.total, self.complete, self.whole, self.earlier]
-        places += [*self.partial.waiting, *self.late.waiting]
-        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in places if t is not None}
+    def storages(self) -> dict[int, tuple[str, int]]:
+        """What holds gradients at this moment: identity of the storage → (where it is, its bytes)."""
+        here = [self.partial.tensor, self.late.tensor, self.whole, self.earlier]
+        here += [*self.partial.waiting, *self.late.waiting]
+        resting = [self.total, self.complete]
+        where = dict.fromkeys((t for t in resting if t is not None), "cpu" if self._leaves else "device")
+        where |= dict.fromkeys((t for t in here if t is not None), "device")
+        return {t.untyped_storage()._cdata: (place, t.untyped_storage().nbytes()) for t, place in where.items()}

@@ -13,7 +13,7 @@ backward, and afterwards the order in which rank 0's buckets became ready.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +28,8 @@ from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
 from shardengine.record import Purpose
+from shardengine.streams import is_apart
+from shardengine.transit import Transit
 
 _MAX_IN_FLIGHT = 3
 
@@ -104,8 +106,10 @@ class Reducer:
     def __init__(
         self, layout: Layout, buckets: list[Bucket], collectives: Collectives, pool: BufferPool, rules: Rules
     ) -> None:
-        self.buckets = [GradientBucket(bucket, layout, pool, rules.wire or bucket.full.dtype) for bucket in buckets]
         self.rules = rules
+        self._spill = Transit(collectives.mesh.device, pool)
+        self.way_back = Transit(collectives.mesh.device, pool)
+        self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
         self._collectives = collectives
@@ -119,6 +123,11 @@ class Reducer:
         self._mode = _Mode(armed=False)
         self._unsent = False
         self._in_flight: deque[_Flight] = deque()
+
+    def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
+        leaves = bucket.shelf.away and not self.rules.gathers
+        spill = self._spill if leaves and is_apart(bucket.full.device) else None
+        return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
     @property
     def window_complete(self) -> bool:
@@ -204,13 +213,18 @@ class Reducer:
     def drop(self) -> None:
         """After a fault: forget the window, what is in flight and the order of launches. The pool must forget, too."""
         self._in_flight.clear()
+        self._spill.drop()
+        self.way_back.drop()
         self._order = _Order(len(self.buckets))
         self.release()
 
-    def gradient_bytes(self) -> int:
-        """Bytes that hold gradients at this moment, transient buffers of the pool not included."""
-        found = {key: size for state in self.buckets for key, size in state.storages().items()}
-        return sum(found.values())
+    def gradient_bytes(self) -> Counter[str]:
+        """Bytes that hold gradients at this moment, by where; transient buffers of the pool are not included."""
+        found = {key: bytes_at for state in self.buckets for key, bytes_at in state.storages().items()}
+        total: Counter[str] = Counter()
+        for place, size in found.values():
+            total[place] += size
+        return total
 
     def agree(self, payload: Callable[[], Payload]) -> tuple[Tensor, Tensor]:
         """The window is complete: agree on which parameters were used (``touched``); collective.
@@ -248,7 +262,8 @@ class Reducer:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
         parameters = late.intersection(state.pieces)
         if parameters:
-            summed, rules = state.take_slice(torch.float32), self.rules
+            rules, device = self.rules, state.bucket.full.device
+            summed = self._pool.take(state.bucket.layout.slice_length, torch.float32, device)
 
             def land(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
@@ -318,6 +333,7 @@ class Reducer:
             flight = self._in_flight.popleft()
             flight.pending.wait()
             self._fly(flight.land() if flight.land is not None else None)
+        self._spill.settle(leave)
 
 
 def _pack(flags: Tensor) -> Tensor:

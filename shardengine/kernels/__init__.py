@@ -7,13 +7,17 @@ with the same bits.
 
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.operations import (
+    Offer,
     compress,
+    crc32,
     decompress,
     flatten,
+    offer,
     ordered_sum,
     sum_of_squares,
     unflatten,
     update,
+    withdraw_native,
 )
 from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import gradient_factor, norm_from_squares
@@ -24,18 +28,22 @@ __all__ = [
     "STATE_NAMES",
     "Compressed",
     "Noise",
+    "Offer",
     "Rule",
     "Span",
     "Spans",
     "compress",
+    "crc32",
     "decompress",
     "flatten",
     "gradient_factor",
     "norm_from_squares",
+    "offer",
     "ordered_sum",
     "random_bits",
     "rule_for",
     "sum_of_squares",
     "unflatten",
     "update",
+    "withdraw_native",
 ]

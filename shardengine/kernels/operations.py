@@ -11,19 +11,30 @@ import functools
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.kernels import compression, reference, reference_update
+from shardengine.kernels import checksums, compression, reference, reference_update
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 
 _CHOICES = ("auto", "reference", "native", "triton")
+_withdrawn = False
+"""Whether another rank has no native kernels, so that this one does not use its own."""
+
+
+class Offer(IntEnum):
+    """What a rank says of its CPU before all ranks agree: no native kernels, native ones, native ones or none."""
+
+    TORCH = 0
+    NATIVE = 1
+    REQUIRED = 2
 
 
 @functools.cache
@@ -50,14 +61,29 @@ def implementation(device: torch.device) -> ModuleType | None:
     The environment variable SHARDENGINE_KERNELS says "reference" for every device, "triton" for every device (on a CPU
     it needs Triton's interpreter, TRITON_INTERPRET=1), "native" for CPUs, where it then must be there, or "auto":
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
-    is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s.
+    is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
     choice = _chosen()
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
         return importlib.import_module("shardengine.kernels.triton")
-    if choice in ("native", "auto") and device.type == "cpu":
+    if choice in ("native", "auto") and device.type == "cpu" and not _withdrawn:
         return _native()
     return None
+
+
+def offer() -> Offer:
+    """What this process can do on its CPU; builds and loads the native library where it may. Errors as there."""
+    choice = _chosen()
+    if choice not in ("native", "auto") or _native() is None:
+        return Offer.TORCH
+    required = choice == "native" or os.environ.get("SHARDENGINE_NATIVE") == "require"
+    return Offer.REQUIRED if required else Offer.NATIVE
+
+
+def withdraw_native(withdrawn: bool) -> None:
+    """Whether torch does the work of a CPU from now on although native kernels are there. The bits are the same."""
+    global _withdrawn
+    _withdrawn = withdrawn
 
 
 def flatten(
@@ -137,6 +163,16 @@ def update(
     """
     module = implementation(flats["weight"].device) or reference_update
     module.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
+
+
+def crc32(data: memoryview, value: int = 0) -> int:
+    """The CRC-32, as zlib has it, of contiguous bytes that follow others whose CRC-32 is ``value``.
+
+    It sees every change of up to 32 neighbouring bits, any other but for one in 2**32; it is no signature.
+    """
+    module = _native() if _chosen() in ("native", "auto") else None
+    found: int = (module or checksums).crc32(data, value)
+    return found
 
 
 def compress(

@@ -5,6 +5,7 @@ Must not know: buckets, layouts, what is computed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -38,6 +39,11 @@ class Spans(tuple[Span, ...]):
         made._tables = {}
         return made
 
+    @classmethod
+    def whole(cls, count: int) -> Spans:
+        """All of a tensor of ``count`` elements; kept, so that its tables are made once per length."""
+        return _whole(count)
+
     def table(self, device: torch.device, block: int) -> tuple[Tensor, Tensor]:
         """For one launch over all spans, cut into blocks: int64 [spans, 3] and int32 [blocks, 2] on ``device``.
 
@@ -61,3 +67,8 @@ class Spans(tuple[Span, ...]):
     def elements(self) -> int:
         """Elements in all spans."""
         return sum(span.end - span.start for span in self)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(count: int) -> Spans:
+    return Spans([(0, count)])

@@ -86,6 +86,17 @@ def some_case(seed: int, length: int, kind: str | None = None) -> Case:
     return Case(flats, some_spans(chance, length), rule, options)
 
 
+def plain_case(kind: str, length: int) -> Case:
+    """Normal numbers of fp32 from a bf16 gradient to a bf16 weight beside its master, at odd addresses."""
+    rule = rule_for(kind, OPTIONS[kind], 2)
+    dtypes = dict.fromkeys(("weight", *rule.states), torch.float32)
+    dtypes |= dict.fromkeys(("gradient", "low"), torch.bfloat16)
+    flats = {name: drawn(length, dtype, i, offset=2 * i + 1) for i, (name, dtype) in enumerate(dtypes.items())}
+    if "exp_avg_sq" in flats:
+        flats["exp_avg_sq"].abs_()
+    return Case(flats, Spans.whole(length), rule, {})
+
+
 def some_spans(chance: random.Random, length: int) -> Spans:
     """Ascending, with gaps and empty ones; numbered from 0, around 2^32, or far beyond it."""
     cuts = sorted(chance.randrange(length + 1) for _ in range(2 * chance.randrange(1, 6)))

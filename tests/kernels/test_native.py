@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardengine.kernels import Span, Spans, native, operations, reference, rule_for
+from shardengine.kernels import Span, Spans, checksums, native, operations, reference
 from shardengine.kernels.native import build, calls, library
 from tests.kernels.native_cases import (
-    ADAM,
     FLOATS,
     OPTIONS,
     SPECIAL_BITS,
     Case,
     drawn,
+    plain_case,
     referred,
     same,
     some_case,
@@ -77,6 +79,18 @@ def test_an_update_of_any_length_has_the_bits_of_the_reference(forced: str, kind
     for length in SIZES:
         case = some_case(length, length, kind)
         check_update(case._replace(spans=Spans([(0, length)])))
+
+
+def test_an_update_of_each_length_to_4097_is_that_of_so_many_elements(forced: str) -> None:
+    case = plain_case("AdamW", 4097)
+    expected, moved = referred(case), {name: torch.empty_like(flat) for name, flat in case.flats.items()}
+    for length in range(4098):
+        for name, flat in moved.items():
+            flat.copy_(case.flats[name])
+        native.update(moved, Spans([(0, length)]), case.rule)
+        for name, flat in moved.items():
+            assert torch.equal(flat[:length], expected[name][:length]), (name, length)
+            assert torch.equal(flat[length:], case.flats[name][length:]), (name, length)
 
 
 @pytest.mark.parametrize("start", range(0, 400, 100))
@@ -139,29 +153,6 @@ def test_threads_change_no_bit_of_an_update(forced: str, threads: Any, kind: str
         results.append(case.flats)
     expected = referred(some_case(5, LONG, kind)._replace(spans=spans, options={}))
     assert all(same(result[name], flat) for name, flat in expected.items() for result in results)
-
-
-def exact_adam(flats: dict[str, Tensor], step: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """AdamW of Loshchilov & Hutter in float64, with the options of ADAM: each result and the size of its addends."""
-    w, g, m, v = (flats[name].double() for name in ("weight", "gradient", "exp_avg", "exp_avg_sq"))
-    beta1, beta2 = ADAM["betas"]
-    size = beta1 * m.abs() + (1 - beta1) * g.abs()
-    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    reach = ADAM["lr"] / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + ADAM["eps"])
-    w = w * (1 - ADAM["lr"] * ADAM["weight_decay"])
-    return {"weight": (w - reach * m, w.abs() + reach * size), "exp_avg": (m, size), "exp_avg_sq": (v, v)}
-
-
-@pytest.mark.parametrize("step", [1, 10, 1000])
-def test_adamw_is_within_three_places_of_float64(forced: str, step: int) -> None:
-    """Bound: 3 ulp of fp32 (2^-23 of the addends' size; m and v: 2): what at most a dozen half places add up to."""
-    flats = {name: drawn(20_000, torch.float32, number) for number, name in enumerate(("weight", "gradient"))}
-    flats |= {"exp_avg": drawn(20_000, torch.float32, 2), "exp_avg_sq": drawn(20_000, torch.float32, 3).square()}
-    exact = exact_adam(flats, step)
-    native.update(flats, Spans([(0, 20_000)]), rule_for("AdamW", ADAM, step))
-    for name, (expected, size) in exact.items():
-        places = (flats[name].double() - expected).abs() / (size * 2.0**-23)
-        assert places.max() <= (3.0 if name == "weight" else 2.0), name
 
 
 def halves() -> Tensor:
@@ -299,3 +290,23 @@ def test_spans_beyond_the_tensors_never_reach_the_library() -> None:
     backing = {name: torch.cat([flat.float(), torch.full((64,), 5.0)]) for name, flat in case.flats.items()}
     native.update({name: flat[:64] for name, flat in backing.items()}, Spans([(0, 128)]), case.rule)
     assert all((flat[64:] == 5.0).all() for flat in backing.values())
+
+
+def test_a_crc32_is_zlibs(forced: str) -> None:
+    """Of any length, from any byte on, after any other bytes: by the table and by carry-less products."""
+    loaded, chance = calls._library(), random.Random(0)
+    data = memoryview(bytearray(chance.randbytes(70_000)))
+    for count in [*range(1, 300), 4095, 4096, 4097, 65_537]:
+        start, value = chance.randrange(64), chance.getrandbits(32)
+        part = data[start : start + count]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(part))
+        expected = zlib.crc32(part, value)
+        assert loaded.crc32(loaded.instruction_set, value, address, count) == expected, count
+        assert calls.crc32(part, value) == checksums.crc32(part, value) == operations.crc32(part, value) == expected
+
+
+def test_a_crc32_of_what_has_no_address() -> None:
+    for data, expected in ((b"", 7), (b"123456789", zlib.crc32(b"123456789", 7))):
+        for view in (memoryview(data), memoryview(bytearray(data))):
+            assert operations.crc32(view, 7) == expected
+    assert operations.crc32(memoryview(b"123456789")) == 0xCBF43926

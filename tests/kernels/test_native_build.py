@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -275,3 +277,49 @@ def test_a_library_beside_the_package_is_taken_first(
     assert build.library() == build.Built(own_cache)
     shipped.write_bytes(own_cache.read_bytes())
     assert build.library() == build.Built(shipped)
+
+
+def test_a_library_beside_the_package_that_does_not_load_is_left_alone(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was made with a newer C library."""
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    shipped = tmp_path / f"{build.source_key()}.so"
+    data = b"\x7fELF" + bytes(5000)
+    shipped.write_bytes(data + build._MARK + hashlib.sha256(data).digest())
+    assert build.library() == build.Built(shipped)
+    assert load_again() is not None
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    own_cache.unlink()
+    assert load_again() is None
+
+
+def test_a_library_made_with_another_c_library_is_not_taken_from_the_cache(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = build.source_key()
+    monkeypatch.setattr(build, "_c_library", lambda: "glibc-99.1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.library().path is None and build.source_key() == key
+    monkeypatch.delenv("CXX")
+    built = build.library()
+    assert built.path is not None and "glibc-99.1" in built.path.name and built.path.parent == own_cache.parent
+
+
+@pytest.mark.skipif(os.uname().machine not in build.BASELINE, reason="no baseline is known for this processor family")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
+def test_a_library_runs_on_the_oldest_processor_of_its_family(tmp_path: Path) -> None:
+    """A cache may be shared: outside of the chosen bodies there are no vectors longer than the family's."""
+    found = build.find_compiler()
+    assert isinstance(found, build.Compiler)
+    eager = build.Compiler((*found.command, "-march=native"), found.version)
+    path = tmp_path / "library.so"
+    path.write_bytes(build.compile_library(eager, build.source_key()))
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
+    functions = re.findall(r"^\w+ <(\S+)>:\n((?:.+\n)*)", text.stdout, flags=re.MULTILINE)
+    chosen = [code for name, code in functions if "avx2" in name or "avx512" in name]
+    others = {name: code for name, code in functions if "avx2" not in name and "avx512" not in name}
+    newer = re.compile(r"\t(v[a-z]|shlx|shrx|sarx|mulx|bzhi|rorx|andn\s)|%[yz]mm")
+    assert any("scalar" in name for name in others) and "shardengine_update" in others
+    assert [name for name, code in others.items() if newer.search(code)] == []
+    assert os.uname().machine != "x86_64" or any(newer.search(code) for code in chosen)

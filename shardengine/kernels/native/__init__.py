@@ -7,11 +7,12 @@ body stays torch's. Must not know: who calls.
     build.py     source → library file, cached
     library.py   library file → functions; which instruction set; what SHARDENGINE_NATIVE asks for
     calls.py     tensors → arguments
+    processor.py a second opinion on the processor, for `shardengine env`
 """
 
 from shardengine.kernels.compression import compress, decompress
-from shardengine.kernels.native.calls import ordered_sum, sum_of_squares, update
+from shardengine.kernels.native.calls import crc32, ordered_sum, sum_of_squares, update
 from shardengine.kernels.native.library import load
 from shardengine.kernels.reference import flatten, unflatten
 
-__all__ = ["compress", "decompress", "flatten", "load", "ordered_sum", "sum_of_squares", "unflatten", "update"]
+__all__ = ["compress", "crc32", "decompress", "flatten", "load", "ordered_sum", "sum_of_squares", "unflatten", "update"]

@@ -2,11 +2,11 @@
 
 Must not know: what the library computes, torch, what happens where there is no library.
 
-[Note: The cached library] A file's name holds a hash of everything that it was made from (source, flags, processor
-family, C library, compiler), so nothing in the cache is ever out of date, and it ends with a hash of its own bytes, so
-a truncated or damaged one is seen before it is loaded, and built again. It is written beside its place and renamed into
-it: a reader sees a whole file or none. A lock lets the first of several processes build while the others wait; where
-the cache cannot be locked or written, each process builds for itself in a temporary folder.
+[Note: The cached library] A file's name holds everything that it was made from: a hash of source, flags and processor
+family, the C library, a hash of the compiler. So nothing in the cache is ever out of date. The file ends with a hash of
+its own bytes, so a truncated or damaged one is seen before it is loaded, and built again. It is written beside its
+place and renamed into it: a reader sees a whole file or none. A lock lets the first of several processes build while
+the others wait; where the cache cannot be locked or written, each process builds for itself in a temporary folder.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ FLAGS = (
     "-ffp-contract=off",  # every operation is rounded on its own
     "-fno-math-errno", "-fno-trapping-math",  # change no value, but let roots and selections become vectors
 )  # fmt: skip
+BASELINE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
+"""What every processor of a family has. More is used in the bodies that are chosen at run time, and nowhere else,
+whatever the compiler's own default is: a cache or a wheel may go to a machine with an older processor."""
 _MARK = b"shardengine library, sha256 of all before:"
 _TRAILER = len(_MARK) + hashlib.sha256().digest_size
 _LOCK_SECONDS, _COMPILE_SECONDS = 60.0, 300.0
@@ -53,18 +56,25 @@ class Compiler(NamedTuple):
     version: str
 
 
+def flags() -> tuple[str, ...]:
+    """The compiler's, on this processor family."""
+    return FLAGS + BASELINE.get(platform.machine(), ())
+
+
 def source_key() -> str:
-    """A hash of what makes the library, compiler aside: 16 hexadecimal digits. The library itself knows it, too."""
-    parts = [*FLAGS, platform.machine(), _c_library()]
+    """A hash of what the library does and where: 16 hexadecimal digits. The library itself knows it, too."""
+    parts = [*flags(), platform.machine()]
     for file in sorted(SOURCE.iterdir()):
         parts += [file.name, file.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def library() -> Built:
-    """The library for this machine: shipped, cached, or built now."""
+def library(*, shipped: bool = True) -> Built:
+    """The library for this machine: shipped with the package (unless not wanted), cached, or built now."""
     try:
-        return _library(source_key())
+        key = source_key()
+        beside = PREBUILT / f"{key}.so"
+        return Built(beside) if shipped and is_whole(beside) else _library(key)
     except (
         OSError,
         RuntimeError,
@@ -79,7 +89,7 @@ def compile_library(compiler: Compiler, key: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="shardengine-") as folder:
         out = Path(folder) / "library.so"
         define = f'-DSHARDENGINE_KEY="{key}"'
-        command = [*compiler.command, *FLAGS, define, str(SOURCE / "library.cpp"), "-o", str(out)]
+        command = [*compiler.command, *flags(), define, str(SOURCE / "library.cpp"), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
         if done.returncode or not out.is_file():
             raise OSError(f"`{shlex.join(command)}` returned {done.returncode}: {done.stderr.strip()[-600:]}")
@@ -130,16 +140,13 @@ def store(data: bytes, path: Path) -> None:
 
 
 def _library(key: str) -> Built:
-    shipped = PREBUILT / f"{key}.so"
-    if is_whole(shipped):
-        return Built(shipped)
-    folder = cache_folder()
+    folder, name = cache_folder(), f"kernels-{key}-{_c_library()}"
     compiler = find_compiler()
     if isinstance(compiler, str):
-        made = [path for path in sorted(folder.glob(f"kernels-{key}-*.so")) if is_whole(path)]
+        made = [path for path in sorted(folder.glob(f"{name}-*.so")) if is_whole(path)]
         return Built(made[0]) if made else Built(None, compiler)
     version = hashlib.sha256("\0".join([*compiler.command, compiler.version]).encode()).hexdigest()[:16]
-    path = folder / f"kernels-{key}-{version}.so"
+    path = folder / f"{name}-{version}.so"
     if is_whole(path):
         return Built(path)
     with _locked(path.with_suffix(".lock")):
@@ -179,8 +186,8 @@ def _try_lock(number: int) -> bool:
 
 
 def _c_library() -> str:
-    """A library that was linked with another one may not load."""
+    """Its name and version. A library that was linked with another one may not load."""
     try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "libc").replace(" ", "-")
     except (ValueError, OSError):  # not the GNU C library
-        return ""
+        return "libc"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError
-from shardengine.kernels import reference, reference_update
+from shardengine.kernels import checksums, reference, reference_update
 from shardengine.kernels.native.library import Library, SumArguments, UpdateArguments, load
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
@@ -134,6 +134,16 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     if found < 0:
         raise MemoryError("sum_of_squares: no memory for the sums of its blocks")
     return torch.full((), found, dtype=torch.float64)
+
+
+def crc32(data: memoryview, value: int = 0) -> int:
+    """See ``operations.crc32``."""
+    library = _library()
+    if not library.fast_crc32 or data.readonly or not data.nbytes:  # ctypes gives no address of what is read-only
+        return checksums.crc32(data, value)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    found: int = library.crc32(library.instruction_set, value, address, data.nbytes)
+    return found
 
 
 def _library() -> Library:

@@ -50,7 +50,8 @@ class SumArguments(ctypes.Structure):
 
 class Library(NamedTuple):
     """The C functions. number_of: the name of an instruction set → its number, negative where it cannot be used; the
-    others take such a number first, as a rule ``instruction_set``, and then how many threads.
+    others take such a number first, as a rule ``instruction_set``, and then how many threads; crc32 takes none.
+    fast_crc32: whether it beats what Python has.
     """
 
     instruction_set: int
@@ -58,6 +59,8 @@ class Library(NamedTuple):
     update: Any
     ordered_sum: Any
     sum_of_squares: Any
+    crc32: Any
+    fast_crc32: bool
 
 
 class _Unusable(Exception):
@@ -89,8 +92,18 @@ def load() -> Library | None:
 
 
 def _opened() -> ctypes.CDLL:
-    """The loaded library, after its own word that it was made from the source beside this file."""
+    """The loaded library."""
     built = build.library()
+    try:
+        return _checked(built)
+    except _Unusable:
+        if built.path is None or built.path.parent != build.PREBUILT:
+            raise
+    return _checked(build.library(shipped=False))  # what was shipped wants a newer C library
+
+
+def _checked(built: build.Built) -> ctypes.CDLL:
+    """Loaded, after its own word that it was made from the source beside this file."""
     if built.path is None:
         raise _Unusable(built.problem)
     try:
@@ -112,11 +125,14 @@ def _opened() -> ctypes.CDLL:
 def _bound(opened: ctypes.CDLL) -> Library:
     number_of, update = opened.shardengine_instruction_set, opened.shardengine_update
     ordered_sum, squares = opened.shardengine_ordered_sum, opened.shardengine_sum_of_squares
+    crc32 = opened.shardengine_crc32
     number_of.argtypes = (ctypes.c_char_p,)
     update.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(UpdateArguments))
     ordered_sum.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(SumArguments))
     squares.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64)
+    crc32.argtypes = (ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
     update.restype, ordered_sum.restype, squares.restype = None, None, ctypes.c_double
+    crc32.restype = ctypes.c_uint32
     name = os.environ.get("SHARDENGINE_ISA", "")
     if name and name not in INSTRUCTION_SETS:
         raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, came {name!r}")
@@ -124,4 +140,5 @@ def _bound(opened: ctypes.CDLL) -> Library:
     if chosen < 0:
         why = "this processor lacks it" if chosen == -2 else "the library for this processor family has no such body"
         raise UsageError(f"SHARDENGINE_ISA={name}: {why}; leave it out to have the best one that is there")
-    return Library(chosen, number_of, update, ordered_sum, squares)
+    fast_crc32 = bool(opened.shardengine_fast_crc32(chosen))
+    return Library(chosen, number_of, update, ordered_sum, squares, crc32, fast_crc32)

@@ -12,6 +12,7 @@
 #endif
 
 #include "arguments.h"
+#include "checksums.h"
 #include "threads.h"
 
 #if defined(__x86_64__)  // immintrin.h alone would take as long to compile as all of this
@@ -108,6 +109,25 @@ EXPORTED int shardengine_instruction_set(const char *name) {
         if (!strcmp(name, SETS[i].name)) return SETS[i].is_there() ? i : -2;
     }
     return -1;
+}
+
+// Whether the CRC-32 of this instruction set is faster than a table's.
+EXPORTED int shardengine_fast_crc32(int set) {
+#if defined(__x86_64__)
+    return set > 0 && __builtin_cpu_supports("pclmul");
+#else
+    return set < 0;
+#endif
+}
+
+// The CRC-32 of what had the CRC-32 `value`, followed by `count` bytes.
+EXPORTED uint32_t shardengine_crc32(int set, uint32_t value, const void *memory, int64_t count) {
+    const uint8_t *bytes = static_cast<const uint8_t *>(memory);
+#if defined(__x86_64__)
+    if (shardengine_fast_crc32(set)) return ~crc_of_lanes(~value, bytes, count);
+#endif
+    (void)set;
+    return ~crc_of_bytes(~value, bytes, count);
 }
 
 EXPORTED void shardengine_update(int set, int threads, const UpdateArguments *arguments) {

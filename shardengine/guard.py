@@ -1,0 +1,38 @@
+"""What an engine has changed on the user's module while it is attached. Owns: the record of it, to take it back.
+
+Must not know: why something was changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from shardengine.activations import Checkpointed
+
+
+@dataclass
+class Guard:
+    """What the engine changes on the module while it is attached.
+
+    open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
+    shown: how many ``full_params`` are open.
+    marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
+    versions: of the parameters, as the engine left them: torch counts every in-place write · handles: of the hooks.
+    parked: what ``offload_states`` has moved to host memory.
+    """
+
+    open: bool = False
+    shown: int = 0
+    marked: Any = None
+    versions: list[int] = field(default_factory=list)
+    parked: set[str] = field(default_factory=set)
+    handles: list[RemovableHandle | Checkpointed] = field(default_factory=list)
+
+    def unhook(self) -> None:
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()

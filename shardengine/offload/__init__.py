@@ -1,0 +1,10 @@
+"""Where resting shards live: tiers (the device, host memory, files on a disk) and what steps them on the host.
+
+Must not know: stages, buckets, process groups, the order of a step.
+"""
+
+from shardengine.offload.cpu_adam import CPUAdam
+from shardengine.offload.shelf import HOST, MemoryShelf, Shelf, host_copy
+from shardengine.offload.tiers import Homes, HostTier, Tier, Tiers
+
+__all__ = ["HOST", "CPUAdam", "Homes", "HostTier", "MemoryShelf", "Shelf", "Tier", "Tiers", "host_copy"]

@@ -1,0 +1,342 @@
+"""One file per process for what does not fit into memory, cut into extents that are read and written asynchronously.
+
+Owns: extents and their checksums, the order of transfers, what is said when something fails. Must not know: what the
+bytes mean.
+
+[Note: Checksums of extents] For each block of an extent (``Aio.block_size`` bytes) a CRC-32 is kept in memory: taken
+from the caller's memory before it is written, compared with what was read before the caller gets it. A lost write, a
+block from another place and a flipped bit are seen alike. A new extent holds zeros, and is compared with zeros. What a
+caller changes in a mapping nobody sees: after ``map`` the next transfer takes the sums anew from what it finds, and so
+does every one as long as the mapping lives.
+
+[Note: Order of transfers] Transfers of one extent follow each other: asking for one waits for the one before it, which
+is usually long done. Reads have threads of their own, and so have writes: a disk that can do both at once does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import OffloadError, UsageError
+from shardengine.host_memory import staging
+from shardengine.kernels import crc32
+from shardengine.offload.claims import DATA, Claim
+from shardengine.offload.disk import ALIGNMENT, Aio, Damage, DiskFile, Lane, bytes_of
+
+__all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ZEROS = memoryview(bytearray(1 << 16))
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """``count`` bytes from byte ``offset`` (a multiple of 4096) of the file that gave it."""
+
+    offset: int
+    count: int
+
+
+class Transfer:
+    """A read or a write under way. Until it is done its memory belongs to it."""
+
+    def __init__(self, blocks: int) -> None:
+        self._left = blocks
+        self._failure: tuple[str, BaseException] | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._process = os.getpid()
+        if not blocks:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether ``wait`` returns, or raises, at once."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when it is done. OffloadError where it failed, each time; what a read has filled by then is void."""
+        self.wait_quietly()
+        if self._failure is not None:
+            text, cause = self._failure
+            raise OffloadError(text) from cause
+
+    def wait_quietly(self) -> None:
+        """``wait`` without the error of the transfer."""
+        if not self._ended.is_set() and os.getpid() != self._process:
+            raise UsageError("offload: this transfer was under way at a fork: only the parent can wait for it")
+        self._ended.wait()
+
+    def _fail(self, text: str, cause: BaseException) -> None:
+        """Keep the first failure. It is done when all blocks are at their end."""
+        with self._lock:
+            self._failure = self._failure or (text, cause)
+
+    def _count_down(self, last_words: Callable[[], None]) -> None:
+        """One block less; after the last one come ``last_words``, then it is done."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            last_words()
+            self._ended.set()
+
+
+class _Torn(Exception):
+    """An extent whose last write failed."""
+
+
+@dataclass
+class _State:
+    """Of an extent. sums: a checksum per block · torn: its last write failed · mapping: given out since the sums were
+    taken (the object may be gone) · last: the transfer that was asked for last."""
+
+    sums: array[int]
+    torn: bool = False
+    mapping: Callable[[], object] | None = None
+    last: Transfer = field(default_factory=lambda: Transfer(0))
+
+
+class ExtentFile:
+    """One file in a sub-directory of ``directory``, removed at ``close``, with the object, and at exit.
+
+    directory: made where it is missing; what crashed processes left in it is removed · label: who this is in errors,
+    such as "rank 3". OffloadError where no file can be made. One thread at a time may use it.
+    """
+
+    def __init__(self, directory: Path, label: str, aio: Aio = Aio()) -> None:  # noqa: B008  # it is frozen
+        self._label, self._aio = label, aio
+        self._claim = Claim(Path(directory), label)
+        try:
+            self._disk = DiskFile(self._claim.path / DATA)
+        except OSError as error:
+            self._claim.release()
+            text = f"{label}: {self._claim.path / DATA} cannot be made: {error.strerror or error}"
+            raise OffloadError(f"{text}. Name another directory, on a disk that works and has room") from error
+        self._summing = threading.Semaphore(aio.thread_count)
+        self._reads, self._writes = Lane(aio.queue_depth, "offload-read"), Lane(aio.queue_depth, "offload-write")
+        self._states: dict[Extent, _State] = {}
+        self._end = weakref.finalize(self, _end, self._claim, self._disk, (self._reads, self._writes))
+        _FILES.add(self)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._disk.path
+
+    def allocate(self, count: int) -> Extent:
+        """``count`` bytes more, zeros. Their room on the disk is taken now; OffloadError where there is none."""
+        self._check_held()
+        if count < 0:
+            raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, came {count}")
+        extent = Extent(self._disk.size, count)
+        try:
+            self._disk.check()
+            if count:
+                self._disk.grow(-(-count // ALIGNMENT) * ALIGNMENT)
+        except (OSError, Damage) as error:
+            raise OffloadError(_sentence(self._label, "taking room for", self.path, extent, error)) from error
+        sums = [_sum_of_zeros(end - start) for start, end in _cuts(count, self._aio.block_size)]
+        self._states[extent] = _State(array("I", sums))
+        return extent
+
+    def read(self, extent: Extent, into: Tensor) -> Transfer:
+        """Fill ``into``: uint8 [count] on the CPU from a page on (``host_memory.staging``).
+
+        It fails where the system says so, where the file was removed, replaced or cut, where other bytes come than
+        were written, and where the last write failed.
+        """
+        return self._begin(extent, into, reading=True)
+
+    def write(self, extent: Extent, source: Tensor) -> Transfer:
+        """Write ``source``, memory as ``read`` wants it. The extent is torn where it fails, until another succeeds."""
+        return self._begin(extent, source, reading=False)
+
+    def map(self, extent: Extent) -> Tensor:
+        """The extent as memory, for cold access: uint8 [count], read when touched, and shared with the file.
+
+        What is there now is verified first; what is written there becomes part of the file. OffloadError as for
+        ``read``. A disk that fails later, or a file that somebody cuts, ends the process (SIGBUS).
+        """
+        scratch = staging(min(extent.count, self._aio.block_size))
+        request = self._request(extent, bytes_of(scratch), reading=True, cached=True)
+        request.carry_out()
+        request.transfer.wait()
+        if not extent.count:
+            return scratch
+        area = self._disk.mapped(extent.count, extent.offset)
+        self._states[extent].mapping = weakref.ref(area)
+        return torch.frombuffer(area, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Wait for all transfers and remove the file. A mapping stays, as memory that is nobody else's."""
+        self._end()
+
+    def _begin(self, extent: Extent, data: Tensor, *, reading: bool) -> Transfer:
+        aligned = data.is_cpu and data.is_contiguous() and data.data_ptr() % ALIGNMENT == 0
+        if data.dtype is not torch.uint8 or data.shape != (extent.count,) or (extent.count and not aligned):
+            raise UsageError(
+                f"{self._label}: ExtentFile.{'read' if reading else 'write'}: expected uint8 [{extent.count}] on the "
+                f"CPU, contiguous, at a multiple of {ALIGNMENT} in memory (host_memory.staging), came {data.dtype} "
+                f"{list(data.shape)} on {data.device}"
+            )
+        request = self._request(extent, bytes_of(data), reading=reading)
+        state = self._states[extent]
+        state.last = request.transfer
+        (self._reads if reading else self._writes).put(request.carry_out, len(state.sums))
+        return request.transfer
+
+    def _request(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Request:
+        """A transfer of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
+        self._check_held()
+        state = self._states.get(extent)
+        if state is None:
+            raise UsageError(f"{self._label}: offload: expected an extent of {self.path}, came one of another file")
+        state.last.wait_quietly()
+        request = _Request(self, extent, state, data, reading=reading, cached=cached)
+        try:
+            self._disk.check()
+            if reading and state.torn:
+                raise _Torn("the last write of it failed, and what is there is neither the old nor the new")
+            if state.mapping is not None:
+                self._disk.flush()
+        except (OSError, Damage, _Torn) as error:
+            request.fail(error)
+        return request
+
+    def _check_held(self) -> None:
+        if not self._claim.held:
+            raise UsageError(
+                f"{self._label}: offload: {self.path} is closed, or belongs to the parent of this forked process: "
+                "make an ExtentFile of its own in a child"
+            )
+
+
+class _Request:
+    """The blocks of a transfer. It knows no ExtentFile, which may be collected before the last block is done."""
+
+    def __init__(
+        self, file: ExtentFile, extent: Extent, state: _State, data: memoryview, *, reading: bool, cached: bool
+    ) -> None:
+        """cached: through the page cache, all blocks to the same memory, the first bytes of ``data``."""
+        self._disk, self._label, self._summing = file._disk, file._label, file._summing
+        self._extent, self._state, self._data = extent, state, data
+        self._reading, self._cached = reading, cached
+        self._size = file._aio.block_size
+        self._left = iter(range(0, extent.count, self._size))
+        self._gone = state.mapping is not None and state.mapping() is None
+        self.transfer = Transfer(len(state.sums))
+
+    def carry_out(self) -> None:
+        """Block after block, until all have been begun: by any number of threads. None after one has failed."""
+        for start in self._left:
+            if self.transfer._failure is None:
+                try:
+                    (self._read if self._reading else self._write)(start)
+                except Exception as error:  # whatever it is, somebody waits for this transfer
+                    self.fail(error)
+            self.transfer._count_down(self._last_words)
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first error, for ``Transfer.wait``."""
+        doing = "reading" if self._reading else "writing"
+        self.transfer._fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
+
+    def _read(self, start: int) -> None:
+        end, sums = min(start + self._size, self._extent.count), self._state.sums
+        data = self._data[: end - start] if self._cached else self._data[start:end]
+        self._disk.read(data, self._extent.offset + start, cached=self._cached)
+        with self._summing:
+            found = crc32(data)
+        if self._state.mapping is not None:
+            sums[start // self._size] = found
+        elif found != sums[start // self._size]:
+            first = self._extent.offset + start
+            raise Damage(f"bytes {first} to {first + len(data)} are not those that were written (a checksum differs)")
+
+    def _write(self, start: int) -> None:
+        data = self._data[start : start + self._size]
+        with self._summing:
+            self._state.sums[start // self._size] = crc32(data)
+        self._disk.write(data, self._extent.offset + start)
+
+    def _last_words(self) -> None:
+        """A mapping that was gone when this began has changed nothing since: the sums hold."""
+        failed = self.transfer._failure is not None
+        if not self._reading:
+            self._state.torn = failed
+        if self._gone and not failed:
+            self._state.mapping = None
+
+
+def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Exception) -> str:
+    """What failed, where, why, and what to do."""
+    cause = (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)
+    if isinstance(error, _Torn):
+        advice = "write it again before it is read"
+    elif isinstance(error, Damage):
+        advice = (
+            f"let nothing else change files below {path.parent.parent}, see the system's log for its disk, and start "
+            "again from the last checkpoint"
+        )
+    else:
+        full = isinstance(error, OSError) and error.errno in _FULL
+        advice = (
+            "make room there, or name a directory on a larger disk" if full else "see the system's log for its disk"
+        )
+        after = {
+            "reading": "; start again from the last checkpoint",
+            "writing": "; the bytes are still in memory and may be written again",
+        }
+        advice += after.get(doing, "")
+    what = f"{doing} {extent.count} bytes at offset {extent.offset} of {path}"
+    return f"{label}: {what} failed: {cause}. What to do: {advice}"
+
+
+def _cuts(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """The blocks of ``count`` bytes: [start, end)."""
+    return ((start, min(start + size, count)) for start in range(0, count, size))
+
+
+@lru_cache(maxsize=8)
+def _sum_of_zeros(count: int) -> int:
+    found = 0
+    for start, end in _cuts(count, len(_ZEROS)):
+        found = crc32(_ZEROS[: end - start], found)
+    return found
+
+
+def _end(claim: Claim, disk: DiskFile, lanes: Sequence[Lane]) -> None:
+    """Close and remove. Nothing in a forked child."""
+    if not claim.held:
+        return
+    if any(lane.has_current_thread for lane in lanes):  # the garbage collector came by in a job
+        threading.Thread(target=_end, args=(claim, disk, lanes), name="offload-end").start()
+        return
+    for lane in lanes:
+        lane.end()
+    disk.close()
+    claim.release()
+
+
+_FILES: weakref.WeakSet[ExtentFile] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for file in list(_FILES):
+        if file._claim.held:  # of a closed one the numbers of its files are others' by now
+            file._claim.forget()
+            file._disk.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

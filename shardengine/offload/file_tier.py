@@ -1,0 +1,326 @@
+"""The disk as a tier: shelves whose tensors rest in one file, and pass through a few host buffers to be stepped.
+
+Owns: which shelf is in which buffer, and what becomes of it when a write fails. Must not know: how a file is read and
+written (extents), what the tensors mean.
+
+[Note: A shelf in a file]
+
+    RESTING ──fetch/take──▶ READING ──take──▶ TAKEN ──put──▶ WRITING ──▶ RESTING
+                               │                │ ▲───take──── UNWRITTEN ◀──┘ an error
+    RESTING ◀───its buffer is needed        leave └▶ RESTING
+
+There are ``buffer_count`` buffers, each as large as the largest shelf: while one shelf is stepped the next ones are
+read and the last ones written. Where a write fails the buffer keeps what was stepped, so that nothing is lost: the
+error is raised once, and whoever takes the shelf next has it from the buffer and writes it again. So does whoever needs
+a buffer when no other is left: there may be room on the disk by then.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import InternalError, OffloadError
+from shardengine.host_memory import HUGE_PAGE, staging
+from shardengine.offload.extents import Extent, ExtentFile, Transfer
+from shardengine.offload.shelf import HOST, Shelf
+
+_PAGE = 4096
+_ALIGNMENT = 64
+
+
+class _Rest(enum.Enum):
+    RESTING = "in the file"
+    READING = "on its way into a buffer"
+    TAKEN = "in a buffer, to be written to"
+    WRITING = "on its way back"
+    UNWRITTEN = "in a buffer, because its write failed"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors that were added together: name → (first byte, elements, dtype), in ``extent``; ``start``: in a buffer."""
+
+    extent: Extent
+    start: int
+    tensors: dict[str, tuple[int, int, torch.dtype]]
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors in the bytes of the extent."""
+        return {
+            name: memory[first : first + count * dtype.itemsize].view(dtype)
+            for name, (first, count, dtype) in self.tensors.items()
+        }
+
+
+class FileTier:
+    """A tier in ``file``, with ``buffer_count`` (at least 2) host buffers."""
+
+    name = "nvme"
+
+    def __init__(self, file: ExtentFile, buffer_count: int) -> None:
+        self.file = file
+        self._count = buffer_count
+        self._size = 0
+        self._free: list[Tensor] = []
+        self._made = 0
+        self._writing: deque[FileShelf] = deque()
+        self._fetched: list[FileShelf] = []
+        self._unwritten: list[FileShelf] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of host memory that all buffers take, once each has been needed."""
+        return self._count * self._size
+
+    def shelf(self) -> Shelf:
+        """See ``tiers.Tier``."""
+        return FileShelf(self)
+
+    def hold(self, size: int) -> None:
+        """Buffers must have ``size`` bytes from now on."""
+        if size > self._size:
+            self._made -= len(self._free)
+            self._free.clear()
+            self._size = -(-size // HUGE_PAGE) * HUGE_PAGE
+
+    def take_buffer(self, *, wait: bool) -> Tensor | None:
+        """A free buffer; ``wait``: for the oldest write, or None. OffloadError where that fails, or has failed before
+        and fails again."""
+        while self._writing and (self._writing[0].written or not (self._free or self._made < self._count)):
+            if not (wait or self._writing[0].written):
+                return None
+            self._writing.popleft().land()
+        if wait and not self._free and self._made == self._count:
+            if self._fetched:
+                self._fetched[-1].give_up()  # it was fetched on a prediction that failed
+            elif self._unwritten:
+                self._unwritten[0].write_again()
+        if self._free:
+            return self._free.pop()
+        if self._made < self._count:
+            buffer = staging(self._size)
+            self._made += 1
+            return buffer
+        if wait:
+            raise InternalError(f"all {self._count} buffers for {self.file.path} are taken at the same time")
+        return None
+
+    def give_buffer(self, buffer: Tensor) -> None:
+        """Back from its shelf."""
+        if buffer.numel() == self._size:
+            self._free.append(buffer)
+        else:
+            self._made -= 1
+
+    def follow(self, shelf: FileShelf, *, writing: bool) -> None:
+        """``shelf`` is being written, or was fetched."""
+        (self._writing if writing else self._fetched).append(shelf)
+
+    def keep(self, shelf: FileShelf) -> None:
+        """``shelf`` could not be written: its buffer has what the file has not."""
+        self._unwritten.append(shelf)
+
+    def forget(self, shelf: FileShelf) -> None:
+        """``shelf`` has landed by itself, or is taken."""
+        for known in (self._writing, self._fetched, self._unwritten):
+            if shelf in known:
+                known.remove(shelf)
+
+
+class FileShelf(Shelf):
+    """A shelf in a file ([Note: A shelf in a file])."""
+
+    def __init__(self, tier: FileTier) -> None:
+        super().__init__(HOST, tier.name)
+        self._tier = tier
+        self._parts: list[_Part] = []
+        self._state = _Rest.RESTING
+        self._buffer: Tensor | None = None
+        self._transfers: list[Transfer] = []
+        self._unwritten = False
+        self._mapped: dict[str, Tensor] | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether ``land`` returns, or raises, at once."""
+        return all(transfer.done() for transfer in self._transfers)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """See ``Shelf``."""
+        part = self._new_part({name: (tensor.numel(), tensor.dtype) for name, tensor in tensors.items()})
+        memory = staging(part.extent.count)
+        for name, view in part.views(memory).items():
+            view.copy_(tensors[name])
+        self._tier.file.write(part.extent, memory).wait()
+        self._count(tensors)
+
+    def add_zeros(self, names: Sequence[str], length: int) -> None:
+        """See ``Shelf``. A new extent holds zeros."""
+        self._new_part(dict.fromkeys(names, (length, torch.float32)))
+        self._count({name: torch.empty(length, device="meta") for name in names})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See ``Shelf``: the file itself, mapped, once it is verified."""
+        self._settle()
+        if self._mapped is None:
+            maps = [part.views(self._tier.file.map(part.extent)) for part in self._parts]
+            self._mapped = {name: view for views in maps for name, view in views.items()}
+        return self._mapped
+
+    def fetch(self) -> None:
+        """See ``Shelf``."""
+        if self._state is _Rest.RESTING and (buffer := self._tier.take_buffer(wait=False)) is not None:
+            self._read(buffer)
+
+    def take(self) -> dict[str, Tensor]:
+        """See ``Shelf``. OffloadError where it cannot be read, or is not what was written."""
+        if self._state is _Rest.WRITING:
+            self._settle()
+        if self._state is _Rest.RESTING:
+            buffer = self._tier.take_buffer(wait=True)
+            assert buffer is not None
+            self._read(buffer)
+        if self._state is _Rest.UNWRITTEN:
+            self._tier.forget(self)
+            self._unwritten = True
+        if self._state is _Rest.READING:
+            self._tier.forget(self)
+            try:
+                for transfer in self._transfers:
+                    transfer.wait()
+            except BaseException:
+                for transfer in self._transfers:
+                    transfer.wait_quietly()  # into the buffer that somebody else gets now
+                self._release()
+                raise
+        self._state = _Rest.TAKEN
+        return self._views()
+
+    def put(self) -> None:
+        """See ``Shelf``: the write begins."""
+        memory, file = self._own_buffer(), self._tier.file
+        self._transfers = [
+            file.write(part.extent, memory[part.start : part.start + part.extent.count]) for part in self._parts
+        ]
+        self._state, self._unwritten = _Rest.WRITING, False
+        self._tier.follow(self, writing=True)
+
+    def leave(self) -> None:
+        """See ``Shelf``. What could not be written before is written now."""
+        if self._unwritten:
+            self.put()
+        else:
+            self._release()
+
+    def overwrite(self) -> dict[str, Tensor]:
+        """See ``Shelf``."""
+        self._settle()
+        self._mapped = None
+        buffer = self._tier.take_buffer(wait=True)
+        assert buffer is not None
+        self._buffer, self._state = buffer, _Rest.TAKEN
+        return self._views()
+
+    def park(self, *, pinned: bool) -> None:
+        """It is not on the device."""
+
+    def unpark(self) -> None:
+        """It is not on the device."""
+
+    def replace_unreadable(self) -> bool:
+        """See ``Shelf``: in new extents. OffloadError where what is still in a buffer cannot be written, or no room."""
+        self._settle()
+        try:
+            self.tensors()
+        except OffloadError:
+            allocate = self._tier.file.allocate
+            self._parts = [replace(part, extent=allocate(part.extent.count)) for part in self._parts]
+            return True
+        return False
+
+    def give_up(self) -> None:
+        """It was fetched and nobody took it: its buffer is needed."""
+        for transfer in self._transfers:
+            transfer.wait_quietly()
+        self._tier.forget(self)
+        self._release()
+
+    def land(self) -> None:
+        """The write is over: rest. OffloadError, once, where it has failed; the buffer keeps the bytes."""
+        try:
+            for transfer in self._transfers:
+                transfer.wait()
+        except BaseException:
+            self._state = _Rest.UNWRITTEN
+            self._tier.keep(self)
+            raise
+        self._release()
+
+    def write_again(self) -> None:
+        """Its write failed, and its buffer is needed. OffloadError where it fails again: everything is as before."""
+        self._settle()
+
+    def drop(self) -> None:
+        """See ``Shelf``. The room in the file is free when the file is closed."""
+        for transfer in self._transfers:
+            transfer.wait_quietly()
+        self._tier.forget(self)
+        self._mapped = None
+        if self._buffer is not None:
+            self._release()
+        self._parts, self.sizes = [], {}
+
+    def _settle(self) -> None:
+        """Rest in the file, whatever it costs: what is unwritten is written once more."""
+        if self._state in (_Rest.TAKEN, _Rest.UNWRITTEN):
+            self._tier.forget(self)
+            self.put()
+        if self._state is _Rest.WRITING:
+            self._tier.forget(self)
+            self.land()
+        elif self._state is _Rest.READING:
+            self.give_up()
+
+    def _views(self) -> dict[str, Tensor]:
+        memory = self._own_buffer()
+        views = [part.views(memory[part.start : part.start + part.extent.count]) for part in self._parts]
+        return {name: view for found in views for name, view in found.items()}
+
+    def _new_part(self, forms: dict[str, tuple[int, torch.dtype]]) -> _Part:
+        """Room in the file for tensors of these (elements, dtype), and in the buffers."""
+        self._settle()
+        self._mapped = None
+        places, end = {}, 0
+        for name, (count, dtype) in forms.items():
+            places[name] = (end, count, dtype)
+            end += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        last = self._parts[-1] if self._parts else None
+        start = 0 if last is None else last.start + -(-last.extent.count // _PAGE) * _PAGE
+        part = _Part(self._tier.file.allocate(end), start, places)
+        self._parts.append(part)
+        self._tier.hold(start + -(-end // _PAGE) * _PAGE)
+        return part
+
+    def _read(self, buffer: Tensor) -> None:
+        self._mapped = None
+        self._buffer, self._state = buffer, _Rest.READING
+        self._tier.follow(self, writing=False)
+        self._transfers = [
+            self._tier.file.read(part.extent, buffer[part.start : part.start + part.extent.count])
+            for part in self._parts
+        ]
+
+    def _own_buffer(self) -> Tensor:
+        assert self._buffer is not None, self._state
+        return self._buffer
+
+    def _release(self) -> None:
+        buffer, self._buffer = self._own_buffer(), None
+        self._state, self._transfers = _Rest.RESTING, []
+        self._tier.give_buffer(buffer)
