@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardengine.layout import ArenaLayout, BucketLayout, ParameterSpec
 from shardengine.offload import HOST, Homes, MemoryShelf, Shelf, Tier, host_copy
-from shardengine.streams import is_apart
+from shardengine.streams import Done, is_apart, mark
 
 SHARD = "shard"
 """The name on the shelf of weights that rest in another tier."""
@@ -82,6 +82,7 @@ class Bucket:
         self.separate = False
         self.rest: Shelf | None = None
         self._parked = False
+        self._loaded = Done()
         self.shelf = shelf
 
     @property
@@ -158,6 +159,7 @@ class Bucket:
 
     def begin_weights(self) -> Tensor:
         """The weights of the master weights, where they rest, to be written until ``end_weights``."""
+        self._loaded.wait_on_host()
         if self.rest is not None and self.rest.place == "nvme":
             low = self.rest.overwrite()[SHARD]
             return low.copy_(self.shelf.take()[MASTER])  # what no group steps stays as it was
@@ -175,6 +177,7 @@ class Bucket:
 
     def take_weights(self, *, whole: bool) -> Tensor:
         """What is stepped where there are no master weights, until ``put_weights``."""
+        self._loaded.wait_on_host()
         return self.stepped(whole=whole) if self.rest is None else self.rest.take()[SHARD]
 
     def put_weights(self, stepped: Tensor) -> None:
@@ -188,6 +191,7 @@ class Bucket:
         """Copy the shard to its place in ``full``, ready to be gathered."""
         if self.rest is not None:
             self.own_slice(self.full).copy_(self.rest.take()[SHARD], non_blocking=True)
+            self._loaded = mark(self.arena.device)
             self.rest.leave()
         elif self.separate:
             self.own_slice(self.full).copy_(self.shard)

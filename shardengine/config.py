@@ -226,13 +226,17 @@ def _check_precision(reader: Reader) -> None:
         if 0 < value[name] < _SMALLEST_SCALE:
             reader.problem(name, f"expected a number that fp32 can divide by, at least 2 ** -126, came {value[name]:g}")
     scale = value["fp16.loss_scale"] or 2.0 ** value["fp16.initial_scale_power"]
-    scaled = value["fp16.enabled"] or (value["torch_autocast.enabled"] and value["torch_autocast.dtype"] == "float16")
-    if scaled and not value["fp16.loss_scale"] and scale < value["fp16.min_loss_scale"]:
+    if _scales_loss(value) and not value["fp16.loss_scale"] and scale < value["fp16.min_loss_scale"]:
         reader.problem(
             "fp16.min_loss_scale",
             f"expected at most the first loss scale, 2 ** initial_scale_power = {scale:g}, came "
             f"{value['fp16.min_loss_scale']:g}",
         )
+
+
+def _scales_loss(value: Mapping[str, Any]) -> bool:
+    autocast = value["torch_autocast.enabled"] and value["torch_autocast.dtype"] == "float16"
+    return bool(value["fp16.enabled"] or autocast)
 
 
 def _check_offload(reader: Reader) -> None:
@@ -247,6 +251,15 @@ def _check_offload(reader: Reader) -> None:
             "zero_optimization.offload_param.device",
             f"expected stage 3, where weights rest sharded, came stage {stage}; offload_optimizer is for every stage",
         )
+    name = "zero_optimization.offload_optimizer.step_in_backward"
+    if value[name] and value["zero_optimization.offload_optimizer.device"] == "none":
+        reader.problem(
+            name, "expected a device that is not none: what rests with the weights is stepped after backward"
+        )
+    if value[name] and value["gradient_clipping"]:
+        reader.problem(name, "expected gradient_clipping 0: the norm that clips is known after backward")
+    if value[name] and _scales_loss(value):
+        reader.problem(name, "expected no fp16: whether the scaled gradients are finite is known after backward")
     if value["aio.block_size"] % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, came {value['aio.block_size']}")
 

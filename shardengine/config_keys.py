@@ -172,6 +172,11 @@ _ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
     "ratio": (PART, 1.0, "The part, by bytes, that rests there; the rest stays on the device."),
     "pin_memory": (BOOL, True, "Page-locked host memory, which a GPU copies faster; no effect without one."),
     "buffer_count": (integer(2), 4, "Host buffers for what is on its way from and to the disk, each of one bucket."),
+    "step_in_backward": (
+        BOOL,
+        False,
+        "What rests there is stepped while backward goes on; then only step() may follow.",
+    ),
 }
 _ACTIVE_OFFLOAD_PARAM: dict[str, tuple[Kind, Any, str]] = {
     "device": (_TIER, "none", "Stage 3: where the shards of the weights rest."),

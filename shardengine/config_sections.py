@@ -65,13 +65,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class OffloadOptimizerConfig:
-    """Where gradients' shards, master weights and optimizer state rest. ratio: which part of them, by bytes."""
+    """Where gradients' shards, master weights and optimizer state rest. ratio: which part of them, by bytes.
+
+    step_in_backward: what rests there is stepped while backward goes on.
+    """
 
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     ratio: float = 1.0
     pin_memory: bool = True
     buffer_count: int = 4
+    step_in_backward: bool = False
 
 
 @dataclass(frozen=True)

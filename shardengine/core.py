@@ -114,6 +114,7 @@ class Core:
         versions = [parameter._version for parameter in self.partition.inside]
         if versions == self.guard.versions:
             return
+        self.reducer.early.require_none("a parameter was written")
         self.guard.versions[:] = versions
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
             bucket.adopt_weights()

@@ -110,7 +110,8 @@ class Engine(Phases):
         def equip() -> None:
             if kind is not None:
                 which = core.precision
-                settings = Settings(self.config.gradient_clipping, which.seed, which.scaler())
+                early = self.config.zero_optimization.offload_optimizer.step_in_backward
+                settings = Settings(self.config.gradient_clipping, which.seed, which.scaler(), early)
                 self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, settings)
                 self.optimizer.calls = EngineCalls(self.zero_grad, self._add_param_group)
                 core.schedule.on_complete = self.optimizer.finish_gradients

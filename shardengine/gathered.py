@@ -36,8 +36,12 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     units = core.units if every else _units_of(core, chosen)
     if writable and any(unit.pinned for unit in units):
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
+    if writable:
+        core.reducer.early.require_none("full_params(writable=True)")
     pinned: list[Unit] = []
     core.guard.shown += 1
+    early = core.reducer.early
+    user, early.user = early.user, None if writable else early.user
     try:
         for unit in units if core.stage.moves_weights else ():
             if not unit.pinned:
@@ -45,6 +49,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
                 pinned.append(unit)
     except BaseException:
         core.guard.shown -= 1
+        early.user = user
         for unit in pinned:
             unit.unpin(core.collectives, writable=False)
         raise
@@ -52,6 +57,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
         yield
     finally:
         core.guard.shown -= 1
+        early.user = user
         with torch.no_grad():
             if writable:
                 _broadcast_outside(core, chosen)

@@ -26,25 +26,31 @@ from torch import Tensor
 
 from shardengine import kernels
 from shardengine.bucket import MASTER, Bucket
-from shardengine.ddp import Payload, Reducer
+from shardengine.cuts import Cuts, Label
+from shardengine.ddp import GradientBucket, Payload, Reducer
 from shardengine.errors import MismatchError, UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Rule, Span, Spans
+from shardengine.in_backward import StepsInBackward
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
 from shardengine.loss_scale import LossScaler
-from shardengine.update import Update, is_set, step_bucket
+from shardengine.update import Part, Update, is_set, step_bucket
 
-_Label = tuple[int, int]
 _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the config says about steps. max_norm: 0 for no clipping · seed: of stochastic rounding, None for none."""
+    """What the config says about steps.
+
+    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · in_backward: what rests away is stepped
+    as soon as its gradient is complete.
+    """
 
     max_norm: float = 0.0
     seed: int | None = None
     scaler: LossScaler | None = None
+    in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.kind = kind
         self.norm: Tensor | None = None
         self.update: Update | None = None
+        self.early = StepsInBackward()
         self.settings = settings
         self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
@@ -96,7 +103,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._layout = layout
         self._reducer = reducer
         self.steps = steps
-        self._spans: tuple[Any, list[dict[_Label, Spans]]] = (None, [])
+        buckets = [state.bucket for state in reducer.buckets]
+        self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
+        reducer.early.user = self.step_early if self.settings.in_backward else None
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -115,8 +124,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
-        self.require_whole()
-        self.fetch(0)
+        if not self.early:
+            self.require_whole()
+            self.fetch(0)
         # 1. norm
         squares, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
@@ -169,11 +179,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         # 2. update
         update = self.update = self.update or Update()
-        if update.torn:
+        if update.torn or self.early.torn:
             raise UsageError(
                 "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
                 "load a checkpoint"
             )
+        if self.early and not update.begun:
+            ahead = self._cuts.of(self._labels(ahead=True))
+            self.early.require_same(lambda index: [self._rule(label) for label in ahead[index]])
         if any(set(self.state_names) - state.bucket.shelf.sizes.keys() for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
@@ -183,17 +196,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update.scalars = {"factor": self._factor(update), "skip": self._skip()}
             for parameter in update.touched:
                 self.steps[parameter] += 1
-        work = zip(self._reducer.buckets, self._current_spans(), strict=True)
+        way, work = self._reducer.way_back, zip(self._reducer.buckets, self._cuts.of(self._labels()), strict=True)
         for state, spans_of in itertools.islice(work, update.stepped, None):
-            parts = [(*self._rule(label), spans) for label, spans in spans_of.items()]
-            state.bucket.shelf.take()
-            self.fetch(state.bucket.layout.index + 1)
-            step_bucket(state, parts, update, self._reducer.way_back, whole=self._reducer.rules.gathers)
+            index = state.bucket.layout.index
+            if index in self.early:
+                self.early.deliver(state, way)
+            else:
+                self.early.wait()  # a tier serves one thread
+                state.bucket.shelf.take()
+                self.fetch(index + 1)
+                step_bucket(state, self._parts(spans_of), update, way, whole=self._reducer.rules.gathers)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
 
-    def _rule(self, label: _Label) -> tuple[Rule, Noise | None]:
+    def step_early(self, state: GradientBucket) -> bool:
+        """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
+        so that it knows what will be stepped. Whether it does."""
+        index = state.bucket.layout.index
+        stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
+        if not (self.early.may(state) and stepped <= self._reducer.used):
+            return False
+        parts = self._parts(self._cuts.of(self._labels(ahead=True))[index])
+        then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
+        self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
+        return True
+
+    def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
+        return [(*self._rule(label), spans) for label, spans in spans_of.items()]
+
+    def _rule(self, label: Label) -> tuple[Rule, Noise | None]:
         """The arithmetic of a group's step, and what it rounds with."""
         group, step = label
         noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
@@ -219,7 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return update.applied
 
     def await_reader(self) -> None:
-        """Call this before the states are changed: nothing reads them afterwards."""
+        """Call this before the states are changed: nothing else reads or steps them afterwards."""
+        self.early.wait()
         if self.being_read is not None:
             self.being_read.exception()
             self.being_read = None
@@ -274,16 +307,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
+        if self.settings.in_backward:
+            raise UsageError(
+                "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
+                "before the norm is known"
+            )
         if not 0 < max_norm < math.inf:
             raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
         self.update = self.update or Update()
         self.update.max_norm = max_norm
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether something on this rank has taken the window's step, or is about to."""
+        return bool(self.early) or (self.update is not None and self.update.begun)
+
     def require_whole(self) -> None:
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
-        if self.update is not None and self.update.begun:
+        if self.early and self._reducer.window_complete and self.update is not None and not self.update.begun:
+            raise UsageError(
+                "some buckets have taken the step in backward (offload_optimizer.step_in_backward), so the window can "
+                "neither be forgotten nor gone on with: call engine.step() first, or set that key to false"
+            )
+        if self.has_begun:
             finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
-            way = "engine.load_checkpoint() on every rank" if self.update.lost else finish
+            way = "engine.load_checkpoint() on every rank" if self.update is not None and self.update.lost else finish
             raise UsageError(
                 "the last step() or load was interrupted in the middle of its update, so its window can neither be "
                 f"forgotten nor gone on with: call {way}"
@@ -291,6 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def end_window(self, *, lost: bool = False) -> None:
         """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
+        self.early.forget()
         self.update = Update(begun=True, torn=True, lost=True) if lost else None
 
     def mark_stepped(self, scheduler: Any) -> None:
@@ -329,34 +378,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _skip(self) -> Tensor | None:
         return None if self.norm is None or self.settings.scaler is None else ~torch.isfinite(self.norm)
 
-    def _label(self, parameter: int) -> _Label | None:
-        group = self._layout.parameters[parameter].group
-        return (group, self.steps[parameter]) if group >= 0 and parameter in self._reducer.touched else None
-
-    def _current_spans(self) -> list[dict[_Label, Spans]]:
-        """Per bucket, what is stepped with one group and step count. Labels change every step, cuts almost never."""
-        labels = [self._label(parameter) for parameter in range(len(self._layout.parameters))]
-        base = min((label[1] for label in labels if label is not None), default=0)
-        pattern = [None if label is None else (label[0], label[1] - base) for label in labels]
-        if self._spans[0] != pattern:
-            self._spans = (pattern, [self._cut(state.bucket, pattern) for state in self._reducer.buckets])
-        return [{(group, lag + base): spans for (group, lag), spans in found.items()} for found in self._spans[1]]
-
-    def _cut(self, bucket: Bucket, pattern: list[_Label | None]) -> dict[_Label, Spans]:
-        """Spans of the stepped tensor, by label; of single parameters where each element has a number of its own."""
-        layout = bucket.layout
-        whole = self._reducer.rules.gathers
-        first, last = (layout.start, layout.end) if whole else layout.slice_interval(bucket.rank)
-        found: dict[Any, list[Span]] = {}
-        if self.settings.seed is None:
-            for label, start, end in self._layout.segments(layout, (first, last), pattern.__getitem__):
-                found.setdefault(label, []).append(Span(start - first, end - first))
-        else:
-            for piece in self._layout.pieces_within(layout, (first, last)):
-                if (own := pattern[piece.parameter]) is not None:
-                    number = self._layout.parameters[piece.parameter].number + piece.offset
-                    found.setdefault(own, []).append(Span(piece.start - first, piece.end - first, number))
-        return {label: Spans(spans) for label, spans in found.items()}
+    def _labels(self, *, ahead: bool = False) -> list[Label | None]:
+        """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""
+        touched, steps = self._reducer.touched, self.steps
+        return [
+            (spec.group, steps[index] + ahead) if spec.group >= 0 and (ahead or index in touched) else None
+            for index, spec in enumerate(self._layout.parameters)
+        ]
 
 
 def _no_engine(_group: dict[str, Any]) -> None:

@@ -132,6 +132,8 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
     steps: completed on this rank · owned: the old groups are the engine's own.
     """
     _renew_groups(core, owned=owned)
+    if optimizer is not None:
+        optimizer.early.wait()
     places = core.collectives.exchange_objects(_place(core, optimizer, steps))
     newest = max(place["steps"] for place in places)
     begun = any(place["begun"] for place in places)
@@ -214,6 +216,9 @@ def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[s
     complete = core.reducer.window_complete and core.reducer.at_rest
     return {
         "steps": steps,
-        "begun": update is not None and update.begun,
-        "ready": update is not None and complete and not update.torn,
+        "begun": optimizer is not None and optimizer.has_begun,
+        "ready": optimizer is not None
+        and update is not None
+        and complete
+        and not (update.torn or optimizer.early.torn),
     }

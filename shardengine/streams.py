@@ -72,6 +72,14 @@ class CopyStream:
         return Done(self._stream.record_event(), issuer)
 
 
+def mark(device: torch.device) -> Done:
+    """The end of what the current stream of ``device`` was given so far; on a CPU that is over."""
+    if device.type != "cuda":
+        return Done()
+    stream = torch.cuda.current_stream(device)
+    return Done(stream.record_event(), stream)
+
+
 def is_apart(device: torch.device) -> bool:
     """Whether ``device`` has a memory of its own, beside the host's."""
     return device.type != "cpu"

@@ -24,9 +24,9 @@ class Transit:
         self._pool = pool
         self._under_way: deque[tuple[list[Done], Tensor, Callable[[], None]]] = deque()
 
-    def buffer(self, target: Tensor, device: torch.device) -> Tensor:
-        """Memory of the pool on ``device`` for what will be sent to ``target``."""
-        return self._pool.take(target.numel(), target.dtype, device)
+    def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of the pool for what will be sent."""
+        return self._pool.take(length, dtype, device)
 
     def send(
         self, pairs: Sequence[tuple[Tensor, Tensor]], spent: Tensor, then: Callable[[], None] = lambda: None

@@ -16,10 +16,15 @@ from shardengine.bucket import MASTER
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Spans
+from shardengine.offload import HOST
 from shardengine.transit import Transit
 
 _UNDER_WAY = 2
 """Buckets whose weights are on their way while the next one is stepped."""
+
+
+Part = tuple[Rule, Noise | None, Spans]
+"""The spans of a bucket that have one group and step count."""
 
 
 @dataclass
@@ -28,9 +33,9 @@ class Update:
 
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
     multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · begun: the
-    step counts of what was ``touched`` have advanced · stepped: whole buckets that are done · torn: inside of a
-    bucket's kernels · applied: what ``conclude`` found · lost: cannot be finished, a checkpoint must be loaded ·
-    quiet: ``reset()`` could not finish it; no collective is under way, so that either may be tried
+    step counts of what was ``touched`` have advanced · stepped: whole buckets that are done, weights included · torn:
+    inside of a bucket's kernels · applied: what ``conclude`` found · lost: cannot be finished, a checkpoint must be
+    loaded · quiet: ``reset()`` could not finish it; no collective is under way, so that either may be tried
     """
 
     max_norm: float | None = None
@@ -42,20 +47,20 @@ class Update:
     torn: bool = False
     lost: bool = False
     quiet: bool = False
+    _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
+
+    def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
+        """The scalars where a bucket is stepped: moved once, because that waits for the other device."""
+        if device not in self._moved:
+            moved = {name: None if value is None else value.to(device) for name, value in self.scalars.items()}
+            self._moved[device] = moved
+        return self._moved[device]
 
 
-def step_bucket(
-    state: GradientBucket,
-    parts: Sequence[tuple[Rule, Noise | None, Spans]],
-    update: Update,
-    way: Transit,
-    *,
-    whole: bool,
-) -> None:
+def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: Transit, *, whole: bool) -> None:
     """Step what rests of a bucket, part by part, where its shelf is taken; then its weights are where they rest.
 
-    parts: the spans of one group and step count each · way: of weights that rest on another device than the shelf is
-    stepped on · whole: every rank steps all of it.
+    way: of weights that rest on another device than the shelf is stepped on · whole: every rank steps all of it.
     """
     bucket, gradient = state.bucket, state.gradient
     if gradient is None:
@@ -65,28 +70,44 @@ def step_bucket(
     flats["weight"] = flats.pop(MASTER) if bucket.has_master else bucket.take_weights(whole=whole).to(device)
     flats["gradient"] = gradient.to(device)
     target = bucket.begin_weights() if bucket.has_master else None
-    low = way.buffer(target, device) if target is not None and bucket.is_stepped_apart else target
-    copied = low is not None and flats["weight"].dtype is not torch.float32
-    if low is not None and not copied:
-        flats["low"] = low
-    scalars = {name: None if value is None else value.to(device) for name, value in update.scalars.items()}
-    for rule, noise, spans in parts:
-        update.torn = True
-        kernels.update(flats, spans, rule, noise=noise, **scalars)
-    if low is not None and copied:  # what was rounded at random must not be rounded again
-        low.copy_(flats["weight"])
+    low = target
+    if target is not None and bucket.is_stepped_apart:
+        low = way.buffer(target.numel(), target.dtype, device)
+    update.torn = bool(parts)
+    compute(flats, parts, low, update.scalars_on(device))
     if target is not None and low is not None and (low is not target or bucket.rest is not None):
-        changed = not is_set(scalars["skip"])  # only here does the host look at it
+        changed = not is_set(update.scalars_on(HOST)["skip"])
         if low is not target:
-            written = [span for _, _, spans in parts for span in spans] if changed else []
-            ends = way.send([(low[s.start : s.end], target[s.start : s.end]) for s in written], low)
-            for end in ends:
-                (end.wait if bucket.shelf.away else end.wait_on_host)()
-            way.settle(_UNDER_WAY)
+            send(written(low, target, parts if changed else ()), low, way, from_host=bucket.shelf.away)
         bucket.end_weights(changed=changed)
     if target is None:
         bucket.put_weights(flats["weight"])
     bucket.shelf.put()
+
+
+def compute(
+    flats: dict[str, Tensor], parts: Sequence[Part], low: Tensor | None, scalars: dict[str, Tensor | None]
+) -> None:
+    """The kernels of a bucket, on the device of ``flats`` (as ``kernels.update`` has them). low: takes the weights."""
+    copied = low is not None and flats["weight"].dtype is not torch.float32
+    if low is not None and not copied:
+        flats["low"] = low
+    for rule, noise, spans in parts:
+        kernels.update(flats, spans, rule, noise=noise, **scalars)
+    if low is not None and copied:  # what was rounded at random must not be rounded again
+        low.copy_(flats["weight"])
+
+
+def written(low: Tensor, target: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
+    """What ``parts`` have written to ``low``, and its place in ``target``."""
+    return [(low[s.start : s.end], target[s.start : s.end]) for _, _, spans in parts for s in spans]
+
+
+def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: Transit, *, from_host: bool) -> None:
+    """The first of each pair, a part of ``low``, goes to the second; then ``low`` goes back to the pool."""
+    for end in way.send(pairs, low):
+        (end.wait if from_host else end.wait_on_host)()
+    way.settle(_UNDER_WAY)
 
 
 def is_set(flag: Tensor | None) -> bool:

@@ -73,6 +73,11 @@ def full_grads(
             f"of {core.window.size} micro-batches had their backward): call it between the backward on the boundary "
             "and step()"
         )
+    if writable and reducer.early.user is not None:
+        raise UsageError(
+            "full_grads(writable=True): expected offload_optimizer.step_in_backward to be false: with it gradients are "
+            "stepped with before they can be written"
+        )
     index_of = {name: index for name, index in _indices(core).items() if index in reducer.touched}
     held = {s.bucket.layout.index: {"gradient": s.gradient} for s in reducer.buckets if s.gradient is not None}
     wires = {state.bucket.layout.index: state.wire for state in reducer.buckets}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine.streams import CopyStream, Done
+from shardengine.streams import CopyStream, Done, mark
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -91,4 +91,7 @@ def test_on_cuda_streams_wait_for_events_and_the_host_for_nothing(monkeypatch: p
     told.clear()
     done.wait_on_host()
     assert told == ["the host waits"] and done.reached
-    assert Done().reached
+    told.clear()
+    end = mark(CUDA)
+    assert told == ["event on compute"] and not end.reached
+    assert Done().reached and mark(CPU).reached

@@ -131,9 +131,9 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
     whole: everything that the update has left half done will be loaded.
     """
     update = None if engine.optimizer is None else engine.optimizer.update
-    if update is None or not update.begun:
+    if engine.optimizer is None or not engine.optimizer.has_begun:
         return False
-    if not (update.lost or update.quiet) and engine.world_size > 1:
+    if not (update is not None and (update.lost or update.quiet)) and engine.world_size > 1:
         raise UsageError(
             "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
             f"every rank first, because collectives of rank {engine.rank} may still be under way"

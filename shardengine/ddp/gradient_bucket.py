@@ -35,7 +35,7 @@ was complete before it waits in ``earlier``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,11 @@ from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
 from shardengine.offload import HOST
 from shardengine.transit import Transit
+
+_Then = Callable[[], None]
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -164,8 +169,8 @@ class GradientBucket:
         self.complete: Tensor | None = None
         self.whole: Tensor | None = None
         self.earlier: Tensor | None = None
+        self.leaves = leaves
         self._pool = pool
-        self._leaves = leaves
         self._spill = spill
 
     @property
@@ -197,16 +202,23 @@ class GradientBucket:
     def _device(self) -> torch.device:
         return self.bucket.full.device
 
-    def _sum(self, terms: Sequence[Tensor], out: Tensor, old: Tensor | None, rules: Rules, *, final: bool) -> None:
-        """``out`` = ``old`` + the sum of ``terms``; divided and rounded if ``final``. On its way if it leaves."""
+    def _sum(
+        self, terms: Sequence[Tensor], out: Tensor, old: Tensor | None, rules: Rules, then: _Then | None = None
+    ) -> None:
+        """``out`` = ``old`` + the sum of ``terms``; on its way if it leaves.
+
+        then: called when it is there. Only the window's last sum has one; it is divided and rounded, too.
+        """
+        final, then = then is not None, then or _nothing
         end: dict[str, Any] = {"divisor": rules.divisor, "rounded": self.wire} if final else {}
         if self._spill is None:
             ordered_sum(terms, out, total=old, reduce_dtype=rules.reduce, **end)
+            then()
             return
         if old is None and (final or (out.dtype is torch.float32 and len(terms) > 1)):
             here = self._pool.take(out.numel(), out.dtype, self._device)
             ordered_sum(terms, here, reduce_dtype=rules.reduce, **end)
-            self._spill.send([(here, out)], here)
+            self._spill.send([(here, out)], here, then)
             return
         dtype = torch.float32 if len(terms) > 1 else terms[0].dtype
         here, staged = self._pool.take(out.numel(), dtype, self._device), self.take_slice(dtype)
@@ -217,26 +229,27 @@ class GradientBucket:
             for spent in (staged, old):
                 if spent is not None and spent is not out:
                     self._pool.give(spent)
+            then()
 
         self._spill.send([(here, staged)], here, join)
 
     def accumulate(self, terms: Sequence[Tensor], rules: Rules) -> None:
         """Letter S, not the last micro-batch: add what every rank sent for this slice to ``total``."""
-        alone = len(terms) == 1 and terms[0] is self.partial.tensor and not self._leaves
+        alone = len(terms) == 1 and terms[0] is self.partial.tensor and not self.leaves
         if self.total is None and alone and self.wire is rules.accumulate:
             self.total = self.partial.hand_over()  # at one rank it is the total already
             return
         old = self.total
         if self.total is None:
             self.total = self.take_slice(rules.accumulate)
-        self._sum(terms, self.total, old, rules, final=False)
+        self._sum(terms, self.total, old, rules)
         self.partial.drop()
 
-    def finish(self, terms: Sequence[Tensor], rules: Rules) -> None:
-        """The window's last terms: what they add up to is divided, rounded and ``complete``."""
+    def finish(self, terms: Sequence[Tensor], rules: Rules, then: _Then) -> None:
+        """The window's last terms: what they add up to is divided, rounded and ``complete``; ``then`` is called."""
         place, old = self._place_for_complete(rules), self.total
-        self._sum(terms, place, old, rules, final=True)
         self.complete = place
+        self._sum(terms, place, old, rules, then)
         if old is not None and old is not place and self._spill is None:
             self._pool.give(old)
         self.total = None
@@ -259,7 +272,7 @@ class GradientBucket:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
         partial, candidates = self.partial.tensor, [self.total]
         sized = not rules.sharded or (partial is not None and partial.numel() == self.bucket.layout.slice_length)
-        if partial is not None and sized and not self._leaves:
+        if partial is not None and sized and not self.leaves:
             candidates.append(self.bucket.own_slice(partial))
         for memory in candidates:
             if memory is not None and memory.dtype in (torch.float32, self.wire):
@@ -330,6 +343,6 @@ class GradientBucket:
         here = [self.partial.tensor, self.late.tensor, self.whole, self.earlier]
         here += [*self.partial.waiting, *self.late.waiting]
         resting = [self.total, self.complete]
-        where = dict.fromkeys((t for t in resting if t is not None), "cpu" if self._leaves else "device")
+        where = dict.fromkeys((t for t in resting if t is not None), "cpu" if self.leaves else "device")
         where |= dict.fromkeys((t for t in here if t is not None), "device")
         return {t.untyped_storage()._cdata: (place, t.untyped_storage().nbytes()) for t, place in where.items()}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool
 from shardengine.collectives import Collectives, Pending
+from shardengine.ddp.early_use import EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
@@ -56,11 +57,13 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Mode:
-    """What the running backward is for. armed: from ``arm`` to the end of the sweep, so also after one that raised."""
+    """What the running backward is for. armed: from ``arm`` to the end of the sweep, so also after one that raised ·
+    unsent: none is running, and the last one has left its gradients on this rank."""
 
     armed: bool
     synchronise: bool = False
     final: bool = False
+    unsent: bool = False
 
 
 class _Order:
@@ -83,6 +86,10 @@ class _Order:
     def advance(self) -> None:
         """The first of ``left`` was launched."""
         self._position += 1
+
+    def after(self, index: int) -> list[int]:
+        """What is launched after bucket ``index``."""
+        return self._order[self._order.index(index) + 1 :]
 
     def restart(self) -> None:
         """A new backward begins."""
@@ -121,7 +128,7 @@ class Reducer:
                 self._of_parameter.setdefault(parameter, []).append(state)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode(armed=False)
-        self._unsent = False
+        self.early = EarlyUse()
         self._in_flight: deque[_Flight] = deque()
 
     def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
@@ -139,6 +146,10 @@ class Reducer:
         """Whether no backward is open and nothing is in flight."""
         return not self._mode.armed and not self._in_flight
 
+    def following(self, index: int) -> list[GradientBucket]:
+        """The buckets whose gradients are complete after that of bucket ``index``, in order."""
+        return [self.buckets[each] for each in self._order.after(index)]
+
     def arm(self, *, synchronise: bool, final: bool) -> None:
         """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it.
 
@@ -149,6 +160,7 @@ class Reducer:
                 "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and "
                 "begin the window anew"
             )
+        self.early.require_none("another backward")
         if self.window_complete:
             for state in self.buckets:
                 state.set_aside()
@@ -183,7 +195,6 @@ class Reducer:
                 self._launch(self.buckets[index])
             self._finish(0)
             self._order.adopt(self._collectives)
-        self._unsent = not mode.synchronise
         self._order.restart()
         for state in self.buckets:
             state.settle(self.rules.accumulate)
@@ -192,11 +203,11 @@ class Reducer:
                 if self.rules.gathers:
                     self._fly(self._gather(state, state.make_whole()))
         self._finish(0)
-        self._mode = _Mode(armed=False)
+        self._mode = _Mode(armed=False, unsent=not mode.synchronise)
 
     def flush(self) -> None:
         """Close the window now, although its last backward was not the final one."""
-        self.arm(synchronise=self._unsent, final=True)
+        self.arm(synchronise=self._mode.unsent, final=True)
         self.sweep()
 
     def release(self) -> None:
@@ -208,7 +219,7 @@ class Reducer:
             state.release()
         self.used.clear()
         self.touched = frozenset()
-        self._unsent = False
+        self.early.used = False
 
     def drop(self) -> None:
         """After a fault: forget the window, what is in flight and the order of launches. The pool must forget, too."""
@@ -216,6 +227,7 @@ class Reducer:
         self._spill.drop()
         self.way_back.drop()
         self._order = _Order(len(self.buckets))
+        self.early.predictable = False
         self.release()
 
     def gradient_bytes(self) -> Counter[str]:
@@ -236,6 +248,7 @@ class Reducer:
         reopened = any(state.earlier is not None for state in self.buckets)
         values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
         used = found - {self._parameters}
+        self.early.note(late=self._parameters in found)
         if reopened or self._parameters in found:
             *_, late_anywhere = self._exchange(None, late)
             for state in self.buckets:
@@ -296,7 +309,10 @@ class Reducer:
         sent = self._to_wire(state, partial)
 
         def land(terms: Sequence[Tensor]) -> None:
-            (state.finish if final else state.accumulate)(terms, rules)
+            if final:
+                state.finish(terms, rules, lambda: self.early.offer(state))
+            else:
+                state.accumulate(terms, rules)
 
         def then() -> Pending | None:
             if sent is not partial:

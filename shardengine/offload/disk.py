@@ -152,6 +152,7 @@ class Lane:
         self._depth, self._name = depth, name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
 
     def put(self, job: Job, count: int) -> None:
         """Have ``job`` done by up to ``count`` threads. Where none can be started (the process is ending) it is done on
@@ -177,8 +178,8 @@ class Lane:
         return threading.current_thread() in self._threads
 
     def _start(self) -> None:
-        with suppress(RuntimeError):
-            for _ in range(self._depth):
+        with self._starting, suppress(RuntimeError):
+            for _ in range(self._depth - len(self._threads)):
                 thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)

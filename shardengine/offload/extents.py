@@ -111,7 +111,7 @@ class ExtentFile:
     """One file in a sub-directory of ``directory``, removed at ``close``, with the object, and at exit.
 
     directory: made where it is missing; what crashed processes left in it is removed · label: who this is in errors,
-    such as "rank 3". OffloadError where no file can be made. One thread at a time may use it.
+    such as "rank 3". OffloadError where no file can be made. One thread at a time may use an extent, and allocate.
     """
 
     def __init__(self, directory: Path, label: str, aio: Aio = Aio()) -> None:  # noqa: B008  # it is frozen

@@ -1,0 +1,357 @@
+"""Stepping in backward changes no bit, and is seen to happen; what would need it undone is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardengine import Engine, errors
+from shardengine.in_backward import StepsInBackward
+from shardengine.offload import disk
+from tests import cases
+from tests.comparing import assert_equal_to_truth
+from tests.parity.test_offload import PRECISIONS
+from tests.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+STEPS = 5
+SMALL = 600
+
+
+def places(folder: Path) -> dict[str, dict[str, Any]]:
+    on_host: dict[str, Any] = {"device": "cpu", "step_in_backward": True}
+    on_disk = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 2}
+    return {
+        "cpu": {"offload_optimizer": on_host},
+        "part": {"offload_optimizer": {**on_host, "ratio": 0.5}},
+        "disk": {"offload_optimizer": {**on_disk, "step_in_backward": True}},
+        "all on disk": {"offload_optimizer": {**on_disk, "step_in_backward": True}, "offload_param": on_disk},
+        "weights on the host": {"offload_optimizer": on_host, "offload_param": {"device": "cpu"}},
+    }
+
+
+def config_of(stage: str, zero: dict[str, Any], micros: int = 1, **options: Any) -> dict[str, Any]:
+    zero = {"reduce_bucket_size": SMALL, **zero}
+    return {**cases.config_of(stage, micros, zero=zero, **options), "gradient_clipping": 0.0}
+
+
+def count_early(engine: Any) -> int:
+    """Buckets that have taken the window's step, or are about to."""
+    return len(engine.optimizer.early)
+
+
+def train(model: str, kind: str, configs: dict[str, dict[str, Any]], steps: int) -> dict[str, dict[str, Any]]:
+    """As ``cases.train_engine``, and "early": how many buckets had begun before each ``step()``, and of how many."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, config in configs.items():
+        engine = cases.make_engine(cases.MODELS[model](), config, kind)
+        early: list[int] = []
+
+        def run(engine: Any, loss_of: cases.LossOf, step: int, micro: int, early: list[int] = early) -> float:
+            loss = loss_of(engine, step, engine.rank, micro)
+            engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                early.append(count_early(engine))
+            engine.step()
+            return float(loss.item())
+
+        results[name] = {**cases.run_steps(engine, steps, run=run), "early": early}
+        results[name]["away"] = sum(s.bucket.shelf.away and s.bucket.has_master for s in engine._core.reducer.buckets)
+        engine.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "kind", "micros", "precision"),
+    [
+        (1, "mlp", "AdamW", 3, "bf16"),
+        (2, "mlp", "AdamW", 1, "fp32"),
+        (2, "gpt2", "SGD", 3, "fp32"),
+        (3, "mlp", "Lion", 1, "bf16"),
+        (4, "mlp", "SGD", 1, "bf16 stepped itself"),
+    ],
+)
+def test_the_bits_are_those_of_the_oracle(
+    pools: Pools, tmp_path: Path, ranks: int, model: str, kind: str, micros: int, precision: str
+) -> None:
+    said, told = PRECISIONS[precision]
+    configs = {
+        f"{stage}, {name}": config_of(stage, place, micros, **said)
+        for stage in ("0", "1", "2", "3k", "3")
+        for name, place in places(tmp_path).items()
+        if "offload_param" not in place or stage == "3"
+    }
+    results = pools(ranks).run(train, model, kind, configs, STEPS)
+    for name in configs:
+        stage, place = name.split(", ")
+        found = [result[name] for result in results]
+        for each in found:
+            early, away = each.pop("early"), each.pop("away")
+            first = 0  # the first window shows whether gradients come late
+            assert early == ([0] * STEPS if stage == "0" else [first] + [away] * (STEPS - 1)), name
+            copies = place != "weights on the host" or precision in ("bf16",)
+            assert (away > 0) is copies, name
+        truth = cases.truth(model, kind, ranks, micros, cases.LETTER[stage], STEPS, clip=0.0, **told)
+        assert_equal_to_truth(found, truth, name)
+
+
+class Used(nn.Module):
+    """Weights whose gradient is complete while backward still reads them: as constants, further down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.idle = nn.Linear(16, 16)
+        self.idle_on: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(x @ self.second.weight.detach().T)
+        x = self.second(x)
+        return self.idle(x) if rank in self.idle_on else x
+
+
+def train_used(config: dict[str, Any], use_on: list[tuple[int, ...]]) -> tuple[dict[str, Any], list[int]]:
+    """use_on: per step, the ranks that use the last layer."""
+    engine = cases.make_engine(Used(), config, "AdamW")
+    early = []
+    for step, ranks in enumerate(use_on):
+        cast(Used, engine.module).idle_on = ranks
+        torch.manual_seed(step * 10 + engine.rank)
+        engine.backward(engine(torch.randn(4, 16), engine.rank).square().mean())
+        early.append(count_early(engine))
+        engine.step()
+    weights = {name: cases.copy_out(value).numpy() for name, value in engine.state_dict().items()}
+    engine.close()
+    return weights, early
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_weights_that_backward_still_reads_and_unused_ones(pools: Pools, stage: str) -> None:
+    """A bucket waits for ``step()`` where this rank has not used all of it: another one may have."""
+    use_on = [(), (0, 1), (0,), (), (1,), (0, 1)]
+    plain = pools(2).run(train_used, config_of(stage, {"reduce_bucket_size": 200}), use_on)
+    host = {"offload_optimizer": {"device": "cpu", "step_in_backward": True}, "reduce_bucket_size": 200}
+    found = pools(2).run(train_used, config_of(stage, host), use_on)
+    for rank in (0, 1):
+        early = found[rank][1]
+        used = [rank in ranks for ranks in use_on]
+        assert early[0] == 0 and min(early[1:]) > 0
+        assert all((count == max(early)) is here for count, here in zip(early[1:], used[1:], strict=True))
+        for name, value in plain[rank][0].items():
+            assert value.tobytes() == found[rank][0][name].tobytes(), name
+
+
+def make(stage: str, place: dict[str, Any] | None = None, **options: Any) -> Engine:
+    place = place or {"offload_optimizer": {"device": "cpu", "step_in_backward": True}}
+    return cases.make_engine(cases.make_mlp(), config_of(stage, place, **options))
+
+
+def backward(engine: Engine, step: int = 0) -> None:
+    engine.backward(cases.loss_of(engine, step, engine.rank, 0))
+
+
+def weights_of(engine: Engine) -> dict[str, bytes]:
+    found = {name: cases.copy_out(value).float().numpy().tobytes() for name, value in engine.state_dict().items()}
+    engine.close()
+    return found
+
+
+def write_a_weight(engine: Engine) -> None:
+    with torch.no_grad():
+        cast(cases.Mlp, engine.module).scale.mul_(2)
+    engine(torch.randn(5, 7))
+
+
+def write_all(engine: Engine) -> None:
+    with engine.full_params(writable=True):
+        pass
+
+
+def write_gradients(engine: Engine) -> None:
+    with engine.full_grads(writable=True):
+        pass
+
+
+REFUSED: dict[str, tuple[Callable[[Engine, Path], Any], str]] = {
+    "another backward": (lambda engine, _: backward(engine), r"call engine\.step\(\) first"),
+    "zero_grad": (lambda engine, _: engine.zero_grad(), r"call engine\.step\(\) first"),
+    "clipping": (lambda engine, _: engine.clip_grad_norm_(1.0), "before the norm is known"),
+    "gradients": (lambda engine, _: write_gradients(engine), "step_in_backward to be false"),
+    "a weight": (lambda engine, _: write_a_weight(engine), "a parameter was written after the window's last backward"),
+    "weights": (lambda engine, _: write_all(engine), r"full_params\(writable=True\) after the window's last backward"),
+    "saving": (lambda engine, folder: engine.save_checkpoint(folder), r"call engine\.step\(\) first"),
+    "parking": (lambda engine, _: engine.offload_states(), "expected it between two steps"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_undo_a_step_is_refused_and_changes_nothing(tmp_path: Path, what: str) -> None:
+    call, message = REFUSED[what]
+    plain, engine = make("2", {"offload_optimizer": {"device": "cpu"}}), make("2")
+    for each in (plain, engine):
+        for step in range(2):
+            backward(each, step)
+            each.step()
+        backward(each, 2)
+    with pytest.raises(errors.UsageError, match=message):
+        call(engine, tmp_path)
+    if what == "a weight":  # it is taken back by whoever wrote it
+        with torch.no_grad():
+            cast(cases.Mlp, engine.module).scale.div_(2)
+        engine._core.guard.versions[:] = [parameter._version for parameter in engine._core.partition.inside]
+    for each in (plain, engine):
+        each.step()
+        backward(each, 3)
+        each.step()
+    assert weights_of(engine) == weights_of(plain)
+
+
+def test_options_are_those_of_backward(tmp_path: Path) -> None:
+    plain, engine = make("1", {"offload_optimizer": {"device": "cpu"}}), make("1")
+    for step in range(3):
+        for each in (plain, engine):
+            assert each.optimizer is not None
+            each.optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            backward(each, step)
+        if step:
+            assert engine.optimizer is not None
+            engine.optimizer.param_groups[0]["lr"] = 0.5
+            with pytest.raises(errors.UsageError, match="were changed between backward and step"):
+                engine.step()
+            engine.optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+        for each in (plain, engine):
+            each.step()
+    assert weights_of(engine) == weights_of(plain)
+
+
+class Twice(nn.Module):
+    """A layer that re-entrant checkpointing calls twice, from step ``late_from`` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.inp, self.shared, self.out = (nn.Linear(16, 16) for _ in range(3))
+        self.twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for _ in range(2 if self.twice else 1):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.out(x)
+
+
+def train_twice(config: dict[str, Any], twice: list[list[bool]]) -> Any:
+    """twice: per step, whether each rank calls the layer twice. Weights, early counts; or the error."""
+    engine = cases.make_engine(Twice(), config, "SGD")
+    early, error = [], ""
+    try:
+        for step, where in enumerate(twice):
+            cast(Twice, engine.module).twice = where[engine.rank]
+            torch.manual_seed(step * 10 + engine.rank)
+            engine.backward(engine(torch.randn(4, 16)).square().mean())
+            early.append(count_early(engine))
+            engine.step()
+        weights = {name: cases.copy_out(value).numpy().tobytes() for name, value in engine.state_dict().items()}
+    except errors.UsageError as raised:
+        error, weights = str(raised), {}
+    engine.close()
+    return weights, early, error
+
+
+def test_late_gradients(pools: Pools) -> None:
+    """From the start on they keep buckets from going early, on all ranks; the first one of a run is an error on all."""
+    host = {"offload_optimizer": {"device": "cpu", "step_in_backward": True}, "reduce_bucket_size": 200}
+    plain = config_of("2", {"reduce_bucket_size": 200})
+    always = [[True, False]] * 3
+    expected = pools(2).run(train_twice, plain, always)
+    found = pools(2).run(train_twice, config_of("2", host), always)
+    assert [each[1] for each in found] == [[0, 0, 0]] * 2
+    assert [each[0] for each in found] == [each[0] for each in expected] and found[0][0]
+    once = pools(2).run(train_twice, config_of("2", host), [[False, False]] * 2 + [[True, False]])
+    assert all("a parameter got a second gradient in one backward" in each[2] for each in once)
+    assert all(each[1][1] > 0 for each in once)
+
+
+def test_a_backward_that_fails_in_between_needs_a_checkpoint(tmp_path: Path) -> None:
+    host = {"offload_optimizer": {"device": "cpu", "step_in_backward": True}}
+    engine = make("2", host)
+    plain = make("2", {"offload_optimizer": {"device": "cpu"}})
+    for each, folder in ((engine, tmp_path / "a"), (plain, tmp_path / "b")):
+        for step in range(2):
+            backward(each, step)
+            each.step()
+        each.save_checkpoint(folder)
+    loss = cases.loss_of(engine, 2, 0, 0)
+
+    def boom(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    handle = cast(cases.Mlp, engine.module).inp.weight.register_hook(boom)
+    with pytest.raises(RuntimeError, match="boom"):
+        engine.backward(loss)
+    handle.remove()
+    assert engine.optimizer is not None and engine.optimizer.early
+    for call in (engine.zero_grad, lambda: backward(engine, 2), engine.step, lambda: engine.save_checkpoint(tmp_path)):
+        with pytest.raises(errors.UsageError):
+            call()
+    with pytest.raises(errors.UsageError, match="load_checkpoint"):
+        engine.reset()
+    engine.load_checkpoint(tmp_path / "a")
+    for each in (engine, plain):
+        for step in (2, 3, 4):
+            backward(each, step)
+            each.step()
+    assert weights_of(engine) == weights_of(plain)
+
+
+def test_a_disk_that_fails_in_backward_is_told_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost: the step goes on when the disk works again."""
+    on_disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
+    plain = make("2", {"offload_optimizer": on_disk})
+    engine = make("2", {"offload_optimizer": {**on_disk, "step_in_backward": True}})
+    for each in (plain, engine):
+        for step in range(2):
+            backward(each, step)
+            each.step()
+    backward(plain, 2)
+    plain.step()
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(disk, "preadv", fails)
+        backward(engine, 2)
+        with pytest.raises(errors.OffloadError, match="Input/output error"):
+            engine.step()
+    engine.reset()
+    assert engine.global_steps == 3
+    assert weights_of(engine) == weights_of(plain)
+
+
+def test_it_happens_beside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is stepped before backward ends: that of the last layer, while the first layer's hook waits for it."""
+    engine, begun = make("2"), []
+    begin = StepsInBackward.begin
+
+    def noted(self: StepsInBackward, state: Any, *rest: Any) -> None:
+        begin(self, state, *rest)
+        begun.append(self._early[state.bucket.layout.index].done)
+
+    monkeypatch.setattr(StepsInBackward, "begin", noted)
+    for step in range(2):
+        if step:
+            cast(cases.Mlp, engine.module).inp.weight.register_hook(lambda grad: begun[0].result(timeout=60))
+        backward(engine, step)
+        assert bool(begun) is bool(step)
+        engine.step()
+    engine.close()
