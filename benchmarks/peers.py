@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -60,15 +60,23 @@ class TorchZero1(PlainLoop):
 class TorchFSDP2(PlainLoop):
     """``fully_shard`` on every block and then on the root, with its defaults; fused AdamW on the sharded parameters.
 
-    policy: the dtypes that it computes and reduces in, None for the parameters' own. It runs where the model is.
+    policy: the dtypes that it computes and reduces in, None for the parameters' own · offload: what rests on the CPU,
+    None for nothing. It runs where the model is.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, *, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        *,
+        policy: MixedPrecisionPolicy | None = None,
+        offload: OffloadPolicy | None = None,
+    ) -> None:
         mesh = init_device_mesh(next(model.parameters()).device.type, (setting.ranks,))
-        policy = policy or MixedPrecisionPolicy()
+        policy, offload = policy or MixedPrecisionPolicy(), offload or OffloadPolicy()
         for block in model.get_submodule("transformer.h").children():
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
         super().__init__(model, setting)
 
 
@@ -79,13 +87,22 @@ class DeepSpeed(EngineLoop):
     (DeepSpeed's own CPU Adam was no faster), ``overlap_comm`` on, reduce buckets of 8 million elements (with the
     default of 500 million this model is one bucket, and nothing overlaps) and at stage 3 no parameters kept whole for
     being small (instead of those below 100,000 elements).
-    more: further keys of the config. It runs where the model is.
+    more: further keys of the config · offload: states and step on the CPU, by DeepSpeed's own CPU Adam, as its
+    manual wants it. It runs where the model is.
     """
 
     def __init__(
-        self, model: nn.Module, setting: Setting, *, stage: int, more: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        setting: Setting,
+        *,
+        stage: int,
+        more: Mapping[str, Any] | None = None,
+        offload: bool = False,
     ) -> None:
         zero: dict[str, Any] = {"stage": stage}
+        if offload:
+            zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
         if stage > 0:
             zero |= {"overlap_comm": True, "reduce_bucket_size": 8_000_000}
         if stage == 3:
@@ -98,8 +115,9 @@ class DeepSpeed(EngineLoop):
             **(more or {}),
         }
         deepspeed = import_deepspeed(next(model.parameters()).device.type)
+        optimizer = _cpu_adam(model) if offload else fused_adamw(model)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=fused_adamw(model), config=config, dist_init_required=False
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
 
     def traffic(self) -> dict[str, float] | None:
@@ -109,6 +127,12 @@ class DeepSpeed(EngineLoop):
     def close(self) -> None:
         """Drop its hooks; the process group stays."""
         self.engine.destroy()
+
+
+def _cpu_adam(model: nn.Module) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]
+
+    return DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adamw_mode=True)
 
 
 def import_deepspeed(accelerator: str = "cpu") -> Any:

@@ -165,7 +165,7 @@ def measure(plan: Plan, clock: BlockedClock) -> dict[str, Any]:
 
 
 @contextmanager
-def joined(rank: int, ranks: int, folder: str, device: str = "cpu") -> Iterator[None]:
+def joined(rank: int, ranks: int, folder: str, device: str = "cpu", *, cuda_backend: str = "nccl") -> Iterator[None]:
     """This process as one rank of a group that meets in ``folder``, silent on stdout.
 
     On CPU it speaks gloo and is pinned to a core; on CUDA NCCL, on a GPU of its own, with all cores for its threads.
@@ -177,7 +177,7 @@ def joined(rank: int, ranks: int, folder: str, device: str = "cpu") -> Iterator[
     else:
         pin(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = cuda_backend if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     yield
     dist.barrier()
