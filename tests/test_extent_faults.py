@@ -204,14 +204,32 @@ def test_damage_after_a_mapping_is_gone(file: ExtentFile) -> None:
         read(file, extent)
 
 
-def test_a_mapping_that_cannot_be_flushed(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    extent = file.allocate(20_000)
-    file.map(extent).fill_(3)
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_a_mapping_that_cannot_be_flushed(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The system says once that something could not be written, and not what: whatever was mapped is void until it is
+    written as a whole. Here its old bytes stay on the disk, where they would be taken for the new ones."""
+    never, extents = file.allocate(20_000), [file.allocate(20_000) for _ in range(3)]
+    for extent in (never, *extents):
+        file.write(extent, random_bytes(20_000)).wait()
+    lost = [raw(file, extent.offset, 20_480) for extent in extents]
+    for extent in extents:
+        file.map(extent).fill_(3)
+    os.fsync(file._disk._plain)
+    for extent, old in zip(extents, lost, strict=True):
+        changed(file, extent.offset, old)
     with monkeypatch.context() as patch:
         patch.setattr(disk, "fsync", refusing(errno.EIO))
-        with pytest.raises(OffloadError, match=r"reading 20000 bytes at offset 0 .* Input/output error"):
+        with pytest.raises(OffloadError, match=r"ing 20000 bytes at offset .* Input/output error"):
+            getattr(file, name)(extents[0], random_bytes(20_000)).wait()
+    assert torch.equal(read(file, never), random_bytes(20_000))
+    for extent in extents:
+        with pytest.raises(OffloadError, match="the last write of it failed"):
             read(file, extent)
-    assert bool((read(file, extent) == 3).all())
+        with pytest.raises(OffloadError, match="the last write of it failed"):
+            file.map(extent)
+    for extent in extents:
+        file.write(extent, random_bytes(20_000, seed=4)).wait()
+        assert torch.equal(read(file, extent), random_bytes(20_000, seed=4))
 
 
 def cut(file: ExtentFile, extent: Extent) -> str:

@@ -98,7 +98,7 @@ class _Torn(Exception):
 
 @dataclass
 class _State:
-    """Of an extent. sums: a checksum per block · torn: its last write failed · mapping: given out since the sums were
+    """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · mapping: given out since the sums were
     taken (the object may be gone) · last: the transfer that was asked for last."""
 
     sums: array[int]
@@ -209,10 +209,19 @@ class ExtentFile:
             if reading and state.torn:
                 raise _Torn("the last write of it failed, and what is there is neither the old nor the new")
             if state.mapping is not None:
-                self._disk.flush()
+                self._flush()
         except (OSError, Damage, _Torn) as error:
             request.fail(error)
         return request
+
+    def _flush(self) -> None:
+        """What was written through mappings is on the disk. The system tells a failure once, for the whole file."""
+        try:
+            self._disk.flush()
+        except OSError:
+            for state in self._states.values():
+                state.torn |= state.mapping is not None
+            raise
 
     def _check_held(self) -> None:
         if not self._claim.held:
