@@ -101,13 +101,17 @@ class Bucket:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's slice of the weights, where it rests."""
-        return self._shard if self.rest is None else self.rest.tensors()[SHARD]
+        """This rank's slice of the weights, where it rests. To be read: ``edit_shard`` is to be written to."""
+        return self._shard if self.rest is None else self.rest.look()[SHARD]
 
     @shard.setter
     def shard(self, tensor: Tensor) -> None:
         """Where it has memory of its own."""
         self._shard = tensor
+
+    def edit_shard(self) -> Tensor:
+        """``shard``, to be written to."""
+        return self._shard if self.rest is None else self.rest.edit()[SHARD]
 
     @property
     def place(self) -> str:
@@ -136,26 +140,30 @@ class Bucket:
             self.rest, self.shard = shelf, self.full.new_empty(0)
 
     def stepped(self, *, whole: bool) -> Tensor:
-        """What an optimizer updates here: the master weights; ``whole``: every rank updates all of them."""
-        return self.shelf.tensors()[MASTER] if self.has_master else self.full if whole else self.shard
+        """The weights that an optimizer updates, where there are no masters; ``whole``: every rank updates all."""
+        return self.full if whole else self.edit_shard()
 
     def adopt_master(self) -> None:
         """The master weights were written: round them to the weights."""
         if self.has_master:
-            self.weights_of_master.copy_(self.shelf.tensors()[MASTER])
+            self.edit_weights_of_master().copy_(self.shelf.look()[MASTER])
 
     def adopt_weights(self) -> None:
         """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
         if self.has_master:
-            master = self.shelf.tensors()[MASTER]
-            weights = self.weights_of_master.to(master.device)
+            master = self.shelf.edit()[MASTER]
+            weights = (self.full if self._masters_all else self.shard).to(master.device)
             changed = weights != master.to(weights.dtype)
             master.copy_(torch.where(changed, weights.to(master.dtype), master))
 
     @property
-    def weights_of_master(self) -> Tensor:
-        """The weights that the master weights are those of. At one rank the slice is everything."""
-        return self.full if self.has_master and self.shelf.length > self.layout.slice_length else self.shard
+    def _masters_all(self) -> bool:
+        """Whether master weights are those of the whole bucket. At one rank the slice is everything."""
+        return self.has_master and self.shelf.length > self.layout.slice_length
+
+    def edit_weights_of_master(self) -> Tensor:
+        """The weights that the master weights are those of, to be written to."""
+        return self.full if self._masters_all else self.edit_shard()
 
     def begin_weights(self) -> Tensor:
         """The weights of the master weights, where they rest, to be written until ``end_weights``."""
@@ -163,7 +171,7 @@ class Bucket:
         if self.rest is not None and self.rest.place == "nvme":
             low = self.rest.overwrite()[SHARD]
             return low.copy_(self.shelf.take()[MASTER])  # what no group steps stays as it was
-        return self.weights_of_master
+        return self.edit_weights_of_master()
 
     @property
     def is_stepped_apart(self) -> bool:

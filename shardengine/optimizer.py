@@ -119,9 +119,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             count = bucket.layout.length if whole else bucket.layout.slice_length
             bucket.shelf.add_zeros(names, count)
 
-    def _weight(self, bucket: Bucket) -> Tensor:
-        return bucket.stepped(whole=self._reducer.rules.gathers)
-
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
         if not self.early:
@@ -346,20 +343,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
         scheduler.optimizer._opt_called = True
 
-    def held(self) -> dict[int, dict[str, Tensor]]:
-        """Per bucket index what this rank steps: "weight" (the master, where there is one) and the states."""
-        return {state.bucket.layout.index: self._kept(state.bucket) for state in self._reducer.buckets}
+    def held(self, *, writable: bool = False) -> dict[int, dict[str, Tensor]]:
+        """Per bucket index what this rank steps: "weight" (the master, where there is one) and the states.
 
-    def _kept(self, bucket: Bucket) -> dict[str, Tensor]:
-        states = dict(bucket.shelf.tensors())
-        weight = states.pop(MASTER) if bucket.has_master else self._weight(bucket)
+        writable: to be written to, too; otherwise that may be lost.
+        """
+        return {state.bucket.layout.index: self._kept(state.bucket, writable) for state in self._reducer.buckets}
+
+    def _kept(self, bucket: Bucket, writable: bool) -> dict[str, Tensor]:
+        states = dict(bucket.shelf.edit() if writable else bucket.shelf.look())
+        if bucket.has_master:
+            return {"weight": states.pop(MASTER), **states}
+        weight = bucket.full if self._reducer.rules.gathers else bucket.edit_shard() if writable else bucket.shard
         return {"weight": weight, **states}
 
-    def parameter_state(self) -> Iterator[tuple[int, str, int, Tensor]]:
-        """What this rank holds: (parameter, "weight" or state name, first element, values) per piece."""
+    def parameter_state(self, *, writable: bool = False) -> Iterator[tuple[int, str, int, Tensor]]:
+        """What this rank holds: (parameter, "weight" or state name, first element, values) per piece, as ``held``."""
         for state in self._reducer.buckets:
             layout = state.bucket.layout
-            whole, kept = (layout.start, layout.end), self._kept(state.bucket)
+            whole, kept = (layout.start, layout.end), self._kept(state.bucket, writable)
             first, last = whole if self._reducer.rules.gathers else layout.slice_interval(state.bucket.rank)
             for piece in self._layout.pieces_within(layout, (first, last)):
                 for name, flat in kept.items():

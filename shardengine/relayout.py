@@ -237,9 +237,9 @@ def _move(
     for bucket in buckets:
         if bucket.layout.index >= 0:
             optimizer.begin_state(bucket, whole=whole)
-    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.tensors()))
+    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.edit()))
     for bucket, _ in old.buckets():
-        _carry(core, bucket, bucket.shelf.tensors(), kept)
+        _carry(core, bucket, bucket.shelf.look(), kept)
         bucket.shelf.drop()
     for arena in old.arenas:
         arena.forsake()

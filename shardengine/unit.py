@@ -201,7 +201,7 @@ class Unit:
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
-                bucket.shard.copy_(bucket.own_slice(part))
+                bucket.edit_shard().copy_(bucket.own_slice(part))
                 if self.state is Weights.FULL:
                     bucket.full.copy_(part)
                 bucket.adopt_weights()

@@ -129,6 +129,7 @@ def full_optimizer_state(
 ) -> Iterator[dict[str, dict[str, Any] | None]]:
     """Whole master weights and states inside the ``with``; collective. See ``Engine.full_optimizer_state``."""
     core.schedule.settle()
+    optimizer.require_whole()
     chosen = agree_on_names(core, "full_optimizer_state", names, writable)
     if core.pinned:
         raise UsageError(
@@ -169,6 +170,7 @@ def full_optimizer_state(
         with torch.no_grad():
             core.schedule.rest()
             optimizer.await_reader()
+            sources = _sources(core, wanted, optimizer.held(writable=True))  # a backward inside may have fetched some
             _send(core, sources, flats)
             for source in sources:
                 _store(source, flats, source.held, source.first)
@@ -197,7 +199,7 @@ def _store_weights(source: _Source, flats: Flats) -> None:
     """The weights follow what was written, rounded to their dtype: every copy of them that rests on this rank."""
     bucket = source.bucket
     first = bucket.layout.slice_interval(bucket.rank)[0] if bucket.separate else bucket.layout.start
-    _store(source, flats, {"weight": bucket.shard if bucket.separate else bucket.full}, first)
+    _store(source, flats, {"weight": bucket.edit_shard() if bucket.separate else bucket.full}, first)
 
 
 # Both

@@ -182,7 +182,7 @@ def test_a_forked_child(tmp_path: Path) -> None:
     if child == 0:
         code = 1
         try:
-            for call in (lambda: file.allocate(1), lambda: file.map(extent), lambda: read(file, extent)):
+            for call in (lambda: file.allocate(1), lambda: file.look(extent), lambda: read(file, extent)):
                 with pytest.raises(UsageError, match="belongs to the parent of this forked process"):
                     call()
             file.close()

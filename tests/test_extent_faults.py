@@ -83,7 +83,7 @@ def test_a_failed_write(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, code:
     with pytest.raises(OffloadError, match=r"the last write of it failed.*What to do: write it again before"):
         read(file, extent)
     with pytest.raises(OffloadError, match="the last write of it failed"):
-        file.map(extent)
+        file.look(extent)
     file.write(other, source[:9000]).wait()
     fault.on = False
     file.write(extent, source).wait()
@@ -158,7 +158,7 @@ def test_every_flipped_bit_is_seen(file: ExtentFile, place: int, written: bool) 
     for bit in (0, 7):
         changed(file, at, bytes([byte ^ 1 << bit]))
         start = at - place % 8192
-        for call in (lambda: read(file, extents[1]), lambda: file.map(extents[1])):
+        for call in (lambda: read(file, extents[1]), lambda: file.look(extents[1]), lambda: file.edit(extents[1])):
             with pytest.raises(OffloadError, match=rf"bytes {start} to \d+ are not those that were written"):
                 call()
     read(file, extents[0])
@@ -188,20 +188,35 @@ def test_bytes_of_another_place_or_time(file: ExtentFile) -> None:
     assert torch.equal(read(file, first), random_bytes(20_000, seed=3))
 
 
-def test_damage_after_a_mapping_is_gone(file: ExtentFile) -> None:
-    """The transfer after a mapping takes the sums anew; the next one compares."""
+def test_damage_after_an_edit(file: ExtentFile) -> None:
+    """The transfer after it takes the sums anew; the next one compares."""
     extent = file.allocate(20_000)
-    file.map(extent).fill_(3)
+    file.edit(extent).fill_(3)
     read(file, extent)
     changed(file, extent.offset + 5, b"4")
     with pytest.raises(OffloadError, match="a checksum differs"):
         read(file, extent)
     file.write(extent, random_bytes(20_000)).wait()
-    file.map(extent)
+    file.edit(extent)
     file.write(extent, random_bytes(20_000, seed=2)).wait()
     changed(file, extent.offset + 5, b"4")
     with pytest.raises(OffloadError, match="a checksum differs"):
         read(file, extent)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_damage_after_a_look(file: ExtentFile, kept: bool) -> None:
+    """Looking changes nothing: what comes after it is compared, also while somebody still looks."""
+    extent = file.allocate(20_000)
+    file.write(extent, random_bytes(20_000)).wait()
+    seen = [file.look(extent) for _ in range(2)]
+    if not kept:
+        seen.clear()
+    (byte,) = raw(file, extent.offset + 5, 1)
+    changed(file, extent.offset + 5, bytes([byte ^ 1]))
+    for _ in range(2):
+        with pytest.raises(OffloadError, match="a checksum differs"):
+            read(file, extent)
 
 
 @pytest.mark.parametrize("name", ["read", "write"])
@@ -213,7 +228,7 @@ def test_a_mapping_that_cannot_be_flushed(file: ExtentFile, monkeypatch: pytest.
         file.write(extent, random_bytes(20_000)).wait()
     lost = [raw(file, extent.offset, 20_480) for extent in extents]
     for extent in extents:
-        file.map(extent).fill_(3)
+        file.edit(extent).fill_(3)
     os.fsync(file._disk._plain)
     for extent, old in zip(extents, lost, strict=True):
         changed(file, extent.offset, old)
@@ -226,7 +241,7 @@ def test_a_mapping_that_cannot_be_flushed(file: ExtentFile, monkeypatch: pytest.
         with pytest.raises(OffloadError, match="the last write of it failed"):
             read(file, extent)
         with pytest.raises(OffloadError, match="the last write of it failed"):
-            file.map(extent)
+            file.look(extent)
     for extent in extents:
         file.write(extent, random_bytes(20_000, seed=4)).wait()
         assert torch.equal(read(file, extent), random_bytes(20_000, seed=4))
@@ -269,7 +284,8 @@ def test_a_file_that_is_not_what_it_was(file: ExtentFile, what: Callable[[Extent
     for doing, call in (
         ("reading", lambda: file.read(extent, memory).wait()),
         ("writing", lambda: file.write(first, memory).wait()),
-        ("reading", lambda: file.map(extent)),
+        ("reading", lambda: file.look(extent)),
+        ("reading", lambda: file.edit(extent)),
         ("taking room for", lambda: file.allocate(20_000)),
     ):
         with pytest.raises(OffloadError, match=rf"rank 3: {doing} 20000 bytes at .*{text}.*What to do: let nothing"):

@@ -172,29 +172,70 @@ def test_memory_that_does_not_fit(file: ExtentFile, wrong: Any) -> None:
         file.allocate(-1)
 
 
-def test_a_mapping_is_part_of_the_file(file: ExtentFile) -> None:
+def test_what_is_edited_is_part_of_the_file(file: ExtentFile) -> None:
     before, extent, after = file.allocate(100), file.allocate(20_000), file.allocate(100)
     file.write(extent, random_bytes(20_000)).wait()
-    mapped = file.map(extent)
+    mapped = file.edit(extent)
     assert mapped.shape == (20_000,) and torch.equal(mapped, random_bytes(20_000))
-    for value in (1, 2):  # the mapping lives on: each transfer takes what it finds
+    for value in (1, 2):  # it lives on: each transfer takes what it finds
         mapped[9000] = value
         assert read(file, extent)[9000] == value and torch.equal(read(file, extent), mapped)
+        assert torch.equal(file.look(extent), mapped) and torch.equal(file.edit(extent), mapped)
     mapped[[0, -1]] = 7
     expected = mapped.clone()
     del mapped
-    assert torch.equal(file.map(extent), expected)
+    assert torch.equal(file.look(extent), expected)
     assert torch.equal(read(file, extent), expected)
-    assert file._states[extent].mapping is None, "it is verified again"
+    assert file._states[extent].edited is None, "it is verified again"
     file.write(extent, random_bytes(20_000, seed=3)).wait()
-    assert torch.equal(file.map(extent), random_bytes(20_000, seed=3))
+    assert torch.equal(file.look(extent), random_bytes(20_000, seed=3))
     assert not read(file, before).any() and not read(file, after).any()
-    assert file.map(file.allocate(0)).shape == (0,)
+    assert file.look(file.allocate(0)).shape == file.edit(file.allocate(0)).shape == (0,)
 
 
-def test_a_mapping_outlives_its_file(tmp_path: Path) -> None:
+def test_what_is_written_to_a_look_is_lost(file: ExtentFile) -> None:
+    extent = file.allocate(20_000)
+    file.write(extent, random_bytes(20_000)).wait()
+    file.look(extent).fill_(3)
+    seen = file.look(extent)
+    seen[9000] += 1
+    for again in (file.look(extent), file.edit(extent), read(file, extent)):
+        assert torch.equal(again, random_bytes(20_000))
+
+
+def test_an_edit_is_seen_by_whoever_looks(file: ExtentFile) -> None:
+    extent = file.allocate(20_000)
+    looked = file.look(extent)
+    edited, more = file.edit(extent), file.edit(extent)
+    edited[9000], more[9001] = 5, 6
+    del edited
+    for seen in (looked, file.look(extent), more, read(file, extent)):
+        assert seen[9000:9002].tolist() == [5, 6] and seen.sum() == 11
+    more[9002] = 7
+    del more
+    assert read(file, extent)[9000:9003].tolist() == [5, 6, 7]
+
+
+def test_a_look_is_verified_once(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is there; what is written over is verified again."""
+    extent, reads = file.allocate(20_000), Watch(os.preadv, 1)
+    monkeypatch.setattr(disk, "preadv", reads)
+    views = [file.look(extent), file.look(extent), file.edit(extent)]
+    assert sum(reads.lengths) == 20_480
+    del views[:2]
+    file.look(extent)
+    assert sum(reads.lengths) == 20_480
+    views.clear()
+    looked = file.look(extent)
+    file.write(extent, random_bytes(20_000)).wait()
+    assert torch.equal(file.look(extent), random_bytes(20_000)) and looked.shape == (20_000,)
+    assert sum(reads.lengths) == 3 * 20_480
+
+
+@pytest.mark.parametrize("verb", ["look", "edit"])
+def test_memory_of_a_file_outlives_it(tmp_path: Path, verb: str) -> None:
     file = ExtentFile(tmp_path, "rank 3", SMALL)
-    mapped = file.map(file.allocate(8192))
+    mapped = getattr(file, verb)(file.allocate(8192))
     file.close()
     assert mapped.fill_(3).sum() == 3 * 8192
 
@@ -208,7 +249,7 @@ def test_a_closed_file(tmp_path: Path) -> None:
     assert all(transfer.done() for transfer in transfers) and list(tmp_path.iterdir()) == []
     for transfer in transfers:
         transfer.wait()
-    for call in (lambda: file.read(extent, memory), lambda: file.map(extent), lambda: file.allocate(1)):
+    for call in (lambda: file.read(extent, memory), lambda: file.look(extent), lambda: file.allocate(1)):
         with pytest.raises(UsageError, match=r"rank 3: offload: .* is closed"):
             call()
 

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,66 @@ def test_other_bytes_are_noticed_and_a_checkpoint_goes_on(
         step(engine)
     assert engine.load_checkpoint(tmp_path / "run").global_steps == 2
     assert_same(weights_after(engine), expected)
+
+
+def refused_load(engine: Engine, folder: Path) -> None:
+    """Of a checkpoint with a bad byte in every file."""
+    for file in engine.save_checkpoint(folder / "bad").glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 64
+        file.write_bytes(data)
+    with pytest.raises(ShardEngineError):
+        engine.load_checkpoint(folder / "bad")
+
+
+def read_states(engine: Engine, _: Path) -> None:
+    with engine.full_optimizer_state() as found:
+        assert found
+
+
+def save_behind(engine: Engine, folder: Path) -> None:
+    engine.save_checkpoint(folder / "run")
+    engine.wait_for_checkpoint()
+
+
+READERS: dict[str, Callable[[Engine, Path], object]] = {
+    "save": lambda engine, folder: engine.save_checkpoint(folder / "run"),
+    "save behind": save_behind,
+    "states": read_states,
+    "state dict": lambda engine, _: engine.state_dict(),
+    "refused load": refused_load,
+}
+
+
+@pytest.mark.parametrize("which", ["states", "weights"])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_was_only_read_is_still_compared(tmp_path: Path, reader: str, which: str) -> None:
+    """Bytes that change between a save and the next step are no more believed than any others."""
+    engine = make("3", which, tmp_path / "disk", checkpoint={"async_save": reader == "save behind"})
+    step(engine)
+    READERS[reader](engine, tmp_path)
+    damage(engine)
+    with pytest.raises(OffloadError, match="not those that were written"):
+        step(engine)
+    with suppress(OffloadError):
+        engine.close()
+
+
+@pytest.mark.parametrize("which", ["states", "all"])
+def test_a_backward_inside_of_a_writable_context_loses_nothing(tmp_path: Path, which: str) -> None:
+    """At its end the first buckets are fetched already, as they were before anything was written."""
+    found = []
+    for place in ("nothing", which):
+        engine = make("3", place, tmp_path)
+        step(engine)
+        with engine.full_optimizer_state(writable=True) as states:
+            engine.backward(cases.loss_of(engine, engine.global_steps, 0, 0))
+            for entry in states.values():
+                if entry is not None:
+                    entry["exp_avg"].fill_(0.25)
+        engine.step()
+        found.append(weights_after(engine))
+    assert_same(*found)
 
 
 def test_an_engine_that_lost_its_states_refuses_to_train_until_it_is_loaded(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ WEIGHT, BUFFER = "weight", "buffer"
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [first, end) of a tensor. ``values``: a view of the engine's own memory, flat but for buffers."""
+    """Elements [first, end) of a tensor. ``values``: a view of what the engine holds, flat but for buffers."""
 
     name: str
     state: str
@@ -49,19 +49,20 @@ def key_of(name: str, state: str, first: int, end: int) -> str:
     return f"{name}/{state}[{first}:{end}]"
 
 
-def held(core: Core, optimizer: ShardedOptimizer | None) -> Iterator[Part]:
-    """Everything that this rank holds, as views; to load a checkpoint is to write all of them."""
+def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = False) -> Iterator[Part]:
+    """Everything that this rank holds, as views. writable: to load a checkpoint is to write all of them."""
     names = [spec.name for spec in core.layout.parameters]
     if optimizer is not None:
-        for parameter, state, first, values in optimizer.parameter_state():
+        for parameter, state, first, values in optimizer.parameter_state(writable=writable):
             yield Part(names[parameter], state, first, values)
     for unit in core.units:
         for bucket, _ in unit.buckets():
             if bucket.layout.index >= 0 and optimizer is not None:
                 continue
-            flat, start = bucket.shard, bucket.layout.slice_interval(bucket.rank)[0]
-            if not core.stage.moves_weights:
-                flat, start = bucket.full, bucket.layout.start
+            flat, start = bucket.full, bucket.layout.start
+            if core.stage.moves_weights:
+                flat = bucket.edit_shard() if writable else bucket.shard
+                start = bucket.layout.slice_interval(bucket.rank)[0]
             for piece in core.layout.pieces(bucket.layout):
                 if (cut := _clip(piece, start, start + flat.numel())) is not None:
                     yield Part(names[cut.parameter], WEIGHT, cut.offset, flat[cut.start - start : cut.end - start])

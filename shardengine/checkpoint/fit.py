@@ -6,8 +6,8 @@ out. What two layouts have in common are names and flat intervals; who held them
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ Source = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Filling:
-    """A part of the engine's memory, and where its elements come from, in which dtype."""
+    """A part of what the engine holds, and where its elements come from, in which dtype."""
 
     part: contents.Part
     dtype: torch.dtype
@@ -50,6 +50,12 @@ class Plan:
     origins: list[int | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     scheduler: bool = False
+
+    def onto(self, parts: Iterable[contents.Part]) -> Plan:
+        """The same for ``parts``, which may be written to; it was made of views that may only be read."""
+        found = {part.key: part for part in parts}
+        fillings = [replace(filling, part=found[filling.part.key]) for filling in self.fillings]
+        return replace(self, fillings=fillings, fresh=[found[part.key] for part in self.fresh])
 
 
 class _Saved:

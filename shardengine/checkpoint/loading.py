@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardengine.agreement import compare, together
-from shardengine.checkpoint import directory, fit, index, saving, state
+from shardengine.checkpoint import contents, directory, fit, index, saving, state
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
 from shardengine.collectives import Collectives
@@ -281,6 +281,8 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     """Fill the engine; "", or, on all ranks, what was damaged: the engine is partly loaded then. Collective."""
     core, optimizer = engine._core, engine.optimizer
     collectives = core.collectives
+    parts = partial(contents.held, core, optimizer, writable=True)
+    chosen.plan = together(collectives, f"loading checkpoint {chosen.place}", lambda: chosen.plan.onto(parts()))
     if optimizer is not None:
         optimizer.end_window(lost=True)  # until load() knows better
     fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)

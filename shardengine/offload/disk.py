@@ -113,9 +113,9 @@ class DiskFile:
         page[: len(data) - len(whole)] = data[len(whole) :]
         self._move(False, self._file, [whole, page], offset)
 
-    def mapped(self, count: int, offset: int) -> mmap.mmap:
-        """A shared mapping of ``count`` bytes."""
-        return mmap.mmap(self._plain, count, offset=offset)
+    def mapped(self, count: int, offset: int, *, shared: bool) -> mmap.mmap:
+        """A mapping of ``count`` bytes. shared: what is written to it is written to the file."""
+        return mmap.mmap(self._plain, count, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY, offset=offset)
 
     def flush(self) -> None:
         """Whatever was written through mappings is on the disk."""

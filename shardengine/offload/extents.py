@@ -5,9 +5,10 @@ bytes mean.
 
 [Note: Checksums of extents] For each block of an extent (``Aio.block_size`` bytes) a CRC-32 is kept in memory: taken
 from the caller's memory before it is written, compared with what was read before the caller gets it. A lost write, a
-block from another place and a flipped bit are seen alike. A new extent holds zeros, and is compared with zeros. What a
-caller changes in a mapping nobody sees: after ``map`` the next transfer takes the sums anew from what it finds, and so
-does every one as long as the mapping lives.
+block from another place and a flipped bit are seen alike. A new extent holds zeros, and is compared with zeros. Memory
+that a caller only looks at (``look``) was compared when he got it, and changes nothing. What he writes to memory that
+is the file (``edit``) nobody sees: the next transfer takes the sums anew from what it finds, and so does every one as
+long as that memory lives.
 
 [Note: Order of transfers] Transfers of one extent follow each other: asking for one waits for the one before it, which
 is usually long done. Reads have threads of their own, and so have writes: a disk that can do both at once does.
@@ -16,6 +17,7 @@ is usually long done. Reads have threads of their own, and so have writes: a dis
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import weakref
@@ -98,13 +100,20 @@ class _Torn(Exception):
 
 @dataclass
 class _State:
-    """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · mapping: given out since the sums were
-    taken (the object may be gone) · last: the transfer that was asked for last."""
+    """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · edited: given out
+    to be written to since the sums were taken (the object may be gone) · looked: given out to be read, and not written
+    over since · last: the transfer that was asked for last."""
 
     sums: array[int]
     torn: bool = False
-    mapping: Callable[[], object] | None = None
+    edited: weakref.ref[mmap.mmap] | None = None
+    looked: weakref.ref[mmap.mmap] | None = None
     last: Transfer = field(default_factory=lambda: Transfer(0))
+
+    @property
+    def shown(self) -> bool:
+        """Whether somebody still has memory of it, which was verified then."""
+        return any(view is not None and view() is not None for view in (self.edited, self.looked))
 
 
 class ExtentFile:
@@ -162,21 +171,17 @@ class ExtentFile:
         """Write ``source``, memory as ``read`` wants it. The extent is torn where it fails, until another succeeds."""
         return self._begin(extent, source, reading=False)
 
-    def map(self, extent: Extent) -> Tensor:
-        """The extent as memory, for cold access: uint8 [count], read when touched, and shared with the file.
+    def look(self, extent: Extent) -> Tensor:
+        """The extent as memory, for cold reading: uint8 [count], read when touched. What is written to it is lost.
 
-        What is there now is verified first; what is written there becomes part of the file. OffloadError as for
-        ``read``. A disk that fails later, or a file that somebody cuts, ends the process (SIGBUS).
+        What is there now is verified first, unless somebody still has it from before. OffloadError as for ``read``. A
+        disk that fails later, or a file that somebody cuts, ends the process (SIGBUS).
         """
-        scratch = staging(min(extent.count, self._aio.block_size))
-        request = self._request(extent, bytes_of(scratch), reading=True, cached=True)
-        request.carry_out()
-        request.transfer.wait()
-        if not extent.count:
-            return scratch
-        area = self._disk.mapped(extent.count, extent.offset)
-        self._states[extent].mapping = weakref.ref(area)
-        return torch.frombuffer(area, dtype=torch.uint8)
+        return self._mapped(extent, shared=False)
+
+    def edit(self, extent: Extent) -> Tensor:
+        """As ``look``, but what is written to it becomes part of the file, verified by nobody until it is read back."""
+        return self._mapped(extent, shared=True)
 
     def close(self) -> None:
         """Wait for all transfers and remove the file. A mapping stays, as memory that is nobody else's."""
@@ -193,8 +198,28 @@ class ExtentFile:
         request = self._request(extent, bytes_of(data), reading=reading)
         state = self._states[extent]
         state.last = request.transfer
+        if not reading:
+            state.looked = None
         (self._reads if reading else self._writes).put(request.carry_out, len(state.sums))
         return request.transfer
+
+    def _mapped(self, extent: Extent, *, shared: bool) -> Tensor:
+        scratch = staging(min(extent.count, self._aio.block_size))
+        request = self._request(extent, bytes_of(scratch), reading=True, cached=True)
+        state = self._states[extent]
+        if request.failed or not state.shown:
+            request.carry_out()
+            request.transfer.wait()
+        if not extent.count:
+            return scratch
+        area = state.edited() if shared and state.edited is not None else None
+        if area is None:
+            area = self._disk.mapped(extent.count, extent.offset, shared=shared)
+        if shared:
+            state.edited = weakref.ref(area)
+        else:
+            state.looked = weakref.ref(area)
+        return torch.frombuffer(area, dtype=torch.uint8)
 
     def _request(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Request:
         """A transfer of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
@@ -208,7 +233,7 @@ class ExtentFile:
             self._disk.check()
             if reading and state.torn:
                 raise _Torn("the last write of it failed, and what is there is neither the old nor the new")
-            if state.mapping is not None:
+            if state.edited is not None:
                 self._flush()
         except (OSError, Damage, _Torn) as error:
             request.fail(error)
@@ -220,7 +245,7 @@ class ExtentFile:
             self._disk.flush()
         except OSError:
             for state in self._states.values():
-                state.torn |= state.mapping is not None
+                state.torn |= state.edited is not None
             raise
 
     def _check_held(self) -> None:
@@ -243,18 +268,23 @@ class _Request:
         self._reading, self._cached = reading, cached
         self._size = file._aio.block_size
         self._left = iter(range(0, extent.count, self._size))
-        self._gone = state.mapping is not None and state.mapping() is None
+        self._gone = state.edited is not None and state.edited() is None
         self.transfer = Transfer(len(state.sums))
 
     def carry_out(self) -> None:
         """Block after block, until all have been begun: by any number of threads. None after one has failed."""
         for start in self._left:
-            if self.transfer._failure is None:
+            if not self.failed:
                 try:
                     (self._read if self._reading else self._write)(start)
                 except Exception as error:  # whatever it is, somebody waits for this transfer
                     self.fail(error)
             self.transfer._count_down(self._last_words)
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is nothing more to carry out."""
+        return self.transfer._failure is not None
 
     def fail(self, error: Exception) -> None:
         """Keep the first error, for ``Transfer.wait``."""
@@ -267,7 +297,7 @@ class _Request:
         self._disk.read(data, self._extent.offset + start, cached=self._cached)
         with self._summing:
             found = crc32(data)
-        if self._state.mapping is not None:
+        if self._state.edited is not None:
             sums[start // self._size] = found
         elif found != sums[start // self._size]:
             first = self._extent.offset + start
@@ -280,12 +310,11 @@ class _Request:
         self._disk.write(data, self._extent.offset + start)
 
     def _last_words(self) -> None:
-        """A mapping that was gone when this began has changed nothing since: the sums hold."""
-        failed = self.transfer._failure is not None
+        """What was edited, and was let go of when this began, has not changed since: the sums hold."""
         if not self._reading:
-            self._state.torn = failed
-        if self._gone and not failed:
-            self._state.mapping = None
+            self._state.torn = self.failed
+        if self._gone and not self.failed:
+            self._state.edited = None
 
 
 def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Exception) -> str:

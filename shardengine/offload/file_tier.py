@@ -144,7 +144,8 @@ class FileShelf(Shelf):
         self._buffer: Tensor | None = None
         self._transfers: list[Transfer] = []
         self._unwritten = False
-        self._mapped: dict[str, Tensor] | None = None
+        self._verified: dict[str, Tensor] = {}
+        """What a load was shown first: so long as it is here nothing is verified twice."""
 
     @property
     def written(self) -> bool:
@@ -165,13 +166,15 @@ class FileShelf(Shelf):
         self._new_part(dict.fromkeys(names, (length, torch.float32)))
         self._count({name: torch.empty(length, device="meta") for name in names})
 
-    def tensors(self) -> dict[str, Tensor]:
-        """See ``Shelf``: the file itself, mapped, once it is verified."""
+    def look(self) -> dict[str, Tensor]:
+        """See ``Shelf``: what is in the file, as memory, once it is verified."""
         self._settle()
-        if self._mapped is None:
-            maps = [part.views(self._tier.file.map(part.extent)) for part in self._parts]
-            self._mapped = {name: view for views in maps for name, view in views.items()}
-        return self._mapped
+        return self._views([self._tier.file.look(part.extent) for part in self._parts])
+
+    def edit(self) -> dict[str, Tensor]:
+        """See ``Shelf``: the file itself, as memory, once it is verified."""
+        self._settle()
+        return self._views([self._tier.file.edit(part.extent) for part in self._parts])
 
     def fetch(self) -> None:
         """See ``Shelf``."""
@@ -200,14 +203,12 @@ class FileShelf(Shelf):
                 self._release()
                 raise
         self._state = _Rest.TAKEN
-        return self._views()
+        return self._views(self._in_buffer())
 
     def put(self) -> None:
         """See ``Shelf``: the write begins."""
-        memory, file = self._own_buffer(), self._tier.file
-        self._transfers = [
-            file.write(part.extent, memory[part.start : part.start + part.extent.count]) for part in self._parts
-        ]
+        memories = zip(self._parts, self._in_buffer(), strict=True)
+        self._transfers = [self._tier.file.write(part.extent, memory) for part, memory in memories]
         self._state, self._unwritten = _Rest.WRITING, False
         self._tier.follow(self, writing=True)
 
@@ -221,11 +222,10 @@ class FileShelf(Shelf):
     def overwrite(self) -> dict[str, Tensor]:
         """See ``Shelf``."""
         self._settle()
-        self._mapped = None
         buffer = self._tier.take_buffer(wait=True)
         assert buffer is not None
         self._buffer, self._state = buffer, _Rest.TAKEN
-        return self._views()
+        return self._views(self._in_buffer())
 
     def park(self, *, pinned: bool) -> None:
         """It is not on the device."""
@@ -237,7 +237,7 @@ class FileShelf(Shelf):
         """See ``Shelf``: in new extents. OffloadError where what is still in a buffer cannot be written, or no room."""
         self._settle()
         try:
-            self.tensors()
+            self._verified = self.look()
         except OffloadError:
             allocate = self._tier.file.allocate
             self._parts = [replace(part, extent=allocate(part.extent.count)) for part in self._parts]
@@ -271,10 +271,9 @@ class FileShelf(Shelf):
         for transfer in self._transfers:
             transfer.wait_quietly()
         self._tier.forget(self)
-        self._mapped = None
         if self._buffer is not None:
             self._release()
-        self._parts, self.sizes = [], {}
+        self._parts, self.sizes, self._verified = [], {}, {}
 
     def _settle(self) -> None:
         """Rest in the file, whatever it costs: what is unwritten is written once more."""
@@ -287,15 +286,19 @@ class FileShelf(Shelf):
         elif self._state is _Rest.READING:
             self.give_up()
 
-    def _views(self) -> dict[str, Tensor]:
+    def _views(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors in the bytes of each part."""
+        found = [part.views(memory) for part, memory in zip(self._parts, memories, strict=True)]
+        return {name: view for views in found for name, view in views.items()}
+
+    def _in_buffer(self) -> list[Tensor]:
+        """The bytes of each part, where they are when they are taken."""
         memory = self._own_buffer()
-        views = [part.views(memory[part.start : part.start + part.extent.count]) for part in self._parts]
-        return {name: view for found in views for name, view in found.items()}
+        return [memory[part.start : part.start + part.extent.count] for part in self._parts]
 
     def _new_part(self, forms: dict[str, tuple[int, torch.dtype]]) -> _Part:
         """Room in the file for tensors of these (elements, dtype), and in the buffers."""
         self._settle()
-        self._mapped = None
         places, end = {}, 0
         for name, (count, dtype) in forms.items():
             places[name] = (end, count, dtype)
@@ -308,13 +311,10 @@ class FileShelf(Shelf):
         return part
 
     def _read(self, buffer: Tensor) -> None:
-        self._mapped = None
-        self._buffer, self._state = buffer, _Rest.READING
+        self._buffer, self._state, self._verified = buffer, _Rest.READING, {}
         self._tier.follow(self, writing=False)
-        self._transfers = [
-            self._tier.file.read(part.extent, buffer[part.start : part.start + part.extent.count])
-            for part in self._parts
-        ]
+        memories = zip(self._parts, self._in_buffer(), strict=True)
+        self._transfers = [self._tier.file.read(part.extent, memory) for part, memory in memories]
 
     def _own_buffer(self) -> Tensor:
         assert self._buffer is not None, self._state

@@ -3,8 +3,9 @@
 Owns: the memory of master weights and optimizer state. Must not know: buckets, what the tensors mean, when they are
 needed.
 
-A shelf is read in two ways. Whoever steps it says ``fetch`` ahead of time, ``take``, and ``put`` when it has written;
-everything else (checkpoints, a new layout, the user) uses ``tensors``, between two steps.
+A shelf is used in two ways. Whoever steps it says ``fetch`` ahead of time, ``take``, and ``put`` when it has written;
+everything else (checkpoints, a new layout, the user) comes between two steps: ``look`` is to read what rests, ``edit``
+to write to it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ class Shelf(ABC):
         """Let fp32 zeros rest here, too."""
 
     @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The resting memory itself, for anything but a step. What is written to it is kept."""
+    def look(self) -> dict[str, Tensor]:
+        """What rests, to be read by anything but a step. What is written to it may be lost."""
+
+    @abstractmethod
+    def edit(self) -> dict[str, Tensor]:
+        """As ``look``, to be written to: what is in it is what rests."""
 
     @abstractmethod
     def fetch(self) -> None:
@@ -84,7 +89,7 @@ class Shelf(ABC):
 
     @abstractmethod
     def replace_unreadable(self) -> bool:
-        """Before all of ``tensors`` is written: have zeros where what rests cannot be read. Whether there are any."""
+        """Before all of it is written: have zeros where what rests cannot be read. Whether there are any."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -117,7 +122,11 @@ class MemoryShelf(Shelf):
         self._tensors |= zeros
         self._count(zeros)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def look(self) -> dict[str, Tensor]:
+        """See ``Shelf``."""
+        return self._tensors
+
+    def edit(self) -> dict[str, Tensor]:
         """See ``Shelf``."""
         return self._tensors
 
