@@ -158,6 +158,8 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: 
             unit.relocate()
     if optimizer is not None and rolls and not stuck:
         _finish(core, optimizer, target, behind)
+    for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
+        shelf.abandon()
     if optimizer is not None and not finished:
         optimizer.end_window(lost=bool(stuck))
     core.reducer.drop()

@@ -23,6 +23,7 @@ from shardengine.bucket import Arena, Bucket
 from shardengine.collectives import Collectives, Pending
 from shardengine.errors import InternalError
 from shardengine.layout import Layout
+from shardengine.offload import Shelf
 from shardengine.record import Purpose
 
 
@@ -110,6 +111,13 @@ class Unit:
         """Every bucket with the names of its parameters, in layout order."""
         for arena in self.arenas:
             yield from zip(arena.buckets, self.names[arena.layout.index], strict=True)
+
+    def shelves(self) -> Iterator[Shelf]:
+        """Everything of it that rests on a shelf."""
+        for bucket, _ in self.buckets():
+            yield bucket.shelf
+            if bucket.rest is not None:
+                yield bucket.rest
 
     def gather(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
         """SHARDED → GATHERING: start the all-gather of every bucket. After an error the unit is SHARDED."""

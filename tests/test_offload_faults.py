@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine import Engine
-from shardengine.errors import MismatchError, OffloadError, ShardEngineError
+from shardengine import Engine, kernels
+from shardengine.errors import MismatchError, OffloadError, ShardEngineError, UsageError
 from shardengine.offload import disk as disk_module
 from tests import cases
 from tests.ranks import RankPool
@@ -180,6 +180,40 @@ def test_a_backward_inside_of_a_writable_context_loses_nothing(tmp_path: Path, w
         engine.step()
         found.append(weights_after(engine))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize(("stage", "which"), [("1", "states"), ("3", "all")])
+def test_a_step_that_was_torn_shows_nothing_and_a_checkpoint_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, which: str, resets: bool
+) -> None:
+    """Interrupted inside of a bucket's kernels, when its states and weights lie in buffers."""
+    expected = weights_after(make(stage, "nothing", tmp_path))
+    engine = make(stage, which, tmp_path / "disk")
+    step(engine)
+    engine.save_checkpoint(tmp_path / "run")
+    update, calls = kernels.update, 0
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        nonlocal calls
+        update(*args, **options)
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(engine)
+    with pytest.raises(UsageError, match=r"call engine\.reset\(\)"), engine.full_optimizer_state():
+        pass
+    if resets:
+        with pytest.raises(UsageError, match=r"engine\.load_checkpoint\(\) on every rank"):
+            engine.reset()
+        with pytest.raises(UsageError, match=r"call engine\.load_checkpoint\(\)"), engine.full_optimizer_state():
+            pass
+    assert engine.load_checkpoint(tmp_path / "run").global_steps == 1
+    assert_same(weights_after(engine), expected)
 
 
 def test_an_engine_that_lost_its_states_refuses_to_train_until_it_is_loaded(tmp_path: Path) -> None:

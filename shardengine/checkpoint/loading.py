@@ -97,6 +97,10 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.await_weights()
     core.schedule.rest()
     core.reducer.release()
+    if engine.optimizer is not None:
+        engine.optimizer.await_reader()
+    for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
+        shelf.abandon()
     if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
         engine.optimizer.end_window(lost=True)
         interrupted = True
@@ -148,9 +152,7 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
 
 def _replace_unreadable(core: Core) -> bool:
     """Before all weights and states are written: have zeros where a file has lost them. Whether it had."""
-    buckets = [bucket for unit in core.units for bucket, _ in unit.buckets()]
-    shelves = [shelf for bucket in buckets for shelf in (bucket.shelf, bucket.rest) if shelf is not None]
-    return sum(shelf.replace_unreadable() for shelf in shelves) > 0
+    return sum(shelf.replace_unreadable() for unit in core.units for shelf in unit.shelves()) > 0
 
 
 # 1. choose

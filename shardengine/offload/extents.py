@@ -66,6 +66,11 @@ class Transfer:
         """Whether ``wait`` returns, or raises, at once."""
         return self._ended.is_set()
 
+    @property
+    def failed(self) -> bool:
+        """Whether ``wait`` raises, once it is done."""
+        return self._failure is not None
+
     def wait(self) -> None:
         """Return when it is done. OffloadError where it failed, each time; what a read has filled by then is void."""
         self.wait_quietly()
@@ -284,7 +289,7 @@ class _Request:
     @property
     def failed(self) -> bool:
         """Whether there is nothing more to carry out."""
-        return self.transfer._failure is not None
+        return self.transfer.failed
 
     def fail(self, error: Exception) -> None:
         """Keep the first error, for ``Transfer.wait``."""

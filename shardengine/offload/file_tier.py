@@ -5,14 +5,24 @@ written (extents), what the tensors mean.
 
 [Note: A shelf in a file]
 
-    RESTING ──fetch/take──▶ READING ──take──▶ TAKEN ──put──▶ WRITING ──▶ RESTING
-                               │                │ ▲───take──── UNWRITTEN ◀──┘ an error
-    RESTING ◀───its buffer is needed        leave └▶ RESTING
+    from        by                                                     to
+    RESTING     fetch, take                                            READING
+    RESTING     overwrite                                              TAKEN
+    READING     take                                                   TAKEN
+    READING     look, edit, overwrite, or its buffer is needed         RESTING
+    TAKEN       put                                                    WRITING
+    TAKEN       leave                                                  RESTING, or WRITING what was UNWRITTEN
+    TAKEN       abandon                                                RESTING, or UNWRITTEN as before
+    WRITING     the disk is done                                       RESTING, or UNWRITTEN after an error
+    UNWRITTEN   take                                                   TAKEN
+    UNWRITTEN   look, edit, overwrite, or its buffer is needed         WRITING
 
-There are ``buffer_count`` buffers, each as large as the largest shelf: while one shelf is stepped the next ones are
-read and the last ones written. Where a write fails the buffer keeps what was stepped, so that nothing is lost: the
-error is raised once, and whoever takes the shelf next has it from the buffer and writes it again. So does whoever needs
-a buffer when no other is left: there may be room on the disk by then.
+What is taken may be half written: looking at it, or editing it, is an error. There are ``buffer_count`` buffers, each
+as large as the largest shelf: while one shelf is stepped the next ones are read and the last ones written. Where a
+write fails the buffer keeps what was stepped, so that nothing is lost: the error is raised once, to whoever waits for
+that shelf or for a buffer (``fetch``, a hint, waits for nothing), and whoever takes the shelf next has it from the
+buffer and writes it again. So does whoever needs a buffer when no other is left: there may be room on the disk by
+then.
 """
 
 from __future__ import annotations
@@ -90,13 +100,14 @@ class FileTier:
             self._size = -(-size // HUGE_PAGE) * HUGE_PAGE
 
     def take_buffer(self, *, wait: bool) -> Tensor | None:
-        """A free buffer; ``wait``: for the oldest write, or None. OffloadError where that fails, or has failed before
-        and fails again."""
-        while self._writing and (self._writing[0].written or not (self._free or self._made < self._count)):
-            if not (wait or self._writing[0].written):
-                return None
+        """A free buffer. wait: for the oldest write, where there is none; OffloadError where that fails, or has failed
+        before and fails again. Otherwise None."""
+        while self._writing:
+            oldest = self._writing[0]
+            if (oldest.failed and not wait) or not (oldest.written or (wait and not self._has_buffer)):
+                break
             self._writing.popleft().land()
-        if wait and not self._free and self._made == self._count:
+        if wait and not self._has_buffer:
             if self._fetched:
                 self._fetched[-1].give_up()  # it was fetched on a prediction that failed
             elif self._unwritten:
@@ -110,6 +121,10 @@ class FileTier:
         if wait:
             raise InternalError(f"all {self._count} buffers for {self.file.path} are taken at the same time")
         return None
+
+    @property
+    def _has_buffer(self) -> bool:
+        return bool(self._free) or self._made < self._count
 
     def give_buffer(self, buffer: Tensor) -> None:
         """Back from its shelf."""
@@ -151,6 +166,11 @@ class FileShelf(Shelf):
     def written(self) -> bool:
         """Whether ``land`` returns, or raises, at once."""
         return all(transfer.done() for transfer in self._transfers)
+
+    @property
+    def failed(self) -> bool:
+        """Whether ``land`` raises."""
+        return any(transfer.failed for transfer in self._transfers)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """See ``Shelf``."""
@@ -219,12 +239,20 @@ class FileShelf(Shelf):
         else:
             self._release()
 
-    def overwrite(self) -> dict[str, Tensor]:
+    def abandon(self) -> None:
         """See ``Shelf``."""
-        self._settle()
-        buffer = self._tier.take_buffer(wait=True)
-        assert buffer is not None
-        self._buffer, self._state = buffer, _Rest.TAKEN
+        if self._state is _Rest.TAKEN and self._unwritten:
+            self._state, self._unwritten = _Rest.UNWRITTEN, False
+            self._tier.keep(self)
+        elif self._state is _Rest.TAKEN:
+            self._release()
+
+    def overwrite(self) -> dict[str, Tensor]:
+        """See ``Shelf``. Where it is taken, it is taken again."""
+        if self._state is not _Rest.TAKEN:
+            self._settle()
+            self._buffer = self._tier.take_buffer(wait=True)
+            self._state = _Rest.TAKEN
         return self._views(self._in_buffer())
 
     def park(self, *, pinned: bool) -> None:
@@ -277,7 +305,12 @@ class FileShelf(Shelf):
 
     def _settle(self) -> None:
         """Rest in the file, whatever it costs: what is unwritten is written once more."""
-        if self._state in (_Rest.TAKEN, _Rest.UNWRITTEN):
+        if self._state is _Rest.TAKEN:
+            raise InternalError(
+                f"what rests in {self._tier.file.path} is being stepped, or its step was interrupted: expected "
+                "engine.reset() or engine.load_checkpoint() on every rank before anything else"
+            )
+        if self._state is _Rest.UNWRITTEN:
             self._tier.forget(self)
             self.put()
         if self._state is _Rest.WRITING:

@@ -71,6 +71,13 @@ class Shelf(ABC):
         """What was taken has only been read."""
 
     @abstractmethod
+    def abandon(self) -> None:
+        """Whoever has taken it was interrupted: what was taken is void, and what rests is as it was, if that is there.
+
+        Nothing happens where it is not taken. In memory what was written to it stays.
+        """
+
+    @abstractmethod
     def overwrite(self) -> dict[str, Tensor]:
         """As ``take``, but what is in the tensors is void: all of it will be written."""
 
@@ -142,6 +149,9 @@ class MemoryShelf(Shelf):
 
     def leave(self) -> None:
         """It is there."""
+
+    def abandon(self) -> None:
+        """See ``Shelf``."""
 
     def overwrite(self) -> dict[str, Tensor]:
         """See ``Shelf``."""
