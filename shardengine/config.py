@@ -245,6 +245,7 @@ def _check_offload(reader: Reader) -> None:
         device, path = value[f"{name}.device"], value[f"{name}.nvme_path"]
         if device == "nvme" and path is None and f"{name}.nvme_path" not in reader.failed:
             reader.problem(f"{name}.nvme_path", "expected a directory on the disk, because device is nvme, came none")
+    _check_ratio(reader, value)
     stage = value["zero_optimization.stage"]
     if value["zero_optimization.offload_param.device"] != "none" and stage < 3:
         reader.problem(
@@ -262,6 +263,21 @@ def _check_offload(reader: Reader) -> None:
         reader.problem(name, "expected no fp16: whether the scaled gradients are finite is known after backward")
     if value["aio.block_size"] % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, came {value['aio.block_size']}")
+
+
+def _check_ratio(reader: Reader, value: dict[str, Any]) -> None:
+    ratio, device, memory = (
+        f"zero_optimization.offload_optimizer.{name}" for name in ("ratio", "device", "device_memory")
+    )
+    if reader.failed & {ratio, device, memory}:
+        return
+    if value[ratio] == "auto" and value[device] == "none":
+        reader.problem(
+            ratio, 'expected device "cpu" or "nvme" beside "auto", came "none": there is nowhere to go; set it'
+        )
+    elif value[memory] is not None and value[ratio] != "auto":
+        came = f"ratio {value[ratio]:g}, which says itself what stays"
+        reader.problem(memory, f'expected "ratio": "auto" beside it, came {came}; set that, or leave this out')
 
 
 def _check_offloaded_activations(reader: Reader) -> None:

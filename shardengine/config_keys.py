@@ -169,7 +169,12 @@ _PATH = optional(TEXT, "needed for nvme")
 _ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
     "device": (_TIER, "none", "Where gradients' shards, master weights and optimizer state rest; the CPU steps them."),
     "nvme_path": (_PATH, None, "A directory on the disk; each rank makes and removes a file of its own in it."),
-    "ratio": (PART, 1.0, "The part, by bytes, that rests there; the rest stays on the device."),
+    "ratio": (PART, 1.0, 'The part, by bytes, that rests there; "auto": as little as device_memory allows.'),
+    "device_memory": (
+        optional(COUNT, "what is free there at initialize, GPUs only"),
+        None,
+        'With "ratio": "auto": bytes of the device that model state and the engine\'s buffers may take, per rank.',
+    ),
     "pin_memory": (BOOL, True, "Page-locked host memory, which a GPU copies faster; no effect without one."),
     "buffer_count": (integer(2), 4, "Host buffers for what is on its way from and to the disk, each of one bucket."),
     "step_in_backward": (

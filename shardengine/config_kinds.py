@@ -141,9 +141,11 @@ UNITS = Kind(
     _units,
 )
 PART = _checked(
-    "a number from 0 to 1",
-    {"type": "number", "minimum": 0, "maximum": 1},
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1,
+    'a number from 0 to 1, or "auto"',
+    {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"const": "auto"}]},
+    lambda value: (
+        value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1)
+    ),
 )
 GROUP_SIZE = Kind(
     'an integer >= 1, or "all"',

@@ -38,6 +38,9 @@ from shardengine.errors import ConfigError
 Source = Literal["file", "default", "auto", "derived"]
 """Where a value came from. "auto" is not produced before the integrations know a source."""
 
+_AUTOMATIC = frozenset({"zero_optimization.units", "zero_optimization.offload_optimizer.ratio"})
+"""Keys of which "auto" is a value."""
+
 _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
 """Sections that ``false`` does not switch off; of these only the last two may be null."""
 
@@ -120,7 +123,7 @@ class Reader:
             if not all(usable):
                 self.failed.add(path)
             return all(usable)
-        if node == "auto" and path != "zero_optimization.units":
+        if node == "auto" and path not in _AUTOMATIC:
             key = KEYS.get(path)
             default = None if key is None or key.status is not Status.ACTIVE else key.default
             hint = "leave it out" if default is None else f"leave it out for the default {json.dumps(default)}"

@@ -65,14 +65,16 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class OffloadOptimizerConfig:
-    """Where gradients' shards, master weights and optimizer state rest. ratio: which part of them, by bytes.
+    """Where gradients' shards, master weights and optimizer state rest.
 
-    step_in_backward: what rests there is stepped while backward goes on.
+    ratio: which part of them, by bytes; "auto": what does not fit into ``device_memory`` bytes of the device (None:
+    what is free there at the start) · step_in_backward: what rests there is stepped while backward goes on.
     """
 
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
-    ratio: float = 1.0
+    ratio: float | Literal["auto"] = 1.0
+    device_memory: int | None = None
     pin_memory: bool = True
     buffer_count: int = 4
     step_in_backward: bool = False

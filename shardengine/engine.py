@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import core as core_module
-from shardengine import gathered, lr_schedules, overflow, recovery, relayout, whole
+from shardengine import assembly, gathered, lr_schedules, overflow, recovery, relayout, whole
 from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
 from shardengine.agreement import together
@@ -27,7 +26,7 @@ from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
-from shardengine.optimizer import EngineCalls, Settings, ShardedOptimizer
+from shardengine.optimizer import EngineCalls, Settings, ShardedOptimizer, state_names
 from shardengine.optimizer_forms import groups_for
 from shardengine.parking import Phases, unpark
 from shardengine.recovery import announced, announced_with
@@ -104,7 +103,9 @@ class Engine(Phases):
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
 
         self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
-        self._core = core = core_module.build(self.module, self.config, mesh, groups)
+        scheduled = lr_scheduler is not None or self.config.scheduler is not None
+        states = () if kind is None else state_names(kind, groups, scheduled=scheduled)
+        self._core = core = assembly.build(self.module, self.config, mesh, groups, states)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:
@@ -391,7 +392,7 @@ class Engine(Phases):
 
     def _add_param_group(self, group: dict[str, Any]) -> None:
         optimizer = self._need_optimizer("add_param_group()")
-        relayout.add_group(self._need_core(), self.module, optimizer, group, self.lr_scheduler)
+        relayout.add_group(self._need_core(), self.module, self.config, optimizer, group, self.lr_scheduler)
         self._core = relayout.rebuild(self._core, self.module, self.config, optimizer)
 
     def _make_scheduler(self, given: Any) -> Any:

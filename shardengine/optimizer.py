@@ -110,8 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The states that a bucket begins with."""
-        accelerates = self.kind != "SGD" or any(group["momentum"] for group in self.param_groups)
-        return STATE_NAMES[self.kind] if accelerates else ()
+        return state_names(self.kind, self.param_groups)
 
     def begin_state(self, bucket: Bucket, *, whole: bool) -> None:
         """Optimizer state of ``bucket`` before its first step. whole: of all of it, not of this rank's slice."""
@@ -387,6 +386,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             (spec.group, steps[index] + ahead) if spec.group >= 0 and (ahead or index in touched) else None
             for index, spec in enumerate(self._layout.parameters)
         ]
+
+
+def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
+    """What an optimizer keeps of each element. scheduled: a scheduler may yet raise SGD's momentum from 0."""
+    accelerates = kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
+    return STATE_NAMES[kind] if accelerates else ()
 
 
 def _no_engine(_group: dict[str, Any]) -> None:

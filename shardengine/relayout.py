@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardengine import layout, lr_schedules, partition, placing
+from shardengine import formulas, layout, lr_schedules, partition, placing
 from shardengine.agreement import compare, together
+from shardengine.assembly import succeed
 from shardengine.bucket import Bucket, in_memory_order
 from shardengine.config import Config
-from shardengine.core import Core, succeed
+from shardengine.core import Core
 from shardengine.errors import UsageError
+from shardengine.footprint import tell_choice
 from shardengine.layout import Layout
 from shardengine.offload import Homes
 from shardengine.optimizer import ShardedOptimizer
@@ -87,7 +89,9 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
     return rebuild(core, model, config, optimizer)
 
 
-def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any], scheduler: Any) -> None:
+def add_group(
+    core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer, group: dict[str, Any], scheduler: Any
+) -> None:
     """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; the layout stays. Collective."""
     core.schedule.settle()
     groups = optimizer.param_groups
@@ -106,6 +110,7 @@ def add_group(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: 
         names = core.partition.first_names()
         new = [names[id(parameter)] for parameter in group["params"]]
         compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
+        _plan(core, config, optimizer, found)  # whether there is room for it
     except BaseException:
         if len(groups) > count:
             groups.pop()
@@ -179,13 +184,12 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    plan, homes = _plan(core, config, optimizer, found)
     core.await_weights()
     core.schedule.rest()
     core.schedule.retire()
     core.reducer.release()
     core.guard.unhook()
-    homes = core.tiers.homes([bucket.length for bucket in plan.buckets])
     with torch.no_grad():
         units = [_move(core, unit, found, plan, optimizer, homes) for unit in core.units]
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
@@ -195,7 +199,17 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
     new.schedule.on_complete = optimizer.finish_gradients
     new.pool.clear()
     new.note_stepped()
+    if core.mesh.rank == 0:
+        footprint = formulas.footprint_of(new, config, optimizer.state_bytes_per_element)
+        tell_choice(new.tiers, footprint, homes)
     return new
+
+
+def _plan(core: Core, config: Config, optimizer: ShardedOptimizer, found: Partition) -> tuple[Layout, Homes]:
+    """The layout of ``found``, and what rests away: a ratio that was chosen is chosen anew, for the same memory."""
+    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
+    return plan, core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
 
 
 def _move(

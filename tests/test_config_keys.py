@@ -37,6 +37,7 @@ FROZEN = {
         zero_optimization.units
         aio.block_size aio.queue_depth aio.thread_count
         zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
+        zero_optimization.offload_optimizer.device_memory
         zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.step_in_backward
         zero_optimization.offload_param.buffer_count

@@ -82,6 +82,8 @@ class Report:
             "model state": f"{_by_tier(engine.memory(), 'predicted')} per rank, predicted",
             "output": str(settings.output),
         }
+        if zero.offload_optimizer.ratio == "auto":
+            rows["offload"] = f"ratio auto: {engine.memory()['offload_ratio']:.1%} of the optimizer is away"
         if settings.save_every:
             kept = config.checkpoint.keep_last
             rows["checkpoints"] = f"every {settings.save_every} step(s), the last {kept} are kept"

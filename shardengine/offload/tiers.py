@@ -9,7 +9,8 @@ where bytes are and who computes, never what is computed: every tier gives the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,7 @@ from typing import Protocol
 import torch
 
 from shardengine.config_sections import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from shardengine.errors import UsageError
 from shardengine.offload.extents import Aio, ExtentFile
 from shardengine.offload.file_tier import FileTier
 from shardengine.offload.shelf import HOST, MemoryShelf, Shelf
@@ -50,6 +52,9 @@ class Tiers:
 
     def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int) -> None:
         self._ratio = zero.offload_optimizer.ratio
+        self.device_memory = zero.offload_optimizer.device_memory or 0
+        """Bytes of the device that ``"ratio": "auto"`` may fill, the same on every rank; where the config names none,
+        whoever opens the tiers says how many there are."""
         self._label, self._aio = f"rank {rank}", Aio(**vars(aio))
         self._files: dict[Path, ExtentFile] = {}
         try:
@@ -69,11 +74,6 @@ class Tiers:
         return FileTier(self._files[folder], wanted.buffer_count)
 
     @property
-    def weights_place(self) -> str:
-        """The tier of weights that rest sharded."""
-        return "device" if self._weights is None else self._weights.name
-
-    @property
     def files(self) -> list[Path]:
         """The files that something rests in."""
         return [file.path for file in self._files.values()]
@@ -88,20 +88,44 @@ class Tiers:
         for file in self._files.values():
             file.close()
 
-    def homes(self, lengths: Sequence[int]) -> Homes:
-        """What rests away. lengths: elements of all buckets.
+    @property
+    def chooses(self) -> bool:
+        """Whether the ratio is found here (``"auto"``)."""
+        return self._ratio == "auto"
+
+    def homes(self, lengths: Sequence[int], device_bytes: Callable[[Homes], int]) -> Homes:
+        """What rests away. lengths: elements of all buckets · device_bytes: what the device holds with some homes.
 
         Those are away whose gradients complete first, so that most of the way is behind backward: the first ones, up
-        to the bucket with which they come nearest to ``ratio`` of all elements.
+        to the bucket with which they come nearest to ``ratio`` of all elements. "auto": the fewest with which the
+        device's bytes fit into ``device_memory``; UsageError where they do not even with all of them.
         """
-        found: dict[int, Tier] = {}
-        wanted, reached = self._ratio * sum(lengths), 0
-        for index, length in enumerate(lengths):
-            if self._state is None or reached + length / 2 > wanted:
+        if isinstance(self._ratio, str):
+            return self._fitting(len(lengths), device_bytes)
+        wanted, reached, count = self._ratio * sum(lengths), 0, 0
+        for length in lengths:
+            if reached + length / 2 > wanted:
                 break
-            found[index] = self._state
-            reached += length
-        return Homes(found, self._weights)
+            reached, count = reached + length, count + 1
+        return self._first(count)
+
+    def _first(self, count: int) -> Homes:
+        state = self._state
+        return Homes({} if state is None else dict.fromkeys(range(count), state), self._weights)
+
+    def _fitting(self, count: int, device_bytes: Callable[[Homes], int]) -> Homes:
+        memory = self.device_memory
+        # one bucket more never makes the device's part larger
+        fewest = bisect_left(range(count + 1), True, key=lambda away: device_bytes(self._first(away)) <= memory)
+        if fewest > count:
+            raise UsageError(
+                f'"ratio": "auto" of offload_optimizer: expected that the device needs at most {memory:,} bytes '
+                f"(device_memory, or what the rank with the least memory had free), came "
+                f"{device_bytes(self._first(count)):,} with all of the optimizer's state away. Give it more memory, "
+                "shard more (a higher stage, more ranks, offload_param), or take a smaller reduce_bucket_size or "
+                "stage3_prefetch_bucket_size, whose buffers are counted"
+            )
+        return self._first(fewest)
 
 
 class HostTier:

@@ -1,0 +1,252 @@
+"""Putting the parts of one engine together, in order: analyse → agree → place → reducer → schedule → hooks.
+
+Must not know: steps, the user's loop, what the parts do afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardengine import activations, hooks, kernels, layout, partition, placing, precision, stages
+from shardengine.accumulation import Window
+from shardengine.activation_offload import Offload
+from shardengine.agreement import compare, settle_kernels, together
+from shardengine.arrivals import Arrivals
+from shardengine.bucket import BufferPool
+from shardengine.collectives import Collectives
+from shardengine.config import Config
+from shardengine.core import Core
+from shardengine.ddp import BufferSync, Reducer, Rules, no_payload
+from shardengine.errors import ConfigError, UsageError
+from shardengine.footprint import Footprint, outside_bytes, tell_choice
+from shardengine.guard import Guard
+from shardengine.layout import Layout
+from shardengine.mesh import Mesh
+from shardengine.offload import Homes, Tiers
+from shardengine.partition import Partition
+from shardengine.precision import Precision
+from shardengine.schedule import Schedule
+from shardengine.streams import is_apart
+from shardengine.unit import Unit
+
+
+def _look(
+    model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, which: Precision
+) -> tuple[Partition, kernels.Offer]:
+    """What one rank alone finds out about the model and the machine, or refuses."""
+    units = config.zero_optimization.units
+    if config.activation_checkpointing.enabled:
+        activations.check(model, partition.find_units(model, units))
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which)
+    return found, kernels.offer()
+
+
+def build(
+    model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]], states: Sequence[str] = ()
+) -> Core:
+    """Partition ``model`` as ``config`` says and attach to it.
+
+    groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32.
+    """
+    zero = config.zero_optimization
+    stage = stages.select(
+        zero.stage,
+        reshard_after_forward=zero.stage3_reshard_after_forward,
+        gradient_accumulation=config.gradient_accumulation,
+    )
+    which = precision.of(config)
+    pool = BufferPool(pins=is_apart(mesh.device) and zero.offload_optimizer.pin_memory)
+    direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
+    direct |= which.reduce is not torch.float32  # the backend would round no sum
+    collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
+
+    found, offer = together(
+        collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, which)
+    )
+    offers = compare(collectives, partition.facts(model, found, config.to_dict(), groups), offer)
+    settle_kernels(offers, mesh.rank)
+    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
+    footprint = _footprint(config, stage, found, plan, states)
+    tiers, homes = _open_tiers(config, collectives, footprint)
+    with collectives.faults.announced("initialize", lambda error: "placing the weights"):
+        units = placing.place(
+            found,
+            plan,
+            collectives,
+            shards_weights=stage.moves_weights,
+            whole_masters=stage.gathers_gradients,
+            which=which,
+            homes=homes,
+        )
+        buffers = BufferSync(model, collectives)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(mesh.device).contiguous()
+        buffers.broadcast(persistent_only=False)
+    window = Window(config.gradient_accumulation_steps or 1)
+    reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
+    arrivals, blocks = _expect(config, stage, collectives, model, found, units)
+    driven = (units, reducer, schedule, window, buffers, arrivals)
+    core = Core(stage, collectives, pool, found, plan, *driven, Guard(), which, tiers)
+    _attach(core, model, blocks)
+    _checkpoint_activations(core, model, config)
+    return core
+
+
+def _footprint(config: Config, stage: stages.Stage, found: Partition, plan: Layout, states: Sequence[str]) -> Footprint:
+    """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
+    which = precision.of(config)
+    return Footprint(
+        stage,
+        plan,
+        which,
+        _rules(config, stage, plan.ranks),
+        state=4 * len(states),
+        micro_batches=config.gradient_accumulation_steps or 1,
+        prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
+        outside=outside_bytes(found, which),
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of ``device``'s memory that nothing holds; ``ConfigError`` for a CPU, whose memory is the host's."""
+    if not is_apart(device):
+        raise ConfigError(
+            'zero_optimization.offload_optimizer.device_memory: expected a number of bytes beside "ratio": "auto", '
+            "came null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
+        )
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _open_tiers(config: Config, collectives: Collectives, footprint: Footprint) -> tuple[Tiers, Homes]:
+    """The tiers, and what rests in which; a ratio that is to be found is the same on every rank."""
+    zero, mesh = config.zero_optimization, collectives.mesh
+    wanted = zero.offload_optimizer
+
+    measures = wanted.ratio == "auto" and wanted.device_memory is None
+
+    def open_tiers() -> tuple[Tiers, int]:
+        free = free_bytes(mesh.device) if measures else 0
+        return Tiers(zero, config.aio, mesh.rank), free
+
+    tiers, free = together(collectives, "opening the tiers", open_tiers)
+    try:
+        if measures:
+            tiers.device_memory = min(collectives.exchange_objects(free))
+        homes = tiers.homes([bucket.length for bucket in footprint.layout.buckets], footprint.on_device)
+    except BaseException:
+        tiers.close()
+        raise
+    if mesh.rank == 0:
+        tell_choice(tiers, footprint, homes)
+    return tiers, homes
+
+
+def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
+    """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
+    reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.window)
+    arrivals, blocks = _expect(config, core.stage, core.collectives, model, found, units)
+    new = replace(
+        core,
+        partition=found,
+        layout=plan,
+        units=units,
+        reducer=reducer,
+        schedule=schedule,
+        arrivals=arrivals,
+    )
+    _attach(new, model, blocks)
+    _checkpoint_activations(new, model, config)
+    return new
+
+
+def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
+    """What stage and config say about gradients."""
+    which = precision.of(config)
+    several = (config.gradient_accumulation_steps or 1) > 1
+    return Rules(
+        sharded=stage.reduces_every_micro_batch,
+        gathers=stage.gathers_gradients,
+        divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
+        wire=which.wire,
+        reduce=which.reduce,
+        accumulate=which.accumulate if several else torch.float32,
+        scaled=which.scales_loss,
+    )
+
+
+def _drive(
+    config: Config,
+    stage: stages.Stage,
+    collectives: Collectives,
+    pool: BufferPool,
+    plan: Layout,
+    units: list[Unit],
+    window: Window,
+) -> tuple[Reducer, Schedule]:
+    """What moves the gradients and the weights of ``units``."""
+    by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
+    buckets = [by_index[index] for index in range(len(plan.buckets))]
+    reducer = Reducer(plan, buckets, collectives, pool, _rules(config, stage, collectives.mesh.ranks))
+    prefetch = config.zero_optimization.stage3_prefetch_bucket_size
+    schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
+    schedule.on_complete = lambda: reducer.agree(no_payload)
+    return reducer, schedule
+
+
+def _expect(
+    config: Config,
+    stage: stages.Stage,
+    collectives: Collectives,
+    model: nn.Module,
+    found: Partition,
+    units: list[Unit],
+) -> tuple[Arrivals | None, list[tuple[str, nn.Module]]]:
+    """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
+    if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
+        return None, found.units
+    blocks, block_of = partition.find_blocks(model, config.zero_optimization.units)
+    numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
+    members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
+    return Arrivals(units[0].members, members_of), blocks
+
+
+def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    core.guard.versions[:] = [parameter._version for parameter in core.partition.inside]
+    modules = {module: index for index, (_, module) in enumerate(units, start=1)}
+    trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
+    core.guard.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    if not core.stage.moves_weights:
+        core.guard.handles.extend(hooks.attach_settle(core.schedule, model))
+        if core.arrivals is not None:
+            core.guard.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
+        return
+    if core.mesh.ranks > 1 and "generate" in dir(model):
+        # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
+        core.guard.marked = model
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    core.guard.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+
+    def refuse() -> None:
+        if not core.guard.open and not all(unit.pinned for unit in core.units):
+            raise UsageError(
+                "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
+                "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
+            )
+
+    core.guard.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+
+
+def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:
+    if config.activation_checkpointing.enabled:
+        offload = config.activation_checkpointing.cpu_offload
+        saving = Offload(core.mesh.device, core.weight_storages).saving if offload else nullcontext
+        blocks = partition.find_units(model, config.zero_optimization.units)
+        core.guard.handles.extend(activations.attach(blocks, saving))
