@@ -175,7 +175,7 @@ _ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
         None,
         'With "ratio": "auto": bytes of the device that model state and the engine\'s buffers may take, per rank.',
     ),
-    "pin_memory": (BOOL, True, "Page-locked host memory, which a GPU copies faster; no effect without one."),
+    "pin_memory": (BOOL, True, "What crosses to and from a GPU is in page-locked memory, which it copies faster."),
     "buffer_count": (integer(2), 4, "Host buffers for what is on its way from and to the disk, each of one bucket."),
     "step_in_backward": (
         BOOL,
@@ -186,7 +186,7 @@ _ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
 _ACTIVE_OFFLOAD_PARAM: dict[str, tuple[Kind, Any, str]] = {
     "device": (_TIER, "none", "Stage 3: where the shards of the weights rest."),
     "nvme_path": (_PATH, None, "A directory on the disk; each rank makes and removes a file of its own in it."),
-    "pin_memory": (BOOL, True, "Page-locked host memory, which a GPU copies faster; no effect without one."),
+    "pin_memory": (BOOL, True, "Shards in host memory are page-locked, which a GPU copies faster."),
     "buffer_count": (integer(2), 5, "Host buffers for what is on its way from and to the disk, each of one bucket."),
 }
 _ACTIVE_AIO: dict[str, tuple[Kind, Any, str]] = {

@@ -26,10 +26,11 @@ from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
-from shardengine.optimizer import EngineCalls, Settings, ShardedOptimizer, state_names
+from shardengine.optimizer import EngineCalls, ShardedOptimizer, state_names
 from shardengine.optimizer_forms import groups_for
 from shardengine.parking import Phases, unpark
 from shardengine.recovery import announced, announced_with
+from shardengine.update import Settings
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -110,9 +111,7 @@ class Engine(Phases):
 
         def equip() -> None:
             if kind is not None:
-                which = core.precision
-                early = self.config.zero_optimization.offload_optimizer.step_in_backward
-                settings = Settings(self.config.gradient_clipping, which.seed, which.scaler(), early)
+                settings = Settings.of(self.config, core.precision)
                 self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, settings)
                 self.optimizer.calls = EngineCalls(self.zero_grad, self._add_param_group)
                 core.schedule.on_complete = self.optimizer.finish_gradients

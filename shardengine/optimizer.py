@@ -32,25 +32,10 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.in_backward import StepsInBackward
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
-from shardengine.loss_scale import LossScaler
-from shardengine.update import Part, Update, is_set, step_bucket
+from shardengine.update import Part, Settings, Update, is_set, step_bucket
 
 _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the config says about steps.
-
-    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · in_backward: what rests away is stepped
-    as soon as its gradient is complete.
-    """
-
-    max_norm: float = 0.0
-    seed: int | None = None
-    scaler: LossScaler | None = None
-    in_backward: bool = False
 
 
 @dataclass(frozen=True)

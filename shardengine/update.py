@@ -13,14 +13,37 @@ from torch import Tensor
 
 from shardengine import kernels
 from shardengine.bucket import MASTER
+from shardengine.config import Config
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Spans
+from shardengine.loss_scale import LossScaler
 from shardengine.offload import HOST
+from shardengine.precision import Precision
 from shardengine.transit import Transit
 
 _UNDER_WAY = 2
 """Buckets whose weights are on their way while the next one is stepped."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the config says about steps.
+
+    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · in_backward: what rests away is stepped
+    as soon as its gradient is complete.
+    """
+
+    max_norm: float = 0.0
+    seed: int | None = None
+    scaler: LossScaler | None = None
+    in_backward: bool = False
+
+    @classmethod
+    def of(cls, config: Config, which: Precision) -> Settings:
+        """which: the config's."""
+        in_backward = config.zero_optimization.offload_optimizer.step_in_backward
+        return cls(config.gradient_clipping, which.seed, which.scaler(), in_backward)
 
 
 Part = tuple[Rule, Noise | None, Spans]

@@ -53,7 +53,7 @@ class Meter:
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.peak = 0
-        self._engine, self._leaves = engine, False
+        self._engine, self.leaves = engine, False
         self._host: set[int] = set()
         take, take_slice, allocate = BufferPool.take, GradientBucket.take_slice, Arena.allocate
 
@@ -61,17 +61,17 @@ class Meter:
             before = pool.allocated_bytes
             buffer = take(pool, *args)
             key = buffer.untyped_storage()._cdata
-            (self._host.add if self._leaves else self._host.discard)(key)
+            (self._host.add if self.leaves else self._host.discard)(key)
             if pool.allocated_bytes > before:
                 self.note()
             return buffer
 
         def taking_slice(state: GradientBucket, dtype: torch.dtype) -> Tensor:
-            self._leaves = state._leaves
+            self.leaves = state.leaves
             try:
                 return take_slice(state, dtype)
             finally:
-                self._leaves = False
+                self.leaves = False
 
         def allocating(arena: Arena) -> None:
             allocate(arena)
@@ -84,7 +84,7 @@ class Meter:
     def note(self) -> None:
         """Count what is alive now, without what is in host memory and what waits for its bucket."""
         buckets = [state.bucket for state in self._engine._core.reducer.buckets]
-        away = [tensor for bucket in buckets if bucket.shelf.away for tensor in bucket.shelf.tensors().values()]
+        away = [tensor for bucket in buckets if bucket.shelf.away for tensor in bucket.shelf.look().values()]
         host = self._host | {tensor.untyped_storage()._cdata for tensor in away}
         alive = sum(size for key, size in live_storages().items() if key not in host and size not in MATRICES)
         self.peak = max(self.peak, alive)

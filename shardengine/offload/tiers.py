@@ -64,8 +64,8 @@ class Tiers:
             raise
 
     def _tier(self, wanted: OffloadOptimizerConfig | OffloadParamConfig) -> Tier | None:
-        if wanted.device == "cpu":
-            return HostTier(pinned=wanted.pin_memory)
+        if wanted.device == "cpu":  # masters and states are stepped where they are: nothing of them crosses
+            return HostTier(pinned=isinstance(wanted, OffloadParamConfig) and wanted.pin_memory)
         if wanted.device != "nvme" or wanted.nvme_path is None:
             return None
         folder = Path(wanted.nvme_path).absolute()
