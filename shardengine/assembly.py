@@ -6,7 +6,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardengine.footprint import Footprint, outside_bytes, tell_choice
 from shardengine.guard import Guard
 from shardengine.layout import Layout
 from shardengine.mesh import Mesh
-from shardengine.offload import Homes, Tiers
+from shardengine.offload import Tiers
 from shardengine.partition import Partition
 from shardengine.precision import Precision
 from shardengine.schedule import Schedule
@@ -74,7 +74,27 @@ def build(
     settle_kernels(offers, mesh.rank)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
     footprint = _footprint(config, stage, found, plan, states)
-    tiers, homes = _open_tiers(config, collectives, footprint)
+    with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
+        tiers = _open_tiers(config, collectives, unfinished)
+        core = _assemble(model, config, collectives, pool, found, footprint, tiers)
+        unfinished.pop_all()
+    return core
+
+
+def _assemble(
+    model: nn.Module,
+    config: Config,
+    collectives: Collectives,
+    pool: BufferPool,
+    found: Partition,
+    footprint: Footprint,
+    tiers: Tiers,
+) -> Core:
+    """Place the weights of ``model``, wire what moves them, attach."""
+    stage, plan, which = footprint.stage, footprint.layout, footprint.precision
+    homes = tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
+    if collectives.mesh.rank == 0:
+        tell_choice(tiers, footprint, homes)
     with collectives.faults.announced("initialize", lambda error: "placing the weights"):
         units = placing.place(
             found,
@@ -88,7 +108,7 @@ def build(
         buffers = BufferSync(model, collectives)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(mesh.device).contiguous()
+                module._buffers[name] = buffer.to(collectives.mesh.device).contiguous()
         buffers.broadcast(persistent_only=False)
     window = Window(config.gradient_accumulation_steps or 1)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
@@ -125,28 +145,20 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def _open_tiers(config: Config, collectives: Collectives, footprint: Footprint) -> tuple[Tiers, Homes]:
-    """The tiers, and what rests in which; a ratio that is to be found is the same on every rank."""
+def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack) -> Tiers:
+    """The tiers, which ``unfinished`` closes; the memory for which a ratio is to be found is the same on every rank."""
     zero, mesh = config.zero_optimization, collectives.mesh
     wanted = zero.offload_optimizer
-
     measures = wanted.ratio == "auto" and wanted.device_memory is None
 
     def open_tiers() -> tuple[Tiers, int]:
         free = free_bytes(mesh.device) if measures else 0
-        return Tiers(zero, config.aio, mesh.rank), free
+        return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank))), free
 
     tiers, free = together(collectives, "opening the tiers", open_tiers)
-    try:
-        if measures:
-            tiers.device_memory = min(collectives.exchange_objects(free))
-        homes = tiers.homes([bucket.length for bucket in footprint.layout.buckets], footprint.on_device)
-    except BaseException:
-        tiers.close()
-        raise
-    if mesh.rank == 0:
-        tell_choice(tiers, footprint, homes)
-    return tiers, homes
+    if measures:
+        tiers.device_memory = min(collectives.exchange_objects(free))
+    return tiers
 
 
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:

@@ -185,37 +185,3 @@ class Core:
             raise UsageError(
                 f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
             )
-
-    def dissolve(self, *, owned: bool = False) -> None:
-        """Take the hooks off and give every parameter whole weights in memory of its own; collective.
-
-        Who holds a view of the old memory keeps it. Where weights cannot be read or gathered, those parameters stay
-        without, and everything else is let go of before the error is raised. owned: the process groups end, too.
-        """
-        self.guard.unhook()
-        gathered = False
-        try:
-            with self.collectives.faults.announced("close", lambda error: "gathering the weights"):
-                self._leave_weights()
-            gathered = True
-        finally:
-            self.reducer.release()
-            self.pool.clear()
-            self.tiers.close()
-            self.collectives.faults.close()
-            if self.guard.marked is not None:
-                self.guard.marked._is_fsdp_managed_module = False
-            if owned:
-                self.mesh.destroy(orderly=gathered)
-
-    def _leave_weights(self) -> None:
-        self.await_weights()
-        self.schedule.rest()
-        for unit in self.units:
-            if self.stage.moves_weights:
-                unit.gather(self.collectives)
-                unit.await_full()
-            for member in unit.members:
-                member.show(member.view.clone())
-            for arena in unit.arenas:
-                arena.forsake()

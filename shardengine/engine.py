@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import assembly, gathered, lr_schedules, overflow, recovery, relayout, whole
+from shardengine import assembly, ending, gathered, lr_schedules, overflow, recovery, relayout, whole
 from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
 from shardengine.agreement import together
@@ -122,7 +122,7 @@ class Engine(Phases):
         try:
             together(start, "making the optimizer and the scheduler", equip)
         except BaseException:
-            core.dissolve()
+            ending.dissolve(core)
             raise
 
     # Forward and backward
@@ -368,7 +368,7 @@ class Engine(Phases):
         finally:
             self._core.require_hidden()
             try:
-                self._core.dissolve(owned=self._owns_mesh)
+                ending.dissolve(self._core, owned=self._owns_mesh)
             finally:
                 attached.discard(self.module)
                 self.optimizer = None

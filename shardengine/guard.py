@@ -36,3 +36,8 @@ class Guard:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+    def unmark(self) -> None:
+        """The module is told no longer that its weights are sharded."""
+        if self.marked is not None:
+            self.marked._is_fsdp_managed_module = False

@@ -27,7 +27,7 @@ IMPORT_ORDER = (
     "unit", "arrivals", "partition", "placing", "footprint",
     "prediction", "holds", "schedule",
     "hooks", "optimizer_forms", "update", "in_backward", "cuts", "optimizer",
-    "core", "assembly", "formulas", "overflow", "gathered", "whole", "relayout", "inspection", "recovery",
+    "core", "assembly", "ending", "formulas", "overflow", "gathered", "whole", "relayout", "inspection", "recovery",
     "checkpoint", "checkpointing", "parking", "interchange",
     "engine", "__init__",
     "app", "cli", "__main__",

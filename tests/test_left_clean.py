@@ -15,12 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 import shardengine
+from shardengine import core as core_module
 from shardengine import lr_schedules, placing
 from shardengine import mesh as mesh_module
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives
 from shardengine.config_sections import SchedulerConfig
+from shardengine.ddp import BufferSync, Reducer
 from shardengine.errors import UsageError
+from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.unit import Unit
 from tests import cases
@@ -131,6 +134,61 @@ def test_a_start_that_fails_on_one_rank_leaves_the_model_whole(pools: Pools, sta
     truth = cases.truth("mlp", "AdamW", 2, 1, "full")
     for rank, result in enumerate((zero, one)):
         assert result["losses"] == [row[rank] for row in truth.losses[:2]]
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    return {"zero": {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}}
+
+
+START: dict[str, tuple[Any, str]] = {
+    "opening the tiers": (core_module, "Tiers"),
+    "placing the weights": (placing, "place"),
+    "sending module buffers": (BufferSync, "broadcast"),
+    "making the optimizer": (ShardedOptimizer, "begin"),
+}
+
+
+def start_fails_with_a_disk(place: str, folder: Path) -> tuple[str, list[Path]]:
+    """What is said, and what is left in ``folder`` while every rank still holds the error."""
+    mesh = mesh_module.build(torch.device("cpu"), 40)
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            Broken(patch, *START[place], 1)
+        model, config = cases.make_mlp(), cases.config_of("3", **on_disk(folder))
+        try:
+            shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"), mesh=mesh)
+        except Exception as error:
+            mesh.destroy(orderly=False)
+            dist.barrier()
+            return f"{type(error).__name__}: {error}", list(folder.iterdir())
+    return "nothing", []
+
+
+@pytest.mark.parametrize("place", list(START))
+def test_a_start_that_fails_on_one_rank_leaves_no_file_on_any(pools: Pools, tmp_path: Path, place: str) -> None:
+    zero, one = pools(2).run(start_fails_with_a_disk, place, tmp_path)
+    assert one == ("MemoryError: no more", [])
+    assert "rank 1" in zero[0] and "no more" in zero[0] and zero[1] == [], zero
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Reducer, "release"), (Unit, "gather")])
+def test_close_that_fails_lets_go_of_everything_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str
+) -> None:
+    """Also while somebody holds the error, and with it everything that was there."""
+    engine = engine_at("3", **on_disk(tmp_path))
+    train(engine, 0, 1)
+    engine.backward(cases.loss_of(engine, 1, 0, 0))
+    core, ended = engine._core, []
+    assert list(tmp_path.iterdir()) and core.pool.allocated_bytes
+    monkeypatch.setattr(Mesh, "destroy", lambda mesh, *, orderly=True: ended.append(orderly))
+    Broken(monkeypatch, owner, name, 1)
+    with pytest.raises(MemoryError) as held:
+        engine.close()
+    assert held.value.__traceback__ is not None
+    assert list(tmp_path.iterdir()) == [] and ended == [False]
+    assert not core.pool.allocated_bytes and not core.reducer.gradient_bytes().total()
+    assert not any(part._forward_pre_hooks for part in engine.module.modules())
 
 
 def placing_fails_on_one_rank() -> str:
