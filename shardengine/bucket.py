@@ -3,8 +3,8 @@
 Must not know: who calls it, process groups, stages, hooks.
 
 An arena's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to backward. It
-is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``forsake``), to a
-collective that may still write into it (``relocate``).
+is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``park``,
+``forsake``), to a collective that may still write into it (``relocate``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Bucket:
 
     Resting replicated, the shard is a view of ``full``; resting sharded it is a tensor of its own. ``shelf`` holds what
     the optimizer keeps of what this rank steps (its slice, or all of it): states, and the master weights where these
-    are not the weights themselves: those of low-precision weights, and those that rest in another tier.
+    are not the weights themselves: those of low-precision weights, and those that rest in another tier. They come in
+    this order: the master weights (``begin_master``) while ``full`` is whole, ``detach_shard``, the states.
     """
 
     def __init__(self, layout: BucketLayout, arena: Arena, rank: int, shelf: Shelf) -> None:
@@ -284,6 +285,11 @@ class Arena:
         self._cut()
         self.flat.untyped_storage().resize_(0)
 
+    def _let_go(self) -> None:
+        self.flat = self.flat.new_empty(0)
+        self.views = []
+        self._cut()
+
     def relocate(self) -> None:
         """The same contents in a new storage; the old one belongs to whoever still holds it."""
         before = self.flat
@@ -299,28 +305,36 @@ class Arena:
                 bucket.shard = bucket.own_slice(bucket.full)
 
     def park(self, *, pinned: bool) -> None:
-        """Copy what is at rest here to host memory and free this, until ``unpark``; nobody may use it meanwhile."""
+        """Copy what is at rest here to host memory and let go of this, until ``unpark``; nobody may use it meanwhile.
+
+        Who still holds a view of it keeps it, and its memory.
+        """
         for bucket in self.buckets:
             bucket.park_shard(pinned=pinned)
         if self.storage_bytes and self.parked is None:
             self.parked = host_copy(self.flat, pinned=pinned)
-            self._free()
+            self._let_go()
 
     def unpark(self) -> None:
-        """Everything is where it was."""
+        """Everything is at rest on the device again. What there is no room for stays parked."""
         for bucket in self.buckets:
             bucket.unpark_shard(self.device)
         if self.parked is not None:
-            self.allocate()
+            self._build()
             self.flat.copy_(self.parked)
+            self._cut()
             self.parked = None
+
+    def resting_views(self) -> list[Tensor]:
+        """Per slot its whole weights: of the storage, or where they are parked."""
+        return self.views if self.parked is None else self.views_of(self.parked)
 
     def forsake(self) -> None:
         """Another arena has taken over: let go of all memory. Who still holds a view of it keeps it."""
-        self.flat = self.flat.new_empty(0)
-        self.views = []
+        self._let_go()
+        self.parked = None
         for bucket in self.buckets:
-            bucket.full = bucket.shard = self.flat
+            bucket.shard = self.flat
             bucket.shelf.drop()
             if bucket.rest is not None:
                 bucket.rest.drop()

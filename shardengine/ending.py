@@ -13,8 +13,9 @@ from shardengine.core import Core
 def dissolve(core: Core, *, owned: bool = False) -> None:
     """Take the hooks off and give every parameter whole weights in memory of its own; collective.
 
-    Who holds a view of the old memory keeps it. Where weights cannot be read or gathered, those parameters stay
-    without. Everything else is let go of before the error is raised. owned: the process groups end, too.
+    Who holds a view of the old memory keeps it. Weights that are parked, for which there was no room, become the
+    parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
+    let go of before the error is raised. owned: the process groups end, too.
     """
     core.guard.unhook()
     orderly = False
@@ -38,10 +39,12 @@ def _leave_weights(core: Core) -> None:
     core.await_weights()
     core.schedule.rest()
     for unit in core.units:
-        if core.stage.moves_weights:
+        parked = any(arena.parked is not None for arena in unit.arenas)  # then all of it rests with this rank
+        if core.stage.moves_weights and not parked:
             unit.gather(core.collectives)
             unit.await_full()
+        views = {arena: arena.resting_views() for arena in unit.arenas}
         for member in unit.members:
-            member.show(member.view.clone())
+            member.show(views[member.arena][member.slot].clone())
         for arena in unit.arenas:
             arena.forsake()

@@ -21,7 +21,8 @@ class Guard:
     shown: how many ``full_params`` are open.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
     versions: of the parameters, as the engine left them: torch counts every in-place write · handles: of the hooks.
-    parked: what ``offload_states`` has moved to host memory.
+    parked: what ``offload_states`` has moved to host memory · barriers: the handles of hooks that refuse the use of the
+    module meanwhile.
     """
 
     open: bool = False
@@ -30,9 +31,11 @@ class Guard:
     versions: list[int] = field(default_factory=list)
     parked: set[str] = field(default_factory=set)
     handles: list[RemovableHandle | Checkpointed] = field(default_factory=list)
+    barriers: list[RemovableHandle] = field(default_factory=list)
 
     def unhook(self) -> None:
         """Take the hooks off."""
+        self.unbar()
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -41,3 +44,9 @@ class Guard:
         """The module is told no longer that its weights are sharded."""
         if self.marked is not None:
             self.marked._is_fsdp_managed_module = False
+
+    def unbar(self) -> None:
+        """The module may be used again."""
+        for barrier in self.barriers:
+            barrier.remove()
+        self.barriers.clear()

@@ -48,9 +48,9 @@ class _Hook:
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise UsageError(
-            "a model whose weights are sharded cannot be copied or pickled: use engine.state_dict() or "
-            "engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, or call engine.close() "
-            "first"
+            "a model whose weights are sharded, or away since offload_states(), cannot be copied or pickled: use "
+            "engine.state_dict() or engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, "
+            "or call engine.close() first"
         )
 
 
@@ -136,6 +136,16 @@ def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> li
     """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
     guard = _Hook(lambda _module, _prefix, _keep: refuse())
     return [part.register_state_dict_pre_hook(guard) for part in module.modules()]
+
+
+def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
+    """Call ``refuse`` when somebody runs ``module`` or a part of it, reads its state dict or loads one."""
+    barrier = _Hook(lambda *_: refuse())
+    handles = attach_state_dict_guard(module, refuse)
+    for part in module.modules():
+        handles.append(part.register_forward_pre_hook(barrier, prepend=True))
+        handles.append(part.register_load_state_dict_pre_hook(barrier))
+    return handles
 
 
 def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardengine
-from shardengine import core as core_module
+from shardengine import assembly
 from shardengine import lr_schedules, placing
 from shardengine import mesh as mesh_module
 from shardengine.bucket import Arena
@@ -141,7 +141,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
 
 
 START: dict[str, tuple[Any, str]] = {
-    "opening the tiers": (core_module, "Tiers"),
+    "opening the tiers": (assembly, "Tiers"),
     "placing the weights": (placing, "place"),
     "sending module buffers": (BufferSync, "broadcast"),
     "making the optimizer": (ShardedOptimizer, "begin"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from shardengine import parking
+from shardengine.bucket import Arena
 from shardengine.errors import UsageError
 from tests import cases
 from tests.comparing import assert_equal_to_truth
@@ -115,3 +119,164 @@ def test_what_cannot_be_moved_is_said(pools: Pools) -> None:
     for texts in pools(2).run(refuses, "3"):
         assert "expected some of optimizer, weights, came ['gradients']" in texts[0] and "'activations'" in texts[1]
         assert all("between two steps" in text and "engine.zero_grad()" in text for text in texts[2:])
+
+
+def engine_after_a_step(stage: str) -> Any:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage), "AdamW")
+    cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    return engine
+
+
+def park_what_somebody_holds(stage: str) -> None:
+    engine = engine_after_a_step(stage)
+    held = {**engine.module.state_dict(), "aside": engine.module.inp.weight.detach()}
+    before = {name: value.clone() for name, value in held.items()}
+    loss = cases.loss_of(engine.module, 1, 0, 0)  # its graph holds weights
+    engine.offload_states()
+    assert all(torch.equal(held[name], value) for name, value in before.items())
+    assert all(bool(parameter.isnan().all()) for parameter in engine.module.parameters())
+    engine.reload_states()
+    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    engine.backward(loss)
+    engine.step()
+    assert all(torch.equal(held[name], value) for name, value in before.items()), "the engine steps other memory"
+    expected = engine_after_a_step(stage)
+    cases.run_micro_batch(expected, cases.loss_of, 1, 0)
+    for (name, value), other in zip(engine.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_who_holds_weights_keeps_them_when_they_are_moved(pools: Pools, stage: str) -> None:
+    """In a process of its own, which reading freed memory would end."""
+    pools(1).run(park_what_somebody_holds, stage)
+
+
+def close_without_room(stage: str, at: int) -> tuple[bool, bool]:
+    """Rank 0 has no room for all of its weights; whether close() said so, and whether the weights are whole."""
+    engine = engine_after_a_step(stage)
+    with engine.full_params():
+        before = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    unpark, calls, failed = Arena.unpark, 0, False
+
+    def no_room(arena: Arena) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= at:
+            raise MemoryError("no more")
+        unpark(arena)
+
+    engine.offload_states()
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.rank == 0:
+            patch.setattr(Arena, "unpark", no_room)
+        try:
+            engine.close()
+        except MemoryError:
+            failed = True
+    return failed, all(torch.equal(value, before[name]) for name, value in engine.module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_close_without_room_for_the_weights_leaves_them_on_the_host(pools: Pools, stage: str, ranks: int) -> None:
+    for at in (1, 2):
+        results = pools(ranks).run(close_without_room, stage, at)
+        arenas = 2 if stage.startswith("3") else 1  # at least
+        assert results == [(rank == 0 and at <= arenas, True) for rank in range(ranks)]
+
+
+def uses_of(engine: Any) -> dict[str, Callable[[], Any]]:
+    """What a program may do with the module itself."""
+    model, x = engine.module, torch.ones(2, 7)
+    return {
+        "forward": lambda: model(x),
+        "by the engine's name": lambda: engine.forward(x),
+        "a part": lambda: model.blocks[0](torch.ones(2, 13)),
+        "state_dict": model.state_dict,
+        "state_dict of a part": model.out.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(cases.make_mlp().state_dict()),
+        "copy": lambda: copy.deepcopy(model),
+    }
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(
+        len(part._forward_pre_hooks) + len(part._state_dict_pre_hooks) + len(part._load_state_dict_pre_hooks)
+        for part in model.modules()
+    )
+
+
+def use_the_module(stage: str) -> tuple[dict[str, str], dict[str, bool]]:
+    """What is said to each use while the weights are away; what still works while the states are."""
+    engine = engine_after_a_step(stage)
+    hooks = count_hooks(engine.module)
+    x, said, same = torch.ones(2, 7), {}, {}
+    with torch.no_grad():
+        before = engine(x)
+        for include in ("weights", ["optimizer", "weights"]):
+            engine.offload_states(include)
+            for name, use in uses_of(engine).items():
+                try:
+                    use()
+                    said[f"{name}, {include}"] = "nothing"
+                except UsageError as error:
+                    said[f"{name}, {include}"] = str(error)
+            engine.reload_states()
+            same[f"after {include}"] = torch.equal(engine.module(x), before)
+        engine.offload_states("optimizer")
+        same["states away"] = torch.equal(engine.module(x), before)
+        engine.offload_states("weights")  # joins them
+        with pytest.raises(UsageError, match="optimizer and weights"):
+            engine.module(x)
+        engine.reload_states()
+    same["hooks"] = count_hooks(engine.module) == hooks
+    engine.close()
+    return said, same
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_module_is_refused_while_its_weights_are_away(pools: Pools, stage: str, ranks: int) -> None:
+    for said, same in pools(ranks).run(use_the_module, stage):
+        for use, text in said.items():
+            assert "engine.reload_states()" in text or "weights are sharded" in text, (use, text)
+        assert all(same.values()), same
+
+
+def test_a_module_that_was_compiled_in_place_is_refused_too() -> None:
+    engine = engine_after_a_step("2")
+    engine.module.compile(backend="eager")
+    x = torch.ones(2, 7)
+    with torch.no_grad():
+        before = engine.module(x)
+        engine.offload_states()
+        with pytest.raises(UsageError, match="reload_states"):
+            engine.module(x)
+        engine.reload_states()
+        assert torch.equal(engine.module(x), before)
+
+
+def test_states_that_come_back_in_inference_mode_can_be_stepped() -> None:
+    engine, expected = engine_after_a_step("3"), engine_after_a_step("3")
+    for move in (engine.offload_states, engine.reload_states):
+        with torch.inference_mode():
+            move()
+    cases.run_micro_batch(engine, cases.loss_of, 1, 0)
+    cases.run_micro_batch(expected, cases.loss_of, 1, 0)
+    with engine.full_optimizer_state(writable=True) as states:
+        for entry in states.values():
+            entry["exp_avg"].mul_(1.0)
+    for (name, value), other in zip(engine.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_what_is_freed_is_given_back_to_a_device_with_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, given = engine_after_a_step("1"), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(engine._core.pool.allocated_bytes))
+    engine.offload_states()
+    assert given == []
+    engine.reload_states()
+    monkeypatch.setattr(parking, "is_apart", lambda device: device == engine.device)
+    engine.offload_states()
+    assert given == [0], "after everything was freed"
