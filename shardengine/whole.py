@@ -4,7 +4,8 @@ Owns: putting every rank's slices together to tensors of the parameters' shapes,
 Must not know: how gradients come to be complete, the arithmetic of a step.
 
 Reading costs one all-gather per bucket that holds a wanted parameter (none where this rank has all of it), writing one
-broadcast per such bucket, of the wanted parameters alone. Memory: the wanted tensors, and one bucket on the way.
+broadcast per such bucket, of the wanted parameters alone. Memory, on the device: the wanted tensors, and one bucket on
+the way.
 """
 
 from __future__ import annotations
@@ -234,9 +235,9 @@ def _read(core: Core, source: _Source, dtype: torch.dtype, flats: Flats) -> None
     for piece in source.pieces:
         numel = core.layout.parameters[piece.parameter].numel
         mine = flats.setdefault(piece.parameter, {})
-        for key, tensor in held.items():
+        for key in held:
             if key not in mine:
-                mine[key] = tensor.new_empty(numel, dtype=dtype)
+                mine[key] = source.bucket.full.new_empty(numel, dtype=dtype)
             for number, row in enumerate(rows):
                 for part, slice_part in _overlap(piece, mine[key], row[key], layout.start + number * length):
                     part.copy_(slice_part)

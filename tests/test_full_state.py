@@ -237,3 +237,25 @@ def test_one_collective_per_bucket(pools: Pools, stage: str, ranks: int) -> None
             assert sum(found[f"{key} written {name}"]) == 4 * kinds * found["element"], "only what was asked for"
             assert found[f"{key} written None"] == []
         assert found["formula"], "they are not part of the step's formula"
+
+
+def test_whole_tensors_lie_with_the_weights_wherever_their_slices_rest() -> None:
+    """The weights are told to be on another device than what the optimizer steps."""
+    engine = make("mlp", "2", "AdamW", 1, 200)
+    loss_of = MODELS["mlp"][1]
+    engine.backward(loss_of(engine, 0, 0, 0))
+    buckets = [state.bucket for state in engine._core.reducer.buckets]
+    plain = [bucket.full for bucket in buckets]
+    for bucket in buckets:
+        bucket.full = bucket.full.to("meta")
+    with engine.full_grads() as gradients:
+        assert {gradient.device.type for gradient in gradients.values()} == {"meta"}
+    with engine.full_optimizer_state() as states:
+        found = {
+            value.device.type for entry in states.values() for value in entry.values() if isinstance(value, Tensor)
+        }
+        assert found == {"meta"}
+    for bucket, full in zip(buckets, plain, strict=True):
+        bucket.full = full
+    engine.step()
+    engine.close()
