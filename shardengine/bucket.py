@@ -10,6 +10,7 @@ is replaced where it must be left to somebody else: to a view outside (``release
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -350,7 +351,16 @@ class BufferPool:
     def __init__(self, *, pins: bool = False) -> None:
         self._pins = pins
         self._free: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
-        self.allocated_bytes = 0
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all buffers, taken and free."""
+        return self._bytes.total()
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Of those in the memory of ``device``."""
+        return self._bytes[device.type]
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor with undefined contents."""
@@ -360,7 +370,7 @@ class BufferPool:
         with torch.inference_mode(False):  # it is used again outside of the caller's
             pins = self._pins and device.type == "cpu"
             buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=pins)
-        self.allocated_bytes += buffer.nbytes
+        self._bytes[device.type] += buffer.nbytes
         return buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -370,10 +380,10 @@ class BufferPool:
     def forget(self) -> None:
         """Free every buffer, and count no longer those that were taken: their takers are gone."""
         self._free.clear()
-        self.allocated_bytes = 0
+        self._bytes.clear()
 
     def clear(self) -> None:
         """Free every buffer that nobody has taken."""
-        for (dtype, length, _), free in self._free.items():
-            self.allocated_bytes -= len(free) * length * dtype.itemsize
+        for (dtype, length, device), free in self._free.items():
+            self._bytes[device.type] -= len(free) * length * dtype.itemsize
         self._free.clear()

@@ -130,11 +130,15 @@ class Inspection:
 
         ``*_model_state_bytes`` and ``live_*`` are those of the device, ``*_host_bytes`` and ``*_disk_bytes`` those of
         the tiers. ``measured_*`` is taken before each update, when gradients are complete and weights at rest;
-        ``live_*`` is at this moment. ``buffer_bytes`` is the pool's (transient gradient and receive buffers),
-        ``predicted_buffer_bytes`` what the device holds at most beside model state (docs/limits.md), and
-        ``tier_buffer_bytes`` what stands in host memory between a disk and the step. ``offload_ratio`` is no number of
-        bytes but the part of the optimizer that is away, as given or as ``"ratio": "auto"`` chose it.
+        ``live_*`` is at this moment. ``buffer_bytes`` is the pool's on the device (transient gradient and receive
+        buffers), ``host_buffer_bytes`` the pool's in host memory, for what is on its way there or back (0 where the
+        device is the host), ``predicted_buffer_bytes`` what the device holds at most beside model state
+        (docs/limits.md), and ``tier_buffer_bytes`` what stands in host memory between a disk and the step.
+        ``offload_ratio`` is no number of bytes but the part of the optimizer that is away, as given or as
+        ``"ratio": "auto"`` chose it.
         """
+        pool = self._core.pool
+        buffer_bytes = pool.bytes_on(self.device)
         states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
         footprint, homes = formulas.footprint_of(self._core, self.config, states), formulas.homes_of(self._core)
         predicted = footprint.at_rest(homes)
@@ -149,7 +153,8 @@ class Inspection:
             "live_weight_bytes": self._core.weight_bytes()["device"],
             "live_gradient_bytes": self._core.reducer.gradient_bytes()["device"],
             "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes()["device"],
-            "buffer_bytes": self._core.pool.allocated_bytes,
+            "buffer_bytes": buffer_bytes,
+            "host_buffer_bytes": pool.allocated_bytes - buffer_bytes,
             "predicted_buffer_bytes": footprint.buffers(homes),
             "tier_buffer_bytes": self._core.tiers.buffer_bytes,
             "offload_ratio": footprint.part_away(homes),

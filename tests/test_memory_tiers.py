@@ -149,3 +149,34 @@ def test_weights_rest_in_their_tier_alone(pools: Pools, tmp_path: Path, stage: s
                 assert row["predicted_disk_bytes"] == row["measured_disk_bytes"] == formula.disk, name
                 assert row["live"] == formula.device + formula.host + row["spare"], name
                 assert row["buffers"] <= row["tier_buffer_bytes"] == buffers * HUGE_PAGE, name
+
+
+def engine_on_the_host(**options: Any) -> Engine:
+    return cases.make_engine(
+        cases.make_mlp(), cases.config_of("2", zero={"offload_optimizer": {"device": "cpu", **options}})
+    )
+
+
+def test_gradients_that_are_set_aside_lie_with_those_that_are_complete() -> None:
+    engine = engine_on_the_host()
+    engine.backward(cases.loss_of(engine, 0, 0, 0))
+    complete, seen = engine._core.reducer.gradient_bytes(), []
+    assert complete["cpu"] and not complete["device"]
+    loss = cases.loss_of(engine, 1, 0, 0)
+    loss.register_hook(lambda _: seen.append(engine._core.reducer.gradient_bytes()))
+    engine.backward(loss)
+    assert seen == [complete]
+
+
+def test_buffers_in_host_memory_are_not_the_devices() -> None:
+    """Another memory than the device's stands in for the host's here, where the two are one."""
+    engine = engine_on_the_host()
+    engine.backward(cases.loss_of(engine, 0, 0, 0))
+    engine.step()
+    before = engine.memory()
+    assert before["buffer_bytes"] > 0 == before["host_buffer_bytes"]
+    engine._core.pool.take(10, torch.float32, torch.device("meta"))
+    after = engine.memory()
+    assert after["buffer_bytes"] == before["buffer_bytes"] and after["host_buffer_bytes"] == 40
+    engine._core.pool.clear()
+    assert engine.memory()["buffer_bytes"] == 0, "what was not taken is free"

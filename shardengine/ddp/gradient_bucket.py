@@ -340,9 +340,9 @@ class GradientBucket:
 
     def storages(self) -> dict[int, tuple[str, int]]:
         """What holds gradients at this moment: identity of the storage → (where it is, its bytes)."""
-        here = [self.partial.tensor, self.late.tensor, self.whole, self.earlier]
+        here = [self.partial.tensor, self.late.tensor, self.whole]
         here += [*self.partial.waiting, *self.late.waiting]
-        resting = [self.total, self.complete]
+        resting = [self.total, self.complete, self.earlier]
         where = dict.fromkeys((t for t in resting if t is not None), "cpu" if self.leaves else "device")
         where |= dict.fromkeys((t for t in here if t is not None), "device")
         return {t.untyped_storage()._cdata: (place, t.untyped_storage().nbytes()) for t, place in where.items()}
