@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.streams import CopyStream
+from shardengine.streams import CopyStream, is_apart
 
 _ALIGN_BYTES = 64
 
@@ -75,7 +75,7 @@ class Offload:
     """Host memory for what blocks keep. ``weights`` tells the identities (``_cdata``) of storages that stay."""
 
     def __init__(self, device: torch.device, weights: Callable[[], set[int]]) -> None:
-        self.buffers = HostBuffers(pinned=device.type == "cuda")
+        self.buffers = HostBuffers(pinned=is_apart(device))
         self.stream = CopyStream(device)
         self._device = device
         self._weights = weights

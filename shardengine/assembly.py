@@ -153,7 +153,7 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
 
     def open_tiers() -> tuple[Tiers, int]:
         free = free_bytes(mesh.device) if measures else 0
-        return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank))), free
+        return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, apart=is_apart(mesh.device)))), free
 
     tiers, free = together(collectives, "opening the tiers", open_tiers)
     if measures:

@@ -52,11 +52,6 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @property
-    def pins_memory(self) -> bool:
-        """Whether host memory must be pinned, so that the host does not wait for its copies."""
-        return self._stream is not None
-
     def copy(self, source: Tensor, target: Tensor) -> Done:
         """Begin ``target.copy_(source)``, after what the current stream was given so far; of equal shapes.
 
@@ -81,5 +76,5 @@ def mark(device: torch.device) -> Done:
 
 
 def is_apart(device: torch.device) -> bool:
-    """Whether ``device`` has a memory of its own, beside the host's."""
+    """Whether ``device`` has a memory of its own, beside the host's, so that there is something to copy and to pin."""
     return device.type != "cpu"

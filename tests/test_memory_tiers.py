@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import shardengine
 from shardengine import Engine
+from shardengine import mesh as mesh_module
 from shardengine.host_memory import HUGE_PAGE
 from tests import cases
 from tests.ranks import RankPool
@@ -180,3 +182,18 @@ def test_buffers_in_host_memory_are_not_the_devices() -> None:
     assert after["buffer_bytes"] == before["buffer_bytes"] and after["host_buffer_bytes"] == 40
     engine._core.pool.clear()
     assert engine.memory()["buffer_bytes"] == 0, "what was not taken is free"
+
+
+def test_nothing_is_page_locked_for_a_device_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is a GPU: page-locked memory is slow to make, and taken from the whole machine."""
+    mesh = mesh_module.build(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tier = {"device": "cpu", "ratio": 0.5, "pin_memory": True}
+    config = cases.config_of("2", zero={"reduce_bucket_size": 600, "offload_optimizer": tier})
+    model = cases.make_mlp()
+    engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"), mesh=mesh)
+    shelves = [state.bucket.shelf for state in engine._core.reducer.buckets]
+    assert {shelf.away for shelf in shelves} == {True, False}
+    engine.offload_states(pin_memory=True)
+    assert not any(tensor.is_pinned() for shelf in shelves for tensor in shelf.tensors().values())
+    engine.close()

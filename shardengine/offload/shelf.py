@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardengine.streams import is_apart
+
 HOST = torch.device("cpu")
 
 
@@ -185,6 +187,6 @@ class MemoryShelf(Shelf):
 
 
 def host_copy(tensor: Tensor, *, pinned: bool) -> Tensor:
-    """A copy in host memory, page-locked where there is a GPU to copy it back to."""
-    copy = torch.empty_like(tensor, device=HOST, pin_memory=pinned and torch.cuda.is_available())
+    """A copy in host memory; ``pinned``: page-locked, if it has to be copied back to another one."""
+    copy = torch.empty_like(tensor, device=HOST, pin_memory=pinned and is_apart(tensor.device))
     return copy.copy_(tensor)

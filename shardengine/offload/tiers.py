@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from shardengine.config_sections import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from shardengine.errors import UsageError
 from shardengine.offload.extents import Aio, ExtentFile
@@ -50,7 +48,9 @@ class Homes:
 class Tiers:
     """The tiers of one engine: which of its buckets rest where. One file for each directory, whatever rests in it."""
 
-    def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int) -> None:
+    def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int, *, apart: bool) -> None:
+        """apart: the device has a memory of its own, so that what it copies from and to may be page-locked."""
+        self._apart = apart
         self._ratio = zero.offload_optimizer.ratio
         self.device_memory = zero.offload_optimizer.device_memory or 0
         """Bytes of the device that ``"ratio": "auto"`` may fill, the same on every rank; where the config names none,
@@ -65,7 +65,8 @@ class Tiers:
 
     def _tier(self, wanted: OffloadOptimizerConfig | OffloadParamConfig) -> Tier | None:
         if wanted.device == "cpu":  # masters and states are stepped where they are: nothing of them crosses
-            return HostTier(pinned=isinstance(wanted, OffloadParamConfig) and wanted.pin_memory)
+            crosses = isinstance(wanted, OffloadParamConfig)
+            return HostTier(pinned=crosses and wanted.pin_memory and self._apart)
         if wanted.device != "nvme" or wanted.nvme_path is None:
             return None
         folder = Path(wanted.nvme_path).absolute()
@@ -129,12 +130,12 @@ class Tiers:
 
 
 class HostTier:
-    """The host's memory. pinned: page-locked, where there is a GPU to copy from and to."""
+    """The host's memory. pinned: page-locked, so that a GPU copies it fast."""
 
     name = "cpu"
 
     def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned and torch.cuda.is_available()
+        self._pinned = pinned
 
     def shelf(self) -> Shelf:
         """See ``Tier``."""
