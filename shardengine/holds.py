@@ -9,7 +9,13 @@ import torch
 
 
 class Hold:
-    """Why a unit may not be resharded now ([Note: Holds])."""
+    """Why a unit may not be resharded now (schedule: [Note: Holds]).
+
+    depth: forwards of it that are open · calls: those whose backward has begun and is not over · silent: those of them
+    whose end nobody will announce · over: whose backward is over, with the run of autograd in which it was · fired: its
+    parameters that got their gradient since it is held in backward · kept: until the window ends · lent: a view of its
+    weights was handed out · since: when the open forward or backward began, for the trace.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
