@@ -71,7 +71,7 @@ class HostBuffers:
         return sum(buffer.numel() for buffer in (*self._idle, *self._returned))
 
 
-class Offload:
+class ActivationStore:
     """Host memory for what blocks keep. ``weights`` tells the identities (``_cdata``) of storages that stay."""
 
     def __init__(self, device: torch.device, weights: Callable[[], set[int]]) -> None:
@@ -121,9 +121,9 @@ _Key = tuple[int, int, int, torch.dtype, int]
 class _Call:
     """One forward of one block: what it saves, and ``before``: what the call before it saved."""
 
-    def __init__(self, offload: Offload, weights: set[int], before: list[weakref.ref[_Stretch]]) -> None:
+    def __init__(self, store: ActivationStore, weights: set[int], before: list[weakref.ref[_Stretch]]) -> None:
         self.stretches: list[weakref.ref[_Stretch]] = []
-        self._offload = offload
+        self._store = store
         self._weights = weights
         self._before = before
         self._sources: list[tuple[Tensor, int, _Stretch]] = []
@@ -131,13 +131,13 @@ class _Call:
     def pack(self, tensor: Tensor) -> _Packed:
         """For autograd: what stands in for ``tensor`` until backward."""
         version = tensor._version
-        if not self._offload.moves(tensor) or tensor.untyped_storage()._cdata in self._weights:
+        if not self._store.moves(tensor) or tensor.untyped_storage()._cdata in self._weights:
             return _Packed(tensor, None, (), (), 0, version)
         offset, strides = int(tensor.storage_offset()), tensor.stride()
         last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
         first = offset - offset % (_ALIGN_BYTES // tensor.itemsize)
         source = tensor.detach().as_strided((last + 1 - first,), (1,), first)
-        stretch, new = self._offload.stretch_of(source, self._before)
+        stretch, new = self._store.stretch_of(source, self._before)
         if new:
             self._sources.append((source, version, stretch))
             self.stretches.append(weakref.ref(stretch))
@@ -166,15 +166,15 @@ class _Packed:
 class _Stretch:
     """A stretch of one storage, in host memory or on its way back ([Note: There and back])."""
 
-    def __init__(self, offload: Offload, source: Tensor, before: list[weakref.ref[_Stretch]]) -> None:
+    def __init__(self, store: ActivationStore, source: Tensor, before: list[weakref.ref[_Stretch]]) -> None:
         self.written_meanwhile = False
         self.before = before
-        self._offload = offload
+        self._store = store
         self._length, self._dtype, self._device = source.numel(), source.dtype, source.device
         self._back: Tensor | None = None
         self._host: Tensor | None = None
-        self._host = offload.buffers.take(source.nbytes)
-        self.done = offload.stream.copy(source, self._on_host(self._host))
+        self._host = store.buffers.take(source.nbytes)
+        self.done = store.stream.copy(source, self._on_host(self._host))
 
     def fetch(self) -> Tensor:
         """Begin the way back, once. The buffer is free at once: its next copy runs on the same stream, after this."""
@@ -182,8 +182,8 @@ class _Stretch:
             host, self._host = self._host, None
             self._back = torch.empty(self._length, dtype=self._dtype, device=self._device)
             if host is not None:
-                self.done = self._offload.stream.copy(self._on_host(host), self._back)
-                self._offload.buffers.give(host)
+                self.done = self._store.stream.copy(self._on_host(host), self._back)
+                self._store.buffers.give(host)
         return self._back
 
     def _on_host(self, buffer: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _Stretch:
         """Its graph is gone. Where a copy is under way, the memory's next use comes after it."""
         host, self._host = self._host, None
         if host is not None:
-            self._offload.buffers.give(host)
+            self._store.buffers.give(host)
         if self._back is not None:
             self.done.wait()
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from shardengine.errors import UsageError
 
 Offloading = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which what autograd saves goes to host memory (``activation_offload.Offload.saving``)."""
+"""Makes a context in which what autograd saves goes to host memory (``activation_offload.ActivationStore.saving``)."""
 
 
 def check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardengine import activations, hooks, kernels, layout, partition, placing, precision, stages
 from shardengine.accumulation import Window
-from shardengine.activation_offload import Offload
+from shardengine.activation_offload import ActivationStore
 from shardengine.agreement import compare, settle_kernels, together
 from shardengine.arrivals import Arrivals
 from shardengine.bucket import BufferPool
@@ -259,6 +259,6 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:
     if config.activation_checkpointing.enabled:
         offload = config.activation_checkpointing.cpu_offload
-        saving = Offload(core.mesh.device, core.weight_storages).saving if offload else nullcontext
+        saving = ActivationStore(core.mesh.device, core.weight_storages).saving if offload else nullcontext
         blocks = partition.find_units(model, config.zero_optimization.units)
         core.guard.handles.extend(activations.attach(blocks, saving))

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardengine.activation_offload import HostBuffers, Offload
+from shardengine.activation_offload import ActivationStore, HostBuffers
 from shardengine.errors import UsageError
 from tests.parts import CPU
 
 
-def offload(*weights: Tensor) -> Offload:
-    return Offload(CPU, lambda: {weight.untyped_storage()._cdata for weight in weights})
+def offload(*weights: Tensor) -> ActivationStore:
+    return ActivationStore(CPU, lambda: {weight.untyped_storage()._cdata for weight in weights})
 
 
-def kept(home: Offload) -> int:
+def kept(home: ActivationStore) -> int:
     """Bytes of buffers in use."""
     return home.buffers.allocated_bytes - home.buffers.idle_bytes
 
 
-def call(home: Offload, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def call(home: ActivationStore, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     with home.saving():
         result: Tensor = checkpoint(function, *args, use_reentrant=False)
     return result

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardengine
-from shardengine import assembly
-from shardengine import lr_schedules, placing
+from shardengine import assembly, lr_schedules, placing
 from shardengine import mesh as mesh_module
 from shardengine.bucket import Arena
 from shardengine.collectives import Collectives
