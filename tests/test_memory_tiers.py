@@ -195,5 +195,5 @@ def test_nothing_is_page_locked_for_a_device_without_memory_of_its_own(monkeypat
     shelves = [state.bucket.shelf for state in engine._core.reducer.buckets]
     assert {shelf.away for shelf in shelves} == {True, False}
     engine.offload_states(pin_memory=True)
-    assert not any(tensor.is_pinned() for shelf in shelves for tensor in shelf.tensors().values())
+    assert not any(tensor.is_pinned() for shelf in shelves for tensor in shelf.look().values())
     engine.close()
