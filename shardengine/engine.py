@@ -389,10 +389,10 @@ class Engine(Phases):
 
     half = float = double = bfloat16 = cuda = cpu = to
 
+    @announced("add_param_group")
     def _add_param_group(self, group: dict[str, Any]) -> None:
-        optimizer = self._need_optimizer("add_param_group()")
-        relayout.add_group(self._need_core(), self.module, self.config, optimizer, group, self.lr_scheduler)
-        self._core = relayout.rebuild(self._core, self.module, self.config, optimizer)
+        optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
+        self._core = relayout.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

@@ -6,7 +6,9 @@ into the new buckets. Must not know: forward, backward, the step.
 [Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
 one buffer, cut into spans (elements [first, last) of one parameter), and each span is copied to where the new layout
 has the same elements on this rank. Parameters belong to the same unit before and after, so a unit's old memory is free
-before the next unit begins: beside the model state there is never more than one unit's and one bucket's.
+before the next unit begins: in memory there is never more beside the model state than one unit's and one bucket's.
+What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
+a disk without room is no loss, and what the old one leaves is used by the next.
 A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
 """
 
@@ -22,13 +24,13 @@ from torch import Tensor, nn
 from shardengine import formulas, layout, lr_schedules, partition, placing
 from shardengine.agreement import compare, together
 from shardengine.assembly import succeed
-from shardengine.bucket import Bucket, in_memory_order
+from shardengine.bucket import MASTER, SHARD, Bucket, in_memory_order
 from shardengine.config import Config
 from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.footprint import tell_choice
 from shardengine.layout import Layout
-from shardengine.offload import Homes
+from shardengine.offload import Forms, Homes, Tier
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.optimizer_forms import check_options, check_owned
 from shardengine.partition import Partition
@@ -89,10 +91,24 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
     return rebuild(core, model, config, optimizer)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A new layout on which all ranks agree, and for which there is room. homes: as in ``Arena``."""
+
+    partition: Partition
+    layout: Layout
+    homes: Homes
+
+
 def add_group(
-    core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer, group: dict[str, Any], scheduler: Any
-) -> None:
-    """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; the layout stays. Collective."""
+    core: Core,
+    model: nn.Module,
+    config: Config,
+    optimizer: ShardedOptimizer,
+    group: dict[str, Any],
+    scheduler: Any,
+) -> Core:
+    """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; then as ``rebuild``. Collective."""
     core.schedule.settle()
     groups = optimizer.param_groups
     before = dict(group) if isinstance(group, dict) else {}
@@ -110,7 +126,7 @@ def add_group(
         names = core.partition.first_names()
         new = [names[id(parameter)] for parameter in group["params"]]
         compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
-        _plan(core, config, optimizer, found)  # whether there is room for it
+        planned = _plan(core, model, config, optimizer)
     except BaseException:
         if len(groups) > count:
             groups.pop()
@@ -118,6 +134,7 @@ def add_group(
             group.clear()
             group.update(before)
         raise
+    return _carry_out(core, model, config, planned, optimizer)
 
 
 def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
@@ -178,20 +195,65 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
 
     What fails on one rank alone, or differs between ranks, leaves ``core`` as it is.
     """
+    return _carry_out(core, model, config, _plan(core, model, config, optimizer), optimizer)
+
+
+def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> _Planned:
+    """What may fail on one rank alone, or differ between ranks; collective. Nothing has changed."""
     found = together(
         core.collectives,
         "making a new layout",
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    plan, homes = _plan(core, config, optimizer, found)
+    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
+    homes = core.tiers.homes(
+        [bucket.length for bucket in plan.buckets], footprint.on_device
+    )  # "auto": for the same memory
+    planned = _Planned(found, plan, homes)
+
+    def take_room() -> None:
+        for tier, forms in _forms(core, planned, optimizer):
+            tier.reserve(forms)
+
+    try:
+        together(core.collectives, "taking room for a new layout", take_room)
+    except BaseException:
+        core.tiers.free_reserved()
+        raise
+    return planned
+
+
+def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
+    """What ``_move`` adds to shelves of other tiers than the device."""
+    homes, specs = planned.homes, planned.layout.parameters
+    for arena in planned.layout.arenas:
+        dtype = getattr(torch, arena.dtype)
+        stepped = any(specs[slot.parameter].group >= 0 for slot in arena.slots)
+        masters = core.precision.master_of(dtype)
+        for bucket in arena.buckets:
+            length = bucket.length if core.reducer.rules.gathers else bucket.slice_length
+            tier = homes.state.get(bucket.index)
+            if tier is not None and stepped and (masters or homes.needs_copy(bucket.index)):
+                yield tier, {MASTER: (length, torch.float32 if masters else dtype)}
+            if tier is not None and optimizer.state_names:
+                yield tier, dict.fromkeys(optimizer.state_names, (length, torch.float32))
+            if homes.weights is not None and core.stage.moves_weights:
+                yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
+
+
+def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, optimizer: ShardedOptimizer) -> Core:
+    """The core of the new layout, when all has been moved there; collective. What fails here is not taken back."""
+    found, plan = planned.partition, planned.layout
     core.await_weights()
     core.schedule.rest()
     core.schedule.retire()
     core.reducer.release()
     core.guard.unhook()
     with torch.no_grad():
-        units = [_move(core, unit, found, plan, optimizer, homes) for unit in core.units]
+        units = [_move(core, unit, planned, optimizer) for unit in core.units]
+    core.tiers.free_reserved()
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
     steps = {spec.name: count for spec, count in counts if spec.group >= 0}
     new = succeed(core, model, config, found, plan, units)
@@ -201,26 +263,13 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
     new.note_stepped()
     if core.mesh.rank == 0:
         footprint = formulas.footprint_of(new, config, optimizer.state_bytes_per_element)
-        tell_choice(new.tiers, footprint, homes)
+        tell_choice(new.tiers, footprint, planned.homes)
     return new
 
 
-def _plan(core: Core, config: Config, optimizer: ShardedOptimizer, found: Partition) -> tuple[Layout, Homes]:
-    """The layout of ``found``, and what rests away: a ratio that was chosen is chosen anew, for the same memory."""
-    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
-    footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
-    return plan, core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
-
-
-def _move(
-    core: Core,
-    old: Unit,
-    found: Partition,
-    plan: Layout,
-    optimizer: ShardedOptimizer,
-    homes: Homes,
-) -> Unit:
-    """``old`` in the new layout ([Note: Moving by intervals]), which is emptied. homes: as in ``Arena``."""
+def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer) -> Unit:
+    """``old`` in the new layout ([Note: Moving by intervals]), which is emptied."""
+    found, plan, homes = planned.partition, planned.layout, planned.homes
     arenas, members = [], []
     for arena_layout in (a for a in plan.arenas if a.unit == old.index):
         arena, shown = placing.new_arena(found, plan, arena_layout, core.mesh, homes)

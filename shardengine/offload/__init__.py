@@ -4,7 +4,7 @@ Must not know: stages, buckets, process groups, the order of a step.
 """
 
 from shardengine.offload.cpu_adam import CPUAdam
-from shardengine.offload.shelf import HOST, MemoryShelf, Shelf, host_copy
+from shardengine.offload.shelf import HOST, Forms, MemoryShelf, Shelf, host_copy
 from shardengine.offload.tiers import Homes, HostTier, Tier, Tiers
 
-__all__ = ["HOST", "CPUAdam", "Homes", "HostTier", "MemoryShelf", "Shelf", "Tier", "Tiers", "host_copy"]
+__all__ = ["HOST", "CPUAdam", "Forms", "Homes", "HostTier", "MemoryShelf", "Shelf", "Tier", "Tiers", "host_copy"]

@@ -12,6 +12,10 @@ long as that memory lives.
 
 [Note: Order of transfers] Transfers of one extent follow each other: asking for one waits for the one before it, which
 is usually long done. Reads have threads of their own, and so have writes: a disk that can do both at once does.
+
+[Note: Room that is used again] A file does not shrink. What is freed is used again for what is allocated later, once
+nobody has memory of it (``look``, ``edit``) any more, and then zeros are written to it first. Room that these cannot be
+written to is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +39,8 @@ from shardengine.host_memory import staging
 from shardengine.kernels import crc32
 from shardengine.offload.claims import DATA, Claim
 from shardengine.offload.disk import ALIGNMENT, Aio, Damage, DiskFile, Lane, bytes_of
+from shardengine.offload.room import Room
+from shardengine.offload.transfer import Transfer
 
 __all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
 
@@ -50,55 +56,6 @@ class Extent:
     count: int
 
 
-class Transfer:
-    """A read or a write under way. Until it is done its memory belongs to it."""
-
-    def __init__(self, blocks: int) -> None:
-        self._left = blocks
-        self._failure: tuple[str, BaseException] | None = None
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._process = os.getpid()
-        if not blocks:
-            self._ended.set()
-
-    def done(self) -> bool:
-        """Whether ``wait`` returns, or raises, at once."""
-        return self._ended.is_set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether ``wait`` raises, once it is done."""
-        return self._failure is not None
-
-    def wait(self) -> None:
-        """Return when it is done. OffloadError where it failed, each time; what a read has filled by then is void."""
-        self.wait_quietly()
-        if self._failure is not None:
-            text, cause = self._failure
-            raise OffloadError(text) from cause
-
-    def wait_quietly(self) -> None:
-        """``wait`` without the error of the transfer."""
-        if not self._ended.is_set() and os.getpid() != self._process:
-            raise UsageError("offload: this transfer was under way at a fork: only the parent can wait for it")
-        self._ended.wait()
-
-    def _fail(self, text: str, cause: BaseException) -> None:
-        """Keep the first failure. It is done when all blocks are at their end."""
-        with self._lock:
-            self._failure = self._failure or (text, cause)
-
-    def _count_down(self, last_words: Callable[[], None]) -> None:
-        """One block less; after the last one come ``last_words``, then it is done."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            last_words()
-            self._ended.set()
-
-
 class _Torn(Exception):
     """An extent whose last write failed."""
 
@@ -107,12 +64,13 @@ class _Torn(Exception):
 class _State:
     """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · edited: given out
     to be written to since the sums were taken (the object may be gone) · looked: given out to be read, and not written
-    over since · last: the transfer that was asked for last."""
+    over since · views: all memory of it that somebody has · last: the transfer that was asked for last."""
 
     sums: array[int]
     torn: bool = False
     edited: weakref.ref[mmap.mmap] | None = None
     looked: weakref.ref[mmap.mmap] | None = None
+    views: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)
     last: Transfer = field(default_factory=lambda: Transfer(0))
 
     @property
@@ -140,6 +98,8 @@ class ExtentFile:
         self._summing = threading.Semaphore(aio.thread_count)
         self._reads, self._writes = Lane(aio.queue_depth, "offload-read"), Lane(aio.queue_depth, "offload-write")
         self._states: dict[Extent, _State] = {}
+        self._room, self._freed = Room(), list[tuple[Extent, _State]]()
+        self._reserved: dict[int, list[Extent]] = {}
         self._end = weakref.finalize(self, _end, self._claim, self._disk, (self._reads, self._writes))
         _FILES.add(self)
 
@@ -149,20 +109,38 @@ class ExtentFile:
         return self._disk.path
 
     def allocate(self, count: int) -> Extent:
-        """``count`` bytes more, zeros. Their room on the disk is taken now; OffloadError where there is none."""
+        """``count`` bytes more, zeros: what was reserved for them, or else new ones, as ``reserve`` takes them."""
+        self._check_held()
+        if not self._reserved.get(count):
+            self.reserve(count)
+        return self._reserved[count].pop()
+
+    def reserve(self, count: int) -> None:
+        """Take room on the disk now for ``allocate(count)``, which does not fail then. OffloadError: there is none."""
         self._check_held()
         if count < 0:
             raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, came {count}")
-        extent = Extent(self._disk.size, count)
         try:
             self._disk.check()
-            if count:
-                self._disk.grow(-(-count // ALIGNMENT) * ALIGNMENT)
+            extent = Extent(self._place(_pages(count)), count)
         except (OSError, Damage) as error:
-            raise OffloadError(_sentence(self._label, "taking room for", self.path, extent, error)) from error
+            wanted = Extent(self._disk.size, count)
+            raise OffloadError(_sentence(self._label, "taking room for", self.path, wanted, error)) from error
         sums = [_sum_of_zeros(end - start) for start, end in _cuts(count, self._aio.block_size)]
         self._states[extent] = _State(array("I", sums))
-        return extent
+        self._reserved.setdefault(count, []).append(extent)
+
+    def free_reserved(self) -> None:
+        """What was reserved, and not allocated since, is not needed."""
+        for extent in (extent for extents in self._reserved.values() for extent in extents):
+            self.free(extent)
+        self._reserved.clear()
+
+    def free(self, extent: Extent) -> None:
+        """Nobody needs it any more ([Note: Room that is used again])."""
+        state = self._states.pop(extent)
+        state.last.wait_quietly()
+        self._freed.append((extent, state))
 
     def read(self, extent: Extent, into: Tensor) -> Transfer:
         """Fill ``into``: uint8 [count] on the CPU from a page on (``host_memory.staging``).
@@ -192,6 +170,24 @@ class ExtentFile:
         """Wait for all transfers and remove the file. A mapping stays, as memory that is nobody else's."""
         self._end()
 
+    def _place(self, count: int) -> int:
+        """Where ``count`` bytes, whole pages, hold zeros from now on."""
+        free = [(extent, state) for extent, state in self._freed if not state.views]
+        self._freed = [(extent, state) for extent, state in self._freed if state.views]
+        for extent, _ in free:
+            self._room.give(extent.offset, _pages(extent.count))
+        while (start := self._room.take(count)) is not None:
+            try:
+                zeros = bytes_of(staging(min(count, self._aio.block_size)))
+                for first, end in _cuts(count, self._aio.block_size):
+                    self._disk.write(zeros[: end - first], start + first)
+                return start
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._room.give(start, count)
+                    raise
+        return self._disk.grow(count) if count else self._disk.size
+
     def _begin(self, extent: Extent, data: Tensor, *, reading: bool) -> Transfer:
         aligned = data.is_cpu and data.is_contiguous() and data.data_ptr() % ALIGNMENT == 0
         if data.dtype is not torch.uint8 or data.shape != (extent.count,) or (extent.count and not aligned):
@@ -220,6 +216,7 @@ class ExtentFile:
         area = state.edited() if shared and state.edited is not None else None
         if area is None:
             area = self._disk.mapped(extent.count, extent.offset, shared=shared)
+        state.views.add(area)
         if shared:
             state.edited = weakref.ref(area)
         else:
@@ -284,7 +281,7 @@ class _Request:
                     (self._read if self._reading else self._write)(start)
                 except Exception as error:  # whatever it is, somebody waits for this transfer
                     self.fail(error)
-            self.transfer._count_down(self._last_words)
+            self.transfer.count_down(self._last_words)
 
     @property
     def failed(self) -> bool:
@@ -294,7 +291,7 @@ class _Request:
     def fail(self, error: Exception) -> None:
         """Keep the first error, for ``Transfer.wait``."""
         doing = "reading" if self._reading else "writing"
-        self.transfer._fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
+        self.transfer.fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
 
     def _read(self, start: int) -> None:
         end, sums = min(start + self._size, self._extent.count), self._state.sums
@@ -344,6 +341,11 @@ def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Excepti
         advice += after.get(doing, "")
     what = f"{doing} {extent.count} bytes at offset {extent.offset} of {path}"
     return f"{label}: {what} failed: {cause}. What to do: {advice}"
+
+
+def _pages(count: int) -> int:
+    """The bytes of the pages that ``count`` bytes lie in."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _cuts(count: int, size: int) -> Iterator[tuple[int, int]]:

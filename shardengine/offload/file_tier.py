@@ -37,8 +37,9 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
 from shardengine.host_memory import HUGE_PAGE, staging
-from shardengine.offload.extents import Extent, ExtentFile, Transfer
-from shardengine.offload.shelf import HOST, Shelf
+from shardengine.offload.extents import Extent, ExtentFile
+from shardengine.offload.shelf import HOST, Forms, Shelf
+from shardengine.offload.transfer import Transfer
 
 _PAGE = 4096
 _ALIGNMENT = 64
@@ -91,6 +92,10 @@ class FileTier:
     def shelf(self) -> Shelf:
         """See ``tiers.Tier``."""
         return FileShelf(self)
+
+    def reserve(self, forms: Forms) -> None:
+        """See ``tiers.Tier``."""
+        self.file.reserve(_places(forms)[1])
 
     def hold(self, size: int) -> None:
         """Buffers must have ``size`` bytes from now on."""
@@ -262,15 +267,24 @@ class FileShelf(Shelf):
         """It is not on the device."""
 
     def replace_unreadable(self) -> bool:
-        """See ``Shelf``: in new extents. OffloadError where what is still in a buffer cannot be written, or no room."""
+        """See ``Shelf``. OffloadError where what is still in a buffer, or zeros, cannot be written."""
         self._settle()
         try:
             self._verified = self.look()
         except OffloadError:
-            allocate = self._tier.file.allocate
-            self._parts = [replace(part, extent=allocate(part.extent.count)) for part in self._parts]
+            self._parts = [self._cleared(part) for part in self._parts]
             return True
         return False
+
+    def _cleared(self, part: _Part) -> _Part:
+        """``part`` with zeros, at another place in the file where they cannot be written to its own."""
+        try:
+            self._tier.file.write(part.extent, staging(part.extent.count)).wait()
+        except OffloadError:
+            elsewhere = self._tier.file.allocate(part.extent.count)
+            self._tier.file.free(part.extent)
+            return replace(part, extent=elsewhere)
+        return part
 
     def give_up(self) -> None:
         """It was fetched and nobody took it: its buffer is needed."""
@@ -295,12 +309,14 @@ class FileShelf(Shelf):
         self._settle()
 
     def drop(self) -> None:
-        """See ``Shelf``. The room in the file is free when the file is closed."""
+        """See ``Shelf``. Its room in the file is used again."""
         for transfer in self._transfers:
             transfer.wait_quietly()
         self._tier.forget(self)
         if self._buffer is not None:
             self._release()
+        for part in self._parts:
+            self._tier.file.free(part.extent)
         self._parts, self.sizes, self._verified = [], {}, {}
 
     def _settle(self) -> None:
@@ -329,13 +345,10 @@ class FileShelf(Shelf):
         memory = self._own_buffer()
         return [memory[part.start : part.start + part.extent.count] for part in self._parts]
 
-    def _new_part(self, forms: dict[str, tuple[int, torch.dtype]]) -> _Part:
+    def _new_part(self, forms: Forms) -> _Part:
         """Room in the file for tensors of these (elements, dtype), and in the buffers."""
         self._settle()
-        places, end = {}, 0
-        for name, (count, dtype) in forms.items():
-            places[name] = (end, count, dtype)
-            end += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        places, end = _places(forms)
         last = self._parts[-1] if self._parts else None
         start = 0 if last is None else last.start + -(-last.extent.count // _PAGE) * _PAGE
         part = _Part(self._tier.file.allocate(end), start, places)
@@ -357,3 +370,12 @@ class FileShelf(Shelf):
         buffer, self._buffer = self._own_buffer(), None
         self._state, self._transfers = _Rest.RESTING, []
         self._tier.give_buffer(buffer)
+
+
+def _places(forms: Forms) -> tuple[dict[str, tuple[int, int, torch.dtype]], int]:
+    """Where tensors lie that are added together: name → (first byte, elements, dtype); and all bytes."""
+    places, end = {}, 0
+    for name, (count, dtype) in forms.items():
+        places[name] = (end, count, dtype)
+        end += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return places, end

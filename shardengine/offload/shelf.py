@@ -19,6 +19,8 @@ from torch import Tensor
 from shardengine.streams import is_apart
 
 HOST = torch.device("cpu")
+Forms = Mapping[str, tuple[int, torch.dtype]]
+"""Name → (elements, dtype) of tensors that are added to a shelf together."""
 
 
 class Shelf(ABC):

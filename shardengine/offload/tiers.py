@@ -19,7 +19,7 @@ from shardengine.config_sections import AioConfig, OffloadOptimizerConfig, Offlo
 from shardengine.errors import UsageError
 from shardengine.offload.extents import Aio, ExtentFile
 from shardengine.offload.file_tier import FileTier
-from shardengine.offload.shelf import HOST, MemoryShelf, Shelf
+from shardengine.offload.shelf import HOST, Forms, MemoryShelf, Shelf
 
 
 class Tier(Protocol):
@@ -29,6 +29,10 @@ class Tier(Protocol):
 
     def shelf(self) -> Shelf:
         """A new, empty shelf."""
+        ...
+
+    def reserve(self, forms: Forms) -> None:
+        """Take room now for what will be added to one of its shelves; OffloadError where there is none."""
         ...
 
 
@@ -83,6 +87,11 @@ class Tiers:
     def buffer_bytes(self) -> int:
         """Bytes of host memory that the buffers of all tiers take, once each was needed."""
         return sum(tier.buffer_bytes for tier in (self._state, self._weights) if isinstance(tier, FileTier))
+
+    def free_reserved(self) -> None:
+        """What was reserved in the files, and nothing was added for, is not needed."""
+        for file in self._files.values():
+            file.free_reserved()
 
     def close(self) -> None:
         """Remove the files."""
@@ -140,3 +149,6 @@ class HostTier:
     def shelf(self) -> Shelf:
         """See ``Tier``."""
         return MemoryShelf(HOST, self.name, pinned=self._pinned)
+
+    def reserve(self, forms: Forms) -> None:
+        """See ``Tier``: memory is taken when it is needed."""
