@@ -18,6 +18,7 @@ def dissolve(core: Core, *, owned: bool = False) -> None:
     let go of before the error is raised. owned: the process groups end, too.
     """
     core.guard.unhook()
+    core.reducer.early.finish()
     orderly = False
     with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
         if owned:

@@ -90,7 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
-        reducer.early.user = self.step_early if self.settings.in_backward else None
+        if self.settings.in_backward:
+            reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
 
     @property
     def state_names(self) -> tuple[str, ...]:

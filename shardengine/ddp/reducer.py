@@ -215,6 +215,7 @@ class Reducer:
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode(armed=False)
         self._order.restart()
+        self.early.finish()
         for state in self.buckets:
             state.release()
         self.used.clear()

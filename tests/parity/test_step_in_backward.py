@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardengine import Engine, errors
+from shardengine import Engine, errors, in_backward
 from shardengine.in_backward import StepsInBackward
 from shardengine.offload import disk
 from tests import cases
@@ -355,3 +356,30 @@ def test_it_happens_beside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(begun) is bool(step)
         engine.step()
     engine.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_close_waits_for_what_is_being_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Its memory and its file are used until then; the module has the weights from before the step."""
+    place = {"device": device, "nvme_path": str(tmp_path), "step_in_backward": True}
+    engine, plain = make("2", {"offload_optimizer": place}), make("2", {"offload_optimizer": {"device": "cpu"}})
+    for each in (engine, plain):
+        backward(each, 0)
+        each.step()
+    compute, ended = in_backward.compute, []
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.3)
+        compute(*given)
+        ended.append(list(tmp_path.iterdir()))
+
+    monkeypatch.setattr(in_backward, "compute", slowly)
+    backward(engine, 1)
+    begun = count_early(engine)
+    assert begun > len(ended)
+    engine.close()
+    assert len(ended) == begun and all(bool(files) is (device == "nvme") for files in ended)
+    assert list(tmp_path.iterdir()) == []
+    plain.close()
+    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
