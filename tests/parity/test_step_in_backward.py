@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardengine import Engine, errors, in_backward
+from shardengine import Engine, errors, in_backward, update
 from shardengine.in_backward import StepsInBackward
 from shardengine.offload import disk
 from tests import cases
@@ -366,7 +366,7 @@ def test_close_waits_for_what_is_being_stepped(tmp_path: Path, monkeypatch: pyte
     for each in (engine, plain):
         backward(each, 0)
         each.step()
-    compute, ended = in_backward.compute, []
+    compute, ended = update.compute, []
 
     def slowly(*given: Any) -> None:
         time.sleep(0.3)
