@@ -1,4 +1,4 @@
-"""Fixtures: rank pools, one per world size and test session."""
+"""Fixtures of a test session: rank pools, one per world size; the process that forks lives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.forks import Forks
 from tests.ranks import RankPool
 
 torch.set_num_threads(1)
@@ -23,3 +24,11 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for running in started.values():
         running.stop()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Started when first asked for."""
+    forks = Forks()
+    yield forks
+    forks.end()

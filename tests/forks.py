@@ -7,7 +7,6 @@ after some time, or kill itself before any chosen operation on files, and may ha
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import pickle
 import select
@@ -22,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import fork_context
+
 START_S, LIFE_S = 120.0, 60.0
 NO_FILE_SYSTEM = "no file system of its own"
 """What a life says where it may not mount one."""
@@ -31,7 +32,7 @@ class Forks:
     """One process that forks others; not itself a thread, a group or an engine."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()

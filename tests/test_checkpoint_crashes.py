@@ -26,13 +26,6 @@ Say = Callable[[Any], None]
 TRIALS = 60
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.end()
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A directory in memory where there is one: hundreds of fsyncs take their time on a disk."""

@@ -31,13 +31,6 @@ def file(tmp_path: Path) -> Iterator[ExtentFile]:
     file.close()
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.end()
-
-
 def error(code: int) -> OSError:
     return OSError(code, os.strerror(code))
 

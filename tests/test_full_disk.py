@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from tests.forks import NO_FILE_SYSTEM, Forks, make_read_only
 
 Say = Callable[[Any], None]
 DISK = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks()
-    yield forks
-    forks.end()
 
 
 def make(store: str, rank: int, behind: bool) -> Any:
