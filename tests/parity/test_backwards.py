@@ -1,7 +1,7 @@
 """Every way to run backward, at every stage: re-entrant checkpointing, several losses, without the engine, retained.
 
 Also what changes between steps (freezing) and what parameters may be (strides, several dtypes). Bit-equal to the
-oracle, with tiny buckets and AdamW and with large ones and SGD.
+oracle, with tiny buckets and AdamW and with large ones and SGD (which of them where: ``test_special_cases.chosen``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import cases, oracle
 from tests import special_models as models
 from tests.comparing import assert_equal_to_truth
-from tests.parity.test_special_cases import RUNS
+from tests.parity.test_special_cases import RUNS, chosen
 from tests.ranks import RankPool
 from tests.special_losses import bare, frozen_block, gpt2, language, language_model, net, regression, start, two_dtypes
 from tests.special_models import WIDTH, At, Block
@@ -225,10 +225,6 @@ def train_case(name: str, stage: str, run: str) -> dict[str, Any]:
     return {**result, "strides": {key: parameter.stride() for key, parameter in model.named_parameters()}}
 
 
-def train_all(name: str, stage: str) -> dict[str, dict[str, Any]]:
-    return {run: train_case(name, stage, run) for run in ALL_RUNS}
-
-
 @functools.lru_cache(maxsize=1000)
 def truth(name: str, kind: str, ranks: int, order: str, steps: int, low_wire: bool) -> oracle.Trace:
     case = CASES[name]
@@ -239,16 +235,15 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int, low_wire: bo
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name, case in CASES.items() for ranks in case.ranks])
-def test_equals_oracle(pools: Callable[[int], RankPool], name: str, ranks: int, stage: str) -> None:
-    results = pools(ranks).run(train_all, name, stage, timeout=60.0)
+@pytest.mark.parametrize(
+    ("case", "stage", "run"),
+    chosen([(name, ranks) for name, case in CASES.items() for ranks in case.ranks], list(ALL_RUNS)),
+)
+def test_equals_oracle(pools: Callable[[int], RankPool], case: tuple[str, int], stage: str, run: str) -> None:
+    name, ranks = case
+    kind, steps, _, options = ALL_RUNS[run]
+    results = pools(ranks).run(train_case, name, stage, run, timeout=60.0)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
-    for run, (kind, steps, _, options) in ALL_RUNS.items():
-        assert_equal_to_truth(
-            [result[run] for result in results],
-            truth(name, kind, ranks, order, steps, "communication_data_type" in options),
-            run,
-        )
-    made = {key: parameter.stride() for key, parameter in CASES[name].make().named_parameters()}
-    assert results[0][next(iter(RUNS))]["strides"] == made
+    expected = truth(name, kind, ranks, order, steps, "communication_data_type" in options)
+    assert_equal_to_truth(results, expected, run)
+    assert results[0]["strides"] == {key: p.stride() for key, p in CASES[name].make().named_parameters()}

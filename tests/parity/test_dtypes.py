@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tests import cases
 from tests.comparing import assert_equal_to_truth
+from tests.covering import covering
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -25,19 +27,14 @@ def assert_bf16_is_truth(
     assert_equal_to_truth(results, cases.truth(model, kind, ranks, micros, order, low=torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize(("ranks", "model"), [(2, "mlp"), (3, "mlp"), (3, "gpt2"), (2, "llama")])
-def test_bf16_equals_oracle(pools: Pools, ranks: int, stage: str, micros: int, kind: str, model: str) -> None:
-    assert_bf16_is_truth(pools, ranks, stage, micros, kind, model)
+MODELS = [*((ranks, "mlp") for ranks in (1, 2, 3, 4)), (3, "gpt2"), (2, "llama")]
 
 
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_bf16_on_one_and_four_ranks(pools: Pools, ranks: int, stage: str, micros: int) -> None:
-    assert_bf16_is_truth(pools, ranks, stage, micros, "AdamW", "mlp")
+@pytest.mark.parametrize(
+    ("model", "stage", "micros", "kind"), covering(itertools.product(MODELS, cases.STAGES, (1, 3), ("AdamW", "SGD")))
+)
+def test_bf16_equals_oracle(pools: Pools, model: tuple[int, str], stage: str, micros: int, kind: str) -> None:
+    assert_bf16_is_truth(pools, model[0], stage, micros, kind, model[1])
 
 
 @pytest.mark.parametrize(
@@ -68,9 +65,9 @@ def test_the_orders_and_dtypes_of_the_truth_differ() -> None:
     assert len({str(losses) for losses in found}) == 4
 
 
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("low", "stage", "micros"), covering(itertools.product((None, torch.bfloat16), cases.STAGES, (1, 3)))
+)
 def test_the_wire_may_have_another_dtype(pools: Pools, low: torch.dtype | None, stage: str, micros: int) -> None:
     """fp32 parameters with bf16 on the wire, and bf16 parameters with fp32."""
     wire, name = (torch.bfloat16, "bf16") if low is None else (torch.float32, "fp32")
@@ -82,9 +79,9 @@ def test_the_wire_may_have_another_dtype(pools: Pools, low: torch.dtype | None, 
     assert truth.losses[-1] != cases.truth("mlp", "SGD", 3, micros, order, low=low).losses[-1]
 
 
-@pytest.mark.parametrize("low", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "low"), covering(itertools.product((2, 3), cases.STAGES, (None, torch.bfloat16)))
+)
 def test_lion(pools: Pools, ranks: int, stage: str, low: torch.dtype | None) -> None:
     config = cases.config_of(stage, **(BF16 if low else {}))
     results = pools(ranks).run(cases.train_engine, "gpt2", "Lion", config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,16 @@ import torch
 
 from tests import cases
 from tests.comparing import assert_equal_to_truth
+from tests.covering import covering
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 ON: dict[str, Any] = {"overlap_param_gather": True, "zero": {"reduce_bucket_size": 600}}
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micros", "model"), covering(itertools.product((1, 2, 3), cases.STAGES, (1, 3), ("mlp", "gpt2")))
+)
 def test_equals_oracle(pools: Pools, ranks: int, stage: str, micros: int, model: str) -> None:
     results = pools(ranks).run(cases.train_engine, model, "SGD", cases.config_of(stage, micros, **ON))
     order = cases.LETTER[stage] if micros > 1 else "full"

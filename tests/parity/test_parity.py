@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,16 @@ import pytest
 
 from tests import cases
 from tests.comparing import assert_equal_to_truth
+from tests.covering import covering
 from tests.ranks import RankPool
 
+MODELS = [*itertools.product((1, 2, 3, 4), ("mlp", "gpt2")), (2, "llama"), (3, "llama")]
+ALL = [(*model, *rest) for model in MODELS for rest in itertools.product(cases.STAGES, (1, 3), ("AdamW", "SGD"))]
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("stage", list(cases.STAGES))
-@pytest.mark.parametrize(
-    ("ranks", "model"),
-    [*((ranks, model) for ranks in (1, 2, 3, 4) for model in ("mlp", "gpt2")), (2, "llama"), (3, "llama")],
-)
+
+@pytest.mark.parametrize(("ranks", "model", "stage", "micros", "kind"), covering(ALL, 3))
 def test_stage_equals_oracle(
-    pools: Callable[[int], RankPool], ranks: int, stage: str, micros: int, kind: str, model: str
+    pools: Callable[[int], RankPool], ranks: int, model: str, stage: str, micros: int, kind: str
 ) -> None:
     results = pools(ranks).run(cases.train_engine, model, kind, cases.config_of(stage, micros))
     order = cases.LETTER[stage] if micros > 1 else "full"
