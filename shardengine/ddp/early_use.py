@@ -19,7 +19,8 @@ class EarlyUse:
     """Who uses gradients early, and whether somebody has, in this window.
 
     user: called with each bucket whose gradient is complete; says whether it uses that, which must then stay as it is ·
-    finish: returns when the user reads no gradient any more · predictable: there was no late gradient in the window before, on any rank.
+    finish: returns when the user reads no gradient any more · predictable: there was no late gradient in the window
+    before, on any rank.
     """
 
     user: Callable[[GradientBucket], bool] | None = None
