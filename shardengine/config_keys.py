@@ -191,8 +191,8 @@ _ACTIVE_OFFLOAD_PARAM: dict[str, tuple[Kind, Any, str]] = {
 }
 _ACTIVE_AIO: dict[str, tuple[Kind, Any, str]] = {
     "block_size": (COUNT, 1 << 20, "Bytes of one request to the disk; a multiple of 4096."),
-    "queue_depth": (COUNT, 8, "Requests that are with the disk at the same time."),
-    "thread_count": (COUNT, 1, "Threads that hand requests to the disk."),
+    "queue_depth": (COUNT, 8, "Reads, and as many writes, that are with the disk at the same time."),
+    "thread_count": (COUNT, 1, "Checksums that are taken at the same time."),
 }
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
     "": {
