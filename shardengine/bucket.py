@@ -113,6 +113,7 @@ class Bucket:
 
     def edit_shard(self) -> Tensor:
         """``shard``, to be written to."""
+        self._loaded.wait_on_host()
         return self._shard if self.rest is None else self.rest.edit()[SHARD]
 
     @property

@@ -257,6 +257,8 @@ def _check_offload(reader: Reader) -> None:
         reader.problem(
             name, "expected a device that is not none: what rests with the weights is stepped after backward"
         )
+    if value[name] and stage == 0:
+        reader.problem(name, "expected stage 1, 2 or 3: at stage 0 every rank steps everything, after backward")
     if value[name] and value["gradient_clipping"]:
         reader.problem(name, "expected gradient_clipping 0: the norm that clips is known after backward")
     if value[name] and _scales_loss(value):

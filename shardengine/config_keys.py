@@ -180,7 +180,7 @@ _ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
     "step_in_backward": (
         BOOL,
         False,
-        "What rests there is stepped while backward goes on; then only step() may follow.",
+        "Stages 1 to 3: what rests there is stepped while backward goes on; then only step() may follow.",
     ),
 }
 _ACTIVE_OFFLOAD_PARAM: dict[str, tuple[Kind, Any, str]] = {

@@ -109,7 +109,12 @@ class Core:
         versions = [parameter._version for parameter in self.partition.inside]
         if versions == self.guard.versions:
             return
-        self.reducer.early.require_none("a parameter was written")
+        if self.reducer.early.begun:
+            raise UsageError(
+                f"a parameter was written after the last step (rank {self.mesh.rank}), which was noticed when backward "
+                "had stepped master weights (offload_optimizer.step_in_backward): expected writes before engine(...) "
+                "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
+            )
         self.guard.versions[:] = versions
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
             bucket.adopt_weights()

@@ -152,8 +152,7 @@ class Engine(Phases):
         gradient: what the gradient of a ``loss`` that is no scalar is multiplied with, as in ``Tensor.backward``.
         A window that is ended early keeps the divisor, so that every sample weighs the same. In the window's last
         micro-batch this may be called several times: each call's gradients are completed and added.
-        ``loss.backward()`` without the engine works as well, and divides by nothing but the number of ranks; only where
-        the loss is scaled (fp16), which happens here, it is refused.
+        ``loss.backward()`` works as well, and divides by nothing but the ranks; where the loss is scaled it is refused.
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -163,6 +162,7 @@ class Engine(Phases):
             )
         schedule = self._need_core().schedule
         schedule.settle()
+        self._core.adopt_written_weights()
         if self.optimizer is not None:
             self.optimizer.require_whole()
         scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,13 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     if writable:
         core.reducer.early.require_none("full_params(writable=True)")
+    with core.reducer.early.suspended() if writable else nullcontext():  # what is written is what is stepped
+        yield from _shown(core, units, chosen, writable=writable)
+
+
+def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) -> Iterator[None]:
     pinned: list[Unit] = []
     core.guard.shown += 1
-    early = core.reducer.early
-    user, early.user = early.user, None if writable else early.user
     try:
         for unit in units if core.stage.moves_weights else ():
             if not unit.pinned:
@@ -49,7 +52,6 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
                 pinned.append(unit)
     except BaseException:
         core.guard.shown -= 1
-        early.user = user
         for unit in pinned:
             unit.unpin(core.collectives, writable=False)
         raise
@@ -57,7 +59,6 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
         yield
     finally:
         core.guard.shown -= 1
-        early.user = user
         with torch.no_grad():
             if writable:
                 _broadcast_outside(core, chosen)

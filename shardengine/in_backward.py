@@ -40,6 +40,7 @@ class StepsInBackward:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._early: dict[int, _Early] = {}
+        self._sent: set[int] = set()
         self.torn = False
         """Whether an error came inside of a bucket's kernels."""
 
@@ -50,9 +51,13 @@ class StepsInBackward:
         return index in self._early
 
     @staticmethod
-    def may(state: GradientBucket) -> bool:
-        """Whether gradient and master weights rest away, and no late gradient has come yet."""
-        return state.leaves and state.bucket.has_master and not (state.late.filled or state.late.waiting)
+    def can_be(state: GradientBucket) -> bool:
+        """Whether gradient and master weights rest away: a bucket is never stepped here otherwise."""
+        return state.leaves and state.bucket.has_master
+
+    def may(self, state: GradientBucket) -> bool:
+        """Whether that is so, and no late gradient has come yet."""
+        return self.can_be(state) and not (state.late.filled or state.late.waiting)
 
     def begin(
         self, state: GradientBucket, parts: Sequence[Part], way: Transit, after: Future[None] | None, then: list[Shelf]
@@ -85,12 +90,12 @@ class StepsInBackward:
             flats["weight"], flats["gradient"] = flats.pop(MASTER), gradient
             try:
                 compute(flats, parts, low, {})
+                if _rests_in_file(state):  # where they are written as a whole
+                    low.copy_(flats["weight"])
+                shelf.put()
             except BaseException:
                 self.torn = True
                 raise
-            if _rests_in_file(state):  # where they are written as a whole
-                low.copy_(flats["weight"])
-            shelf.put()
 
     def deliver(self, state: GradientBucket, way: Transit) -> None:
         """The weights of a bucket go where they rest. An error of its step is raised; what has not been stepped is
@@ -101,13 +106,16 @@ class StepsInBackward:
             early.done.result()
         except BaseException:
             self.wait()
-            self._early = {number: each for number, each in self._early.items() if each.done.exception() is None}
+            failed = [number for number, each in self._early.items() if each.done.exception() is not None]
+            for number in failed:
+                way.give(self._early.pop(number).low)
             raise
         if _rests_in_file(state) and bucket.rest is not None:
             pairs = [(early.low, bucket.rest.overwrite()[SHARD])]
         else:
             pairs = written(early.low, bucket.begin_weights(), early.parts)
         send(pairs, early.low, way, from_host=True)
+        self._sent.add(index)
         bucket.end_weights(changed=True)
 
     def require_same(self, rules_of: Callable[[int], list[tuple[Rule, Noise | None]]]) -> None:
@@ -125,10 +133,13 @@ class StepsInBackward:
         for early in self._early.values():
             early.done.exception()
 
-    def forget(self) -> None:
-        """The window is over."""
+    def forget(self, way: Transit) -> None:
+        """The window is over. way: as in ``begin``."""
         self.wait()
+        for index in self._early.keys() - self._sent:
+            way.give(self._early[index].low)
         self._early.clear()
+        self._sent.clear()
         self.torn = False
 
 

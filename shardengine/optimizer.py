@@ -90,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
-        if self.settings.in_backward:
+        if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
             reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
 
     @property
@@ -106,8 +106,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
-        if not self.early:
+        if not self._reducer.early.begun:
             self.require_whole()
+        if not self.early:
             self.fetch(0)
         # 1. norm
         squares, options = self._reducer.agree(self._payload)
@@ -116,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, so their weights would: "
                 f"expected the same on every rank, this one has {groups} and loss scale {self.loss_scale:g}; set them "
-                "and call engine.zero_grad()"
+                f"and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
             )
         self.norm = kernels.norm_from_squares(squares.flatten(), self.loss_scale)
         self.update = Update(None if self.update is None else self.update.max_norm)
@@ -169,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.early and not update.begun:
             ahead = self._cuts.of(self._labels(ahead=True))
             self.early.require_same(lambda index: [self._rule(label) for label in ahead[index]])
-        if any(set(self.state_names) - state.bucket.shelf.sizes.keys() for state in self._reducer.buckets):
+        if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
         self.await_reader()
@@ -192,17 +193,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # 3. publish
             yield state.bucket
 
-    def step_early(self, state: GradientBucket) -> bool:
+    def step_early(self, state: GradientBucket) -> None:
         """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
-        so that it knows what will be stepped. Whether it does."""
+        so that it knows what will be stepped."""
         index = state.bucket.layout.index
         stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
-        if not (self.early.may(state) and stepped <= self._reducer.used):
-            return False
-        parts = self._parts(self._cuts.of(self._labels(ahead=True))[index])
-        then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
-        self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
-        return True
+        if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
+            parts = self._parts(self._cuts.of(self._labels(ahead=True))[index])
+            then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
+            self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
+
+    def _missing_states(self, bucket: Bucket) -> set[str]:
+        """SGD's momentum, where it was raised from 0."""
+        return set(self.state_names) - bucket.shelf.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(*self._rule(label), spans) for label, spans in spans_of.items()]
@@ -216,7 +219,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def fetch(self, first: int) -> None:
         """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
         for state in self._reducer.buckets[first : first + _AHEAD]:
-            state.bucket.shelf.fetch()
+            if state.bucket.layout.index not in self.early:
+                state.bucket.shelf.fetch()
 
     def conclude(self) -> bool:
         """The update is done: whether it was applied, which is where the host learns that it was left out.
@@ -289,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
-        if self.settings.in_backward:
+        if self._reducer.early.user is not None:
             raise UsageError(
                 "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
                 "before the norm is known"
@@ -306,11 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def require_whole(self) -> None:
         """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
-        if self.early and self._reducer.window_complete and self.update is not None and not self.update.begun:
-            raise UsageError(
-                "some buckets have taken the step in backward (offload_optimizer.step_in_backward), so the window can "
-                "neither be forgotten nor gone on with: call engine.step() first, or set that key to false"
-            )
+        self._reducer.early.require_none("this call")
         if self.has_begun:
             finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
             way = "engine.load_checkpoint() on every rank" if self.update is not None and self.update.lost else finish
@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def end_window(self, *, lost: bool = False) -> None:
         """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
-        self.early.forget()
+        self.early.forget(self._reducer.way_back)
         self.update = Update(begun=True, torn=True, lost=True) if lost else None
 
     def mark_stepped(self, scheduler: Any) -> None:

@@ -184,6 +184,7 @@ class Schedule:
     def begin_backward(self, *, announced: bool = True) -> None:
         """A backward starts: it is counted, the reducer knows what it is for, the root is full."""
         window = self._window
+        self._reducer.early.require_none("another backward")
         window.begin_backward()
         final = window.is_boundary and window.synchronises
         synchronise = window.synchronises and (final or self._reducer.rules.sharded)

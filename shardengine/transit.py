@@ -25,8 +25,13 @@ class Transit:
         self._under_way: deque[tuple[list[Done], Tensor, Callable[[], None]]] = deque()
 
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of the pool for what will be sent."""
+        """Memory of the pool for what will be sent, or for what is given back (``give``)."""
+        self.settle(len(self._under_way))
         return self._pool.take(length, dtype, device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Back to the pool, unsent."""
+        self._pool.give(buffer)
 
     def send(
         self, pairs: Sequence[tuple[Tensor, Tensor]], spent: Tensor, then: Callable[[], None] = lambda: None

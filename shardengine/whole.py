@@ -11,7 +11,7 @@ the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +165,8 @@ def full_optimizer_state(
         for index, entry in entries.items() if core.mesh.rank == 0 else ():
             _check_entry(specs[index].name, entry, given[index])
 
-    with _agreed_end(core, "full_optimizer_state(writable=True)", check if writable else None):
+    early = core.reducer.early.suspended() if writable else nullcontext()  # what is stepped inside would be lost
+    with early, _agreed_end(core, "full_optimizer_state(writable=True)", check if writable else None):
         yield shown
     if writable:
         with torch.no_grad():

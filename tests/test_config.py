@@ -312,17 +312,18 @@ def test_activations_are_moved_only_where_they_are_checkpointed(old: str) -> Non
 def test_stepping_in_backward_names_what_it_cannot_be_combined_with() -> None:
     base: dict[str, Any] = {"train_batch_size": 8}
 
-    def said(device: str, **others: Any) -> str:
+    def said(device: str, stage: int = 1, **others: Any) -> str:
         offload = {"device": device, "step_in_backward": True}
         with pytest.raises(ConfigError) as error:
-            load_config({**base, "zero_optimization": {"offload_optimizer": offload}, **others})
+            load_config({**base, "zero_optimization": {"stage": stage, "offload_optimizer": offload}, **others})
         return str(error.value)
 
     assert "step_in_backward: expected a device that is not none" in said("none")
+    assert "step_in_backward: expected stage 1, 2 or 3" in said("cpu", stage=0)
     assert "step_in_backward: expected gradient_clipping 0" in said("cpu", gradient_clipping=1.0)
     assert "step_in_backward: expected no fp16" in said("cpu", fp16={"enabled": True})
     assert "step_in_backward: expected no fp16" in said("cpu", torch_autocast={"enabled": True, "dtype": "float16"})
     fine = load_config(
-        {**base, "zero_optimization": {"offload_optimizer": {"device": "cpu", "step_in_backward": True}}}
+        {**base, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "step_in_backward": True}}}
     )
     assert fine.zero_optimization.offload_optimizer.step_in_backward

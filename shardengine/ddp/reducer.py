@@ -160,7 +160,7 @@ class Reducer:
                 "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and "
                 "begin the window anew"
             )
-        self.early.require_none("another backward")
+        self.early.begin(final=final)
         if self.window_complete:
             for state in self.buckets:
                 state.set_aside()
@@ -212,15 +212,14 @@ class Reducer:
 
     def release(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
+        self.early.end()
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode(armed=False)
         self._order.restart()
-        self.early.finish()
         for state in self.buckets:
             state.release()
         self.used.clear()
         self.touched = frozenset()
-        self.early.used = False
 
     def drop(self) -> None:
         """After a fault: forget the window, what is in flight and the order of launches. The pool must forget, too."""
@@ -249,7 +248,7 @@ class Reducer:
         reopened = any(state.earlier is not None for state in self.buckets)
         values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
         used = found - {self._parameters}
-        self.early.note(late=self._parameters in found)
+        self.early.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
             *_, late_anywhere = self._exchange(None, late)
             for state in self.buckets:

@@ -172,10 +172,12 @@ class ExtentFile:
 
     def _place(self, count: int) -> int:
         """Where ``count`` bytes, whole pages, hold zeros from now on."""
-        free = [(extent, state) for extent, state in self._freed if not state.views]
-        self._freed = [(extent, state) for extent, state in self._freed if state.views]
-        for extent, _ in free:
-            self._room.give(extent.offset, _pages(extent.count))
+        freed, self._freed = self._freed, []
+        for extent, state in freed:
+            if state.views:
+                self._freed.append((extent, state))
+            else:
+                self._room.give(extent.offset, _pages(extent.count))
         while (start := self._room.take(count)) is not None:
             try:
                 zeros = bytes_of(staging(min(count, self._aio.block_size)))

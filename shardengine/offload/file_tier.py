@@ -109,7 +109,8 @@ class FileTier:
         before and fails again. Otherwise None."""
         while self._writing:
             oldest = self._writing[0]
-            if (oldest.failed and not wait) or not (oldest.written or (wait and not self._has_buffer)):
+            over = oldest.written  # before whether it failed, which it may do in between
+            if (oldest.failed and not wait) or not (over or (wait and not self._has_buffer)):
                 break
             self._writing.popleft().land()
         if wait and not self._has_buffer:
