@@ -188,12 +188,14 @@ def test_nothing_is_page_locked_for_a_device_without_memory_of_its_own(monkeypat
     """Also where there is a GPU: page-locked memory is slow to make, and taken from the whole machine."""
     mesh = mesh_module.build(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    tier = {"device": "cpu", "ratio": 0.5, "pin_memory": True}
-    config = cases.config_of("2", zero={"reduce_bucket_size": 600, "offload_optimizer": tier})
+    tier = {"device": "cpu", "pin_memory": True}
+    places = {"offload_optimizer": {**tier, "ratio": 0.5}, "offload_param": tier}
+    config = cases.config_of("3", zero={"reduce_bucket_size": 600, **places})
     model = cases.make_mlp()
     engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"), mesh=mesh)
-    shelves = [state.bucket.shelf for state in engine._core.reducer.buckets]
-    assert {shelf.away for shelf in shelves} == {True, False}
+    buckets = [state.bucket for state in engine._core.reducer.buckets]
+    shelves = [shelf for bucket in buckets for shelf in (bucket.shelf, bucket.rest) if shelf is not None]
+    assert len(shelves) == 2 * len(buckets) and {shelf.away for shelf in shelves} == {True, False}
     engine.offload_states(pin_memory=True)
     assert not any(tensor.is_pinned() for shelf in shelves for tensor in shelf.look().values())
     engine.close()
