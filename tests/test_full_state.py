@@ -60,11 +60,17 @@ def backward(engine: Any, model: str, step: int) -> None:
             engine.step()
 
 
-def truth(model: str, ranks: int, micros: int, stage: str, kind: str, low: Any = None, steps: int = STEPS) -> Any:
+def truths(model: str, ranks: int, micros: int, kind: str, low: Any = None) -> dict[str, oracle.Trace]:
+    """By stage; those that add up in one order share one."""
+    orders = {stage: cases.LETTER[stage] if micros > 1 else "full" for stage in STAGES}
+    made = {order: truth(model, ranks, micros, order, kind, low) for order in sorted(set(orders.values()))}
+    return {stage: made[order] for stage, order in orders.items()}
+
+
+def truth(model: str, ranks: int, micros: int, order: str, kind: str, low: Any = None) -> oracle.Trace:
     network = MODELS[model][0]()
-    order = cases.LETTER[stage] if micros > 1 else "full"
     return oracle.train(
-        network, MODELS[model][1], ranks=ranks, micros=micros, steps=steps, kind=kind,
+        network, MODELS[model][1], ranks=ranks, micros=micros, steps=STEPS, kind=kind,
         groups=cases.groups_of(network, kind), order=order, clip=cases.CLIP, low=low,
     )  # fmt: skip
 
@@ -109,10 +115,10 @@ def reads(model: str, kind: str, micros: int, bucket: int, options: dict[str, An
 def assert_reads(pools: Pools, ranks: int, model: str, kind: str, micros: int, bucket: int, dtype: str = "fp32") -> Any:
     results = pools(ranks).run(reads, model, kind, micros, bucket, DTYPES[dtype])
     low = torch.bfloat16 if dtype == "bf16" else None
-    traces = {cases.LETTER[stage]: truth(model, ranks, micros, stage, kind, low) for stage in STAGES}
+    traces = truths(model, ranks, micros, kind, low)
     for result in results:
         for stage in STAGES:
-            trace, found = traces[cases.LETTER[stage]], result[stage]
+            trace, found = traces[stage], result[stage]
             tied = {name: first for first, others in names_of(MODELS[model][0]()).items() for name in others}
             assert list(found["gradients"]) == found["names"] == list(found["states"])
             made = dict(MODELS[model][0]().named_parameters(remove_duplicate=False))

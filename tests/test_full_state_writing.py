@@ -5,6 +5,7 @@ The truth is the oracle with its own functions told to write the same.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardengine.errors import ShardEngineError
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
-from tests.test_full_state import DTYPES, MODELS, STAGES, STATES, STEPS, backward, make, truth
+from tests.test_full_state import DTYPES, MODELS, STAGES, STATES, STEPS, backward, make, truth, truths
 
 Pools = Callable[[int], RankPool]
 WHEN = 1
@@ -141,10 +142,9 @@ def test_written_by_rank_0_is_what_all_train_on_with(
     """Zeroed and replaced gradients; then a weight, a state and a step count."""
     low = torch.bfloat16 if dtype == "bf16" else None
     results = pools(ranks).run(trains_all, model, kind, micros, DTYPES[dtype], "written")
-    plain = truth(model, ranks, micros, "0", kind, low)
+    plain = truth(model, ranks, micros, "full", kind, low)
     Writing(monkeypatch, model)
-    for stage in STAGES:
-        expected = truth(model, ranks, micros, stage, kind, low)
+    for stage, expected in truths(model, ranks, micros, kind, low).items():
         assert expected.norms[WHEN] != plain.norms[WHEN] and expected.losses[-1] != plain.losses[-1]
         assert_equal_to_truth([result[stage] for result in results], expected)
 
@@ -160,9 +160,10 @@ def test_doubled_gradients_are_those_of_a_doubled_loss(
         return 2.0 * cases.loss_of(*args)
 
     monkeypatch.setitem(MODELS, "mlp", (cases.make_mlp, doubled))
-    for stage in STAGES:
-        expected = truth("mlp", ranks, micros, stage, "SGD", torch.bfloat16 if dtype == "bf16" else None)
-        expected.losses = [[[loss / 2 for loss in row] for row in rows] for rows in expected.losses]
+    low = torch.bfloat16 if dtype == "bf16" else None
+    for stage, trace in truths("mlp", ranks, micros, "SGD", low).items():
+        losses = [[[loss / 2 for loss in row] for row in rows] for rows in trace.losses]
+        expected = dataclasses.replace(trace, losses=losses)
         assert_equal_to_truth([result[stage] for result in results], expected)
 
 
@@ -267,7 +268,7 @@ EXPECTED = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_raises_writes_nothing_and_training_goes_on(pools: Pools, stage: str, ranks: int) -> None:
     results = pools(ranks).run(refused, stage)
-    assert_equal_to_truth(results, truth("mlp", ranks, 3, stage, "AdamW"))
+    assert_equal_to_truth(results, cases.truth("mlp", "AdamW", ranks, 3, cases.LETTER[stage], STEPS))
     for rank, result in enumerate(results):
         for key, text in EXPECTED.items():
             assert text in result["said"][key], f"rank {rank}, {key}"
