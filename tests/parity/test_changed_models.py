@@ -6,6 +6,7 @@ The oracle and the engine are told the same story: a list of changes, with a few
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import shardengine
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
+from tests.covering import covering
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -144,10 +146,9 @@ def assert_story(pools: Pools, story: str, ranks: int, stage: str, kind: str, mi
 
 
 @pytest.mark.parametrize(
-    ("kind", "micros", "low"), [("AdamW", 1, False), ("SGD", 3, False), ("AdamW", 3, True), ("SGD", 1, True)]
+    ("ranks", "stage", "kind", "micros", "low"),
+    covering(itertools.product((1, 2, 3), STAGES, ("AdamW", "SGD"), (1, 3), (False, True)), 3),
 )
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_changed_model_equals_the_oracle(
     pools: Pools, ranks: int, stage: str, kind: str, micros: int, low: bool
 ) -> None:
