@@ -1,16 +1,19 @@
 """Processes that may die: forked from one that has imported everything, so that a life costs milliseconds.
 
 A life is a module-level function ``f(say, rank, *args)``; what it says is kept until its last moment. It may be killed
-after some time, or kill itself before any chosen operation on files, and may have a small file system to itself.
+after some time, or kill itself before any chosen operation on files, and may have a small file system to itself, or a
+network.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import pickle
 import select
 import signal
+import socket
 import struct
 import sys
 import time
@@ -24,8 +27,8 @@ from typing import Any
 from tests.ranks import fork_context
 
 START_S, LIFE_S = 120.0, 60.0
-NO_FILE_SYSTEM = "no file system of its own"
-"""What a life says where it may not mount one."""
+NO_FILE_SYSTEM, NO_NETWORK = "no file system of its own", "no network of its own"
+"""What a life says where it may not have one."""
 
 
 class Forks:
@@ -46,12 +49,14 @@ class Forks:
         ranks: int = 1,
         kill_after: float | None = None,
         disk: tuple[str, int] | None = None,
+        network: bool = False,
     ) -> list[list[Any]]:
         """What each of ``ranks`` lives said; a traceback among it is raised here.
 
-        kill_after: seconds from the first word of rank 0 until all are killed · disk: (mount point, bytes).
+        kill_after: seconds from the first word of rank 0 until all are killed · disk: (mount point, bytes) ·
+        network: a loopback interface of their own.
         """
-        self._pipe.send((life, args, ranks, kill_after, disk))
+        self._pipe.send((life, args, ranks, kill_after, disk, network))
         assert self._pipe.poll(2 * LIFE_S), "no answer: a hang"
         said: list[list[Any]] = self._pipe.recv()
         for rank, words in enumerate(said):
@@ -88,16 +93,20 @@ def _serve(pipe: Connection) -> None:
 
 
 def _lives(
-    life: Callable[..., Any], args: Any, ranks: int, kill_after: float | None, disk: tuple[str, int] | None
-) -> list[list[Any]]:
+    life: Callable[..., Any], args: Any, ranks: int, kill_after: float | None, disk: tuple[str, int] | None,
+    network: bool,
+) -> list[list[Any]]:  # fmt: skip
     ends = [os.pipe() for _ in range(ranks)]
     leader = os.fork()
     if leader == 0:
         os.setpgid(0, 0)
-        mounted = disk is None or _mount(*disk)
+        if disk is not None and not _mount(*disk):
+            life, args = _without, (NO_FILE_SYSTEM,)
+        elif network and not _own_network():
+            life, args = _without, (NO_NETWORK,)
         for rank, (_, write) in enumerate(ends):
             if os.fork() == 0:
-                _live(life if mounted else _without, write, rank, args)
+                _live(life, write, rank, args)
         for _, write in ends:
             os.close(write)
         with suppress(ChildProcessError):
@@ -125,8 +134,8 @@ def _live(life: Callable[..., Any], write: int, rank: int, args: Any) -> None:
     os._exit(code)
 
 
-def _without(say: Callable[[Any], None], *_: Any) -> None:
-    say(NO_FILE_SYSTEM)
+def _without(say: Callable[[Any], None], _rank: int, what: str) -> None:
+    say(what)
 
 
 def _listen(reads: list[int], leader: int, kill_after: float | None) -> list[list[Any]]:
@@ -164,17 +173,31 @@ def _words(data: bytes) -> Iterator[Any]:
 def _mount(place: str, size: int) -> bool:
     """A file system of ``size`` bytes for this process and its children alone."""
     libc = ctypes.CDLL(None, use_errno=True)
-    spaces, uid = 0x00020000, os.getuid()  # CLONE_NEWNS
-    if uid:
-        spaces |= 0x10000000  # CLONE_NEWUSER
-    if libc.unshare(spaces):
+    if not _unshare(0x00020000):  # CLONE_NEWNS
+        return False
+    if libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):  # MS_REC | MS_PRIVATE
+        return False
+    return not libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, f"size={size}".encode())
+
+
+def _own_network() -> bool:
+    """A loopback interface for this process and its children alone."""
+    if not _unshare(0x40000000):  # CLONE_NEWNET
+        return False
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS: IFF_UP, IFF_RUNNING
+        return True
+    return False
+
+
+def _unshare(space: int) -> bool:
+    uid = os.getuid()
+    if ctypes.CDLL(None, use_errno=True).unshare(space | (0x10000000 if uid else 0)):  # CLONE_NEWUSER
         return False
     if uid:
         with suppress(OSError):
             Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="ascii")
-    if libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None):  # MS_REC | MS_PRIVATE
-        return False
-    return not libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, f"size={size}".encode())
+    return True
 
 
 def make_read_only(place: str) -> None:
