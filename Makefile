@@ -25,12 +25,19 @@ help:  ## this list
 demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU processes
 	$(PY) -m shardengine.cli train --config $(CONFIG) $(ARGS)
 
-# The tests of kernels start no ranks: one core does them while the others run. ARGS chooses among all of them, in one run.
+# Three groups at once: most tests wait for something, or keep one core busy. The last takes what no other names; the
+# output of the others comes whole at the end. ARGS chooses among all tests, in one run.
+FIRST  = tests/kernels tests/parity
+SECOND = tests/test_[a-f]*.py
 test: setup  ## every test, lint and types included
 ifeq ($(strip $(ARGS)),)
-	@kernels=$$(mktemp); $(PY) -m pytest tests/kernels > $$kernels 2>&1 & beside=$$!; \
-	$(PY) -m pytest --ignore=tests/kernels; others=$$?; \
-	wait $$beside; mine=$$?; echo "tests/kernels:"; cat $$kernels; rm -f $$kernels; [ $$others = 0 ] && [ $$mine = 0 ]
+	@out=$$(mktemp -d); \
+	$(PY) -m pytest $(FIRST) > $$out/first 2>&1 & first=$$!; \
+	$(PY) -m pytest $(SECOND) > $$out/second 2>&1 & second=$$!; \
+	trap "kill $$first $$second; rm -rf $$out; exit 130" INT TERM; \
+	$(PY) -m pytest tests $(addprefix --ignore=,$(FIRST)) '--ignore-glob=$(SECOND)'; codes=$$?; \
+	wait $$first; codes=$$codes$$?; wait $$second; codes=$$codes$$?; \
+	echo "$(FIRST):"; cat $$out/first; echo "$(SECOND):"; cat $$out/second; rm -rf $$out; [ $$codes = 000 ]
 else
 	$(PY) -m pytest $(ARGS)
 endif
