@@ -7,6 +7,7 @@ are looked at only to tell what a storage is for.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,13 +104,14 @@ class Formula:
 
 @contextmanager
 def only_new_tensors() -> Iterator[None]:
-    """``live_storages`` sees only tensors that were made inside."""
+    """``live_storages`` sees only tensors that were made inside.
+
+    Nothing is thawed before the process ends: every later collection would go through all that libraries imported.
+    """
+    atexit.register(gc.unfreeze)
     gc.collect()
     gc.freeze()  # what exists now is not listed by gc.get_objects() any more
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    yield
 
 
 def live_storages() -> dict[int, int]:
