@@ -31,7 +31,7 @@ def run(where: Path, ranks: int, *script: object) -> list[str]:
     done = subprocess.run(
         [*map(str, [*command, "--max-restarts", 1, *script])],
         cwd=where, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
