@@ -15,7 +15,7 @@ def test_a_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["setting"]["parameters"] == 3 * 72
     assert all(len(seconds) == 2 for seconds in result["seconds"].values())
-    assert set(result["rows"]) == {"backward", "step", "after", "beside"}
+    assert tuple(result["rows"]) == in_backward.ROWS
 
 
 def test_rows_are_compared_with_one_after_the_other() -> None:
