@@ -58,12 +58,6 @@ def test_every_file_keeps(rule) -> None:
     report([text for path, source in SOURCES.items() for text in rule(path, source)])
 
 
-def test_tests_and_benchmarks_keep_the_line_budget() -> None:
-    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
-    lines = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    report([f"{file}: {count} lines" for file, count in lines.items() if count > rules.MAX_FILE_LINES])
-
-
 def test_no_machine_paths_and_no_open_ends() -> None:
     files = list(tracked_texts())
     assert ROOT / "pyproject.toml" in files and ROOT / "tests" / "test_source_rules.py" in files
@@ -208,8 +202,7 @@ def test_stage_comparisons_allows_letters_and_none() -> None:
 
 
 def test_budgets_can_fail() -> None:
-    assert len(rules.budgets("unit.py", "x = 1\n" * 401)) == 1
-    assert rules.budgets("unit.py", "x = 1\n" * 400) == []
+    assert rules.budgets("unit.py", "x = 1\n" * 1000) == [], "a file may be as long as its subject"
     assert len(rules.budgets("unit.py", "def f():\n" + "    x = 1\n" * 60)) == 1
     assert rules.budgets("unit.py", "def f():\n" + "    x = 1\n" * 59) == []
     assert len(rules.budgets("unit.py", "def f(a, b, c, /, d, e, *rest, g, h, i=0, **more): ...")) == 1
@@ -227,11 +220,11 @@ def test_only_kernels_may_have_more_parameters() -> None:
 
 
 def test_attribute_budget_counts_self_and_dataclass_fields() -> None:
-    body = "".join(f"        self.x{i} = self.x{i} = 0\n" for i in range(14))
+    body = "".join(f"        self.x{i} = self.x{i} = 0\n" for i in range(18))
     source = f"class A:\n    def __init__(self):\n{body}"
     assert rules.budgets("unit.py", source) == []
     assert len(rules.budgets("unit.py", source + "    def g(self):\n        self.late, b = 1, 2\n")) == 1
-    fields = "@dataclass(frozen=True)\nclass A:\n" + "".join(f"    x{i}: int\n" for i in range(15))
+    fields = "@dataclass(frozen=True)\nclass A:\n" + "".join(f"    x{i}: int\n" for i in range(19))
     assert len(rules.budgets("unit.py", fields)) == 1
     assert rules.budgets("config.py", fields) == []
 
