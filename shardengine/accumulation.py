@@ -35,6 +35,16 @@ class Window:
         return self.done + 1 >= self.size if self._override is None else self._override
 
     @property
+    def ends(self) -> bool:
+        """Whether the backward that was begun last ends the window."""
+        return self._open and self._ends
+
+    @property
+    def only_counted(self) -> bool:
+        """Whether nothing but a ``step()`` off the boundary followed the last backward."""
+        return self.done > 0 and not self._open
+
+    @property
     def synchronises(self) -> bool:
         """Whether no ``no_sync`` is open."""
         return self._no_sync == 0

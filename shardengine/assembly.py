@@ -206,10 +206,19 @@ def _drive(
     """What moves the gradients and the weights of ``units``."""
     by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
     buckets = [by_index[index] for index in range(len(plan.buckets))]
-    reducer = Reducer(plan, buckets, collectives, pool, _rules(config, stage, collectives.mesh.ranks))
+    members = {member.index: member.parameter for unit in units for member in unit.members}
+    parameters = [members[index] for index in range(len(plan.parameters))]
+    rules = _rules(config, stage, collectives.mesh.ranks)
+    reducer = Reducer(plan, buckets, collectives, pool, rules, parameters)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
-    schedule.on_complete = lambda: reducer.agree(no_payload)
+
+    def complete() -> None:
+        """Where there is no optimizer, which has more to say."""
+        reducer.agree(no_payload)
+        reducer.views.show(reducer.touched, None)
+
+    schedule.on_complete = complete
     return reducer, schedule
 
 

@@ -45,7 +45,8 @@ class Config:
     """Everything that a config file says. ``gradient_clipping`` 0.0 is off; ``timeout_s`` is in seconds.
 
     ``gradient_accumulation`` None is the stage's own letter, ``reproducible`` None is decided by the backend,
-    ``communication_data_type`` None is the parameter's dtype.
+    ``communication_data_type`` None is the parameter's dtype, ``nonfinite_gradients`` None is "skip", or "raise" where
+    ``step_in_backward`` cannot skip.
     ``sources`` says for each dotted key where its value came from; ``notices`` are sentences to print once on rank 0.
     Neither takes part in comparisons.
     """
@@ -54,6 +55,8 @@ class Config:
     train_micro_batch_size_per_gpu: int | None = None
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float = 0.0
+    nonfinite_gradients: Literal["skip", "raise", "step"] | None = None
+    max_nonfinite_steps: int = 20
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     gradient_accumulation: Literal["full", "sharded"] | None = None
     optimizer: OptimizerConfig | None = None
@@ -263,6 +266,12 @@ def _check_offload(reader: Reader) -> None:
         reader.problem(name, "expected gradient_clipping 0: the norm that clips is known after backward")
     if value[name] and _scales_loss(value):
         reader.problem(name, "expected no fp16: whether the scaled gradients are finite is known after backward")
+    if value[name] and value["nonfinite_gradients"] == "skip":
+        reader.problem(
+            name,
+            'expected nonfinite_gradients "raise" (its default here) or "step", came "skip": a step that has begun in '
+            "backward cannot be left out",
+        )
     if value["aio.block_size"] % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, came {value['aio.block_size']}")
 

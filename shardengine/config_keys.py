@@ -75,6 +75,17 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
     "train_micro_batch_size_per_gpu": (optional(COUNT, _DERIVED), None, "Samples per rank and micro-batch."),
     "gradient_accumulation_steps": (optional(COUNT, _DERIVED), None, "Micro-batches per optimizer step."),
     "gradient_clipping": (NOT_NEGATIVE, 0.0, "Largest global gradient norm; 0 switches clipping off."),
+    "nonfinite_gradients": (
+        optional(choice("skip", "raise", "step"), "skip; raise with step_in_backward"),
+        None,
+        "What happens to a step whose gradients hold Inf or NaN: left out on all ranks, an error, or taken anyway.",
+    ),
+    "max_nonfinite_steps": (
+        SIZE,
+        20,
+        "Steps left out in a row for gradients that are not finite that are an error; 0: never. A dynamic loss scale "
+        "has its own end (fp16.min_loss_scale).",
+    ),
     "gradient_allreduce_op": (choice("mean", "sum"), "mean", "How the gradients of the ranks are combined."),
     "gradient_accumulation": (
         optional(choice("full", "sharded"), "the stage's third letter"),
@@ -282,6 +293,10 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "activation_checkpointing.cpu_checkpointing": ("activation_checkpointing.cpu_offload", _same),
     "aio.intra_op_parallelism": ("aio.thread_count", _same),
     "bfloat16": ("bf16", _same),
+    "bf16.check_grad_overflow": (
+        "nonfinite_gradients",
+        lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
+    ),
     "tensorboard": ("monitor.tensorboard", _same),
     "wandb": ("monitor.wandb", _same),
     "csv_monitor": ("monitor.csv", _same),

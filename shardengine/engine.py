@@ -27,7 +27,7 @@ from shardengine.errors import UsageError
 from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
 from shardengine.optimizer import EngineCalls, ShardedOptimizer, state_names
-from shardengine.optimizer_forms import groups_for
+from shardengine.optimizer_forms import groups_for, lend
 from shardengine.parking import Phases, unpark
 from shardengine.recovery import announced, announced_with
 from shardengine.update import Settings
@@ -50,7 +50,8 @@ def initialize(
     (arena by arena) and takes rank 0's values; its parameters stay the user's own objects under their own names.
 
     config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
-    has not stepped yet (class, options and groups are taken over), a function from a list of parameters to one, or None
+    has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
+    until ``close()``), a function from a list of parameters to one, or None
     (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
     from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``mesh.build``.
 
@@ -74,6 +75,7 @@ class Engine(Phases):
     ) -> None:
         """As ``initialize``."""
         self.module = model
+        self._give_back: Callable[[], None] = lambda: None
         self._owns_mesh = mesh is None
         mesh = mesh or mesh_module.build(timeout_s=timeout_of(config))
         try:
@@ -113,8 +115,10 @@ class Engine(Phases):
             if kind is not None:
                 settings = Settings.of(self.config, core.precision)
                 self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, settings)
-                self.optimizer.calls = EngineCalls(self.zero_grad, self._add_param_group)
+                self.optimizer.calls = EngineCalls(self._begin_window, self._add_param_group, self.step)
                 core.schedule.on_complete = self.optimizer.finish_gradients
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    self._give_back = lend(optimizer, self.optimizer)
             self.lr_scheduler = self._make_scheduler(lr_scheduler)
             if self.optimizer is not None:
                 self.optimizer.begin()
@@ -122,6 +126,7 @@ class Engine(Phases):
         try:
             together(start, "making the optimizer and the scheduler", equip)
         except BaseException:
+            self._give_back()
             ending.dissolve(core)
             raise
 
@@ -191,9 +196,10 @@ class Engine(Phases):
     def step(self, *, flush: bool = False) -> None:
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
 
-        flush: end the window here, although its last backward was not on the boundary. Where the loss is scaled and the
-        gradients overflowed, every rank leaves the step out: weights, states and scheduler stay, the window counts. If
-        the loss scale cannot fall any further, LossScaleError says where the overflow is.
+        flush: end the window here, although its last backward was not on the boundary. Where gradients are not finite
+        on any rank, every rank leaves the step out: weights, states and scheduler stay, the window counts
+        (``was_step_applied``, ``skipped_steps``). NonfiniteGradientError with "nonfinite_gradients": "raise", or after
+        "max_nonfinite_steps" in a row, names the parameters; LossScaleError where a loss scale cannot fall any further.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         core.schedule.settle()
@@ -209,6 +215,11 @@ class Engine(Phases):
         if not core.reducer.window_complete:
             core.reducer.flush()
             core.schedule.on_complete()
+        core.reducer.views.adopt()
+        if core.reducer.views.changed:
+            core.reducer.views.exchange_again()
+        if optimizer.is_spoiled() and optimizer.settings.scaler is not None:
+            overflow.report(core, optimizer.settings.scaler, taken=True)
         self._report.observe(self._live_bytes())
         core.schedule.rest()
         core.await_weights()
@@ -221,11 +232,14 @@ class Engine(Phases):
         """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told."""
         core, optimizer, window = self._core, self._need_optimizer("step()"), self._window
         core.note_stepped()
-        exhausted, scale = optimizer.is_exhausted, optimizer.loss_scale
+        scaler, exhausted = optimizer.settings.scaler, optimizer.is_exhausted
         self._applied = optimizer.conclude()
         try:
-            if reports and exhausted and not self._applied:
-                overflow.report(core, scale)
+            if reports and not self._applied and scaler is not None:
+                if exhausted:
+                    overflow.report(core, scaler)
+                elif scaler.skipped == 1 and not scaler.policy.dynamic:
+                    overflow.tell(core, self.global_steps + 1, scaler.policy.limit)
         finally:
             self._close_window(core, optimizer, window)
 
@@ -256,6 +270,11 @@ class Engine(Phases):
         if self.optimizer is not None:
             self.optimizer.end_window()
         self._window.restart()
+
+    def _begin_window(self) -> None:
+        """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted."""
+        if not self._window.only_counted:
+            self.zero_grad()
 
     def reset(self) -> None:
         """After a fault: every rank returns to the last completed step, over new process groups; collective.
@@ -372,6 +391,7 @@ class Engine(Phases):
             finally:
                 attached.discard(self.module)
                 self.optimizer = None
+                self._give_back()
                 if self._saves is not None:
                     self._saves.close()
 

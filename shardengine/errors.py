@@ -6,7 +6,8 @@
     ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or could not be written
     ├── OffloadError (RuntimeError)   states that rest on a disk cannot be read or written, or came back changed
-    ├── LossScaleError (RuntimeError) fp16 gradients overflow at the smallest loss scale; names the first parameters
+    ├── NonfiniteGradientError (RuntimeError)  gradients hold Inf or NaN; names the first parameters
+    │   └── LossScaleError            … in fp16, although the loss scale is at its smallest
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
 
@@ -43,7 +44,11 @@ class CommunicationError(ShardEngineError, RuntimeError):
     """A collective failed or timed out."""
 
 
-class LossScaleError(ShardEngineError, RuntimeError):
+class NonfiniteGradientError(ShardEngineError, RuntimeError):
+    """Gradients hold Inf or NaN, and the config says that this, or so many steps of it in a row, is an error."""
+
+
+class LossScaleError(NonfiniteGradientError):
     """Gradients are not finite although the loss scale is as small as it may be."""
 
 

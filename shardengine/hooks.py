@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardengine.arrivals import Arrivals
+from shardengine.ddp import taken
 from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
 
@@ -71,9 +72,13 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
 
     def hook_for(index: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                schedule.gradient_ready(index, gradient)
+            shown, gradient = taken(parameter)
+            try:
+                if gradient is not None:
+                    schedule.gradient_ready(index, gradient)
+            except BaseException:
+                parameter.grad = shown  # a backward that is refused changes nothing
+                raise
 
         return ready
 
@@ -102,13 +107,22 @@ class _Listener:
 
 
 def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
-    """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``."""
+    """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``, and when a
+    gradient reaches what it returned."""
 
     def settle(_module: nn.Module, _args: Any) -> None:
         if torch.is_grad_enabled() and not schedule.in_backward:
             schedule.settle()
 
-    return [module.register_forward_pre_hook(_Listener(settle), prepend=True)]
+    def watch(_module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not schedule.in_backward:
+            for node in _nodes_of(list(tensors_in(output))):
+                _NodeEvents.of(node).reached.append(schedule.root_reached)
+
+    return [
+        module.register_forward_pre_hook(_Listener(settle), prepend=True),
+        module.register_forward_hook(_Listener(watch)),
+    ]
 
 
 def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Module, int]) -> list[RemovableHandle]:

@@ -1,4 +1,5 @@
-"""The loss scale of fp16: how large it is, and how it follows overflows. Integers and floats only.
+"""Steps that are left out because gradients are not finite, and the loss scale of fp16, which follows them. Integers
+and floats only.
 
 Gradients in fp16 vanish below 6e-8 and overflow above 65504. Multiplying the loss moves them between the two; a step
 whose gradients overflowed is left out. Must not know: tensors, the step, who finds the overflow.
@@ -20,7 +21,8 @@ class ScalePolicy:
 
     initial: the first scale · window: steps without overflow after which it is doubled · hysteresis: overflows until it
     is halved; tolerated ones are forgotten when it is doubled, or with every step without one where ``consecutive`` ·
-    minimum: it is never halved below · dynamic: False keeps the initial one.
+    minimum: it is never halved below · dynamic: False keeps the initial one · limit: so many steps left out in a row
+    are an error where the scale is not dynamic; 0: none are.
     """
 
     initial: float = 2.0**16
@@ -29,6 +31,7 @@ class ScalePolicy:
     minimum: float = 1.0
     consecutive: bool = False
     dynamic: bool = True
+    limit: int = 0
 
 
 class LossScaler:
@@ -38,17 +41,22 @@ class LossScaler:
         self.policy = policy
         self.scale = policy.initial
         self.skipped = 0
+        self._in_a_row = 0
         self._good = 0
         self._tolerated = policy.hysteresis
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another overflow cannot be answered by halving a dynamic scale, nor is tolerated."""
-        return self.policy.dynamic and self._tolerated <= 1 and self.scale <= self.policy.minimum
+        """Whether another step that is left out is an error: a dynamic scale cannot be halved, nor is it tolerated; or
+        it is one too many in a row."""
+        if self.policy.dynamic:
+            return self._tolerated <= 1 and self.scale <= self.policy.minimum
+        return 0 < self.policy.limit <= self._in_a_row + 1
 
     def update(self, overflow: bool) -> None:
         """A step was taken, or left out because of an ``overflow``."""
         self.skipped += overflow
+        self._in_a_row = self._in_a_row + 1 if overflow else 0
         if not self.policy.dynamic:
             return
         if overflow:
@@ -64,11 +72,18 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: JSON values."""
-        return {"scale": self.scale, "good": self._good, "tolerated": self._tolerated, "skipped": self.skipped}
+        return {
+            "scale": self.scale,
+            "good": self._good,
+            "tolerated": self._tolerated,
+            "skipped": self.skipped,
+            "in_a_row": self._in_a_row,
+            "dynamic": self.policy.dynamic,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The opposite. A scale that is fixed stays as configured."""
-        self.skipped = int(state["skipped"])
-        if self.policy.dynamic:
+        """The opposite. A fixed scale stays as configured, and a dynamic one does not go on from a fixed one."""
+        self.skipped, self._in_a_row = int(state["skipped"]), int(state.get("in_a_row", 0))
+        if self.policy.dynamic and state.get("dynamic", True):
             self.scale, self._good = max(float(state["scale"]), self.policy.minimum), int(state["good"])
             self._tolerated = max(1, min(int(state["tolerated"]), self.policy.hysteresis))

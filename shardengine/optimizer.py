@@ -32,7 +32,7 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.in_backward import StepsInBackward
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
-from shardengine.update import Part, Settings, Update, is_set, step_bucket
+from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
 _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
@@ -40,10 +40,12 @@ _AHEAD = 2
 
 @dataclass(frozen=True)
 class EngineCalls:
-    """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group."""
+    """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group · step:
+    clip, step, publish, or only count."""
 
     forget: Callable[[], None]
     extend: Callable[[dict[str, Any]], None]
+    step: Callable[[], None]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -70,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self.param_groups = groups  # the given list itself, so that both optimizers' see a group that is added
-        self.calls = EngineCalls(reducer.release, _no_engine)
+        self.calls = EngineCalls(reducer.release, _no_engine, _no_step)
         self.kind = kind
         self.norm: Tensor | None = None
         self.update: Update | None = None
@@ -89,6 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer = reducer
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
+        self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
         self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
         if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
             reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
@@ -111,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.early:
             self.fetch(0)
         # 1. norm
-        squares, options = self._reducer.agree(self._payload)
+        sums, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             raise MismatchError(
@@ -119,8 +122,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"expected the same on every rank, this one has {groups} and loss scale {self.loss_scale:g}; set them "
                 f"and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
             )
-        self.norm = kernels.norm_from_squares(squares.flatten(), self.loss_scale)
+        self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
         self.update = Update(None if self.update is None else self.update.max_norm)
+        self._reducer.views.show(
+            self._reducer.touched,
+            sums[:, 1:].sum(dim=0),
+            self.finish_gradients,
+            scale=self.loss_scale,
+            fixed=_STEPPED_WITH if self._reducer.early.begun else "",
+        )
 
     @property
     def is_exhausted(self) -> bool:
@@ -138,13 +148,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
 
     def _payload(self) -> Payload:
-        """This rank's part of the squared norm, and a digest of the optimizer's options and loss scale, 4 bytes."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._reducer.buckets[0].bucket.full.device)
-        for state in self._reducer.buckets:
-            if state.complete is not None:
-                interval = state.bucket.layout.slice_interval(state.bucket.rank)
-                for _, start, end in self._layout.segments(state.bucket.layout, interval, self._counted):
-                    squares += kernels.sum_of_squares(state.complete[start - interval[0] : end - interval[0]])
+        """This rank's part of the squared norm, in all and of each parameter, and a digest of the optimizer's options
+        and loss scale, 4 bytes."""
+        device = self._reducer.buckets[0].bucket.full.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        total, squares = zero.clone(), [zero] * len(self._layout.parameters)
+        for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True):
+            if (complete := state.complete) is None:
+                continue
+            for parameter, start, end in parts:
+                square = kernels.sum_of_squares(complete[start:end]).to(device)
+                squares[parameter] = square if squares[parameter] is zero else squares[parameter] + square
+                if self._counted(parameter) is not None:
+                    total += square
         options = [
             (key, float(value) if isinstance(value, Tensor) else value)
             for group in self.param_groups
@@ -153,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         text = repr((options, self.scaling))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
-        return Payload(digest.view(torch.uint8), squares.view(1))
+        return Payload(digest.view(torch.uint8), torch.stack([total, *squares]))
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
@@ -177,6 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not update.begun:
             update.begun, update.touched = True, self._reducer.touched
             update.scalars = {"factor": self._factor(update), "skip": self._skip()}
+            update.left_out = None if update.scalars["skip"] is None else HostFlag(update.scalars["skip"])
             for parameter in update.touched:
                 self.steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._cuts.of(self._labels()), strict=True)
@@ -198,6 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         so that it knows what will be stepped."""
         index = state.bucket.layout.index
         stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
+        if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
+            return  # it waits for the step, which is an error then
         if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
             parts = self._parts(self._cuts.of(self._labels(ahead=True))[index])
             then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
@@ -229,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         update, scaler = self.update or Update(), self.settings.scaler
         if update.applied is None:
-            update.applied = not is_set(update.scalars["skip"])
+            update.applied = not update.left_out
             for parameter in () if update.applied else update.touched:
                 self.steps[parameter] -= 1
             if scaler is not None:
@@ -243,14 +262,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.being_read.exception()
             self.being_read = None
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Only the engine knows when gradients are complete: ``UsageError`` unless called by ``engine.step()``."""
-        raise UsageError(
-            "engine.optimizer.step() cannot be called alone: call engine.step(), which clips, steps and publishes"
-        )
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """``engine.step()``: on the boundary it steps, before it it counts. closure: as in torch, called first; its
+        value is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.calls is not None:
+            self.calls.step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the window's gradients: ``engine.zero_grad()``."""
+        """Forget the window's gradients, as ``engine.zero_grad()``; but nothing where the last call was a ``step()``
+        that only counted a micro-batch: a loop that calls both after every backward means the end of a window."""
         if self.calls is not None:
             self.calls.forget()
 
@@ -324,6 +349,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.early.forget(self._reducer.way_back)
         self.update = Update(begun=True, torn=True, lost=True) if lost else None
 
+    def is_spoiled(self) -> bool:
+        """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
+        cannot be left out any more: it is an error then, and nothing more of it may be done."""
+        scaler = self.settings.scaler
+        if not self._reducer.early.begun or scaler is None or self.norm is None or bool(torch.isfinite(self.norm)):
+            return False
+        self.update = self.update or Update()
+        self.update.torn = True
+        return True
+
     def mark_stepped(self, scheduler: Any) -> None:
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
         scheduler.optimizer._opt_called = True
@@ -378,6 +413,22 @@ def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = Fa
     """What an optimizer keeps of each element. scheduled: a scheduler may yet raise SGD's momentum from 0."""
     accelerates = kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
     return STATE_NAMES[kind] if accelerates else ()
+
+
+def _own_parts(layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """(parameter, first, end) of what lies in this rank's slice of ``bucket``, counted from the slice's start."""
+    interval = bucket.layout.slice_interval(bucket.rank)
+    for piece in layout.pieces_within(bucket.layout, interval):
+        yield piece.parameter, piece.start - interval[0], piece.end - interval[0]
+
+
+_STEPPED_WITH = (
+    "buckets are stepped with it in backward already: expected offload_optimizer.step_in_backward to be false"
+)
+
+
+def _no_step() -> None:
+    raise UsageError("engine.optimizer.step(): expected the optimizer of an open engine, came one without an engine")
 
 
 def _no_engine(_group: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ Must not know: shards, the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -95,6 +96,40 @@ def groups_for(
     if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
     return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
+
+
+_LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""What torch's schedulers look for on ``optimizer.step``."""
+
+
+def lend(given: torch.optim.Optimizer, to: torch.optim.Optimizer) -> Callable[[], None]:
+    """The user's optimizer ``given`` does what the engine's, ``to``, does: a loop that was written for it trains.
+
+    Its own methods would see no gradients and step nothing. Returns what gives it back.
+    """
+    before = {name: given.__dict__[name] for name in _LENT if name in given.__dict__}
+
+    def method_of(name: str) -> Callable[..., Any]:
+        def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if name == "step":
+                optimizer.__dict__["_opt_called"] = True  # for torch's schedulers
+            return getattr(to, name)(*args, **kwargs)
+
+        call.__name__, call.__doc__ = name, getattr(to, name).__doc__
+        if hasattr(before.get(name), _SCHEDULED):
+            setattr(call, _SCHEDULED, True)
+        return call
+
+    for name in _LENT:
+        setattr(given, name, types.MethodType(method_of(name), given))
+
+    def give_back() -> None:
+        for name in _LENT:
+            given.__dict__.pop(name, None)
+        given.__dict__.update(before)
+
+    return give_back
 
 
 def check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:

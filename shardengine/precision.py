@@ -20,8 +20,9 @@ class Precision:
 
     cast: of floating parameters, None: their own · keeps_masters: fp32 master weights for what is not fp32 · seed: of
     stochastic rounding of weights without master, None: to nearest · autocast: what the forward computes in, None: no
-    autocast · scaling: how the loss is scaled, None: not at all · wire: of gradients that are sent, None: the
-    parameter's · reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for micro-batches.
+    autocast · scaling: how the loss is scaled and when a step is left out, None: neither · wire: of gradients that are
+    sent, None: the parameter's · reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for
+    micro-batches.
     """
 
     cast: torch.dtype | None = None
@@ -56,12 +57,20 @@ class Precision:
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
 
+def nonfinite(config: Config) -> str:
+    """What happens to a step whose gradients are not finite: "skip", "raise" or "step"."""
+    default = "raise" if config.zero_optimization.offload_optimizer.step_in_backward else "skip"
+    return config.nonfinite_gradients or default
+
+
 def of(config: Config) -> Precision:
     """What ``config`` says."""
     fp16, bf16, autocast, types = config.fp16, config.bf16, config.torch_autocast, config.data_types
+    limit = {"skip": config.max_nonfinite_steps, "raise": 1, "step": 0}[nonfinite(config)]
+    fp16_sums = "fp16" in (config.communication_data_type, types.reduce_dtype, types.grad_accum_dtype)
     scaling = None
-    if "fp16" in (config.communication_data_type, types.reduce_dtype, types.grad_accum_dtype):
-        scaling = ScalePolicy(initial=1.0, dynamic=False)  # a gradient that does not fit is left out, not trained on
+    if nonfinite(config) != "step" or fp16_sums:  # what fp16 does not hold is left out, never trained on
+        scaling = ScalePolicy(initial=1.0, dynamic=False, limit=limit)
     if fp16.enabled or (autocast.enabled and autocast.dtype == "float16"):
         scaling = ScalePolicy(
             initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,
@@ -70,6 +79,7 @@ def of(config: Config) -> Precision:
             minimum=fp16.min_loss_scale,
             consecutive=fp16.consecutive_hysteresis,
             dynamic=not fp16.loss_scale,
+            limit=limit,
         )
     return Precision(
         cast=torch.bfloat16 if bf16.enabled else torch.float16 if fp16.enabled else None,

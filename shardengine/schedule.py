@@ -33,9 +33,11 @@ prefetching off for the rest of the pass; it changes time, never results.
     end_backward        everything is resharded, the reducer's sweep; after the window's last backward: ``on_complete``
     settle              ends an unannounced backward
 
-[Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. Autograd does not
-say when it ends (a callback that is queued inside re-entrant checkpointing fires too early), so it lasts until the
-engine is called next, or the model's next forward with grad: then nothing more can come.
+[Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
+one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited
+from there, because a callback that is queued inside re-entrant checkpointing fires too early. Others, and those of a
+loss that was not made of the outermost module's output, last until the engine is called next, the model's next forward
+with grad, or the first use of a gradient that a parameter shows: then nothing more can come.
 """
 
 from __future__ import annotations
@@ -95,6 +97,7 @@ class Schedule:
         self._backward_expected = False
         self._backward = Backward.NONE
         self._window = window
+        self._awaited_task = -1
         self.on_complete: Callable[[], object] = lambda: None
 
     @property
@@ -197,10 +200,28 @@ class Schedule:
         self.root_reached()
 
     def root_reached(self) -> None:
-        """A gradient reached what the outermost module returned: the root must be full."""
+        """A gradient reached what the outermost module returned: the root must be full.
+
+        Where the engine does not know of this backward yet, and it is the window's last, it hears of its end.
+        """
         self._refuse_retired()
+        if self._backward is Backward.NONE and self._window.is_boundary and self._window.synchronises:
+            self._await_end()
         if self._stage.moves_weights:
             self._await(self.units[0])
+
+    def _await_end(self) -> None:
+        """Be told when the running backward is over ([Note: Unannounced backward])."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task == self._awaited_task:
+            return
+        self._awaited_task = task
+
+        def over() -> None:
+            if self._backward is Backward.UNANNOUNCED and self._window.ends:
+                self.end_backward()
+
+        torch.autograd.Variable._execution_engine.queue_callback(over)
 
     def backward_reached(self, index: int, call: int, *, announced: bool) -> None:
         """A gradient reached the outputs of call ``call`` of unit ``index``; announced: ``backward_over`` will come."""
@@ -227,10 +248,16 @@ class Schedule:
 
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has accumulated ``gradient`` of a parameter."""
+        self._take(parameter, gradient)
+        self._reducer.views.expect_more(parameter)
+
+    def _take(self, parameter: int, gradient: Tensor) -> None:
         if self._backward is Backward.NONE:
             if self._reducer.rules.scaled:
                 raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
             self.begin_backward(announced=False)
+            if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
+                self._reducer.views.expect(self.settle)
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)

@@ -20,6 +20,7 @@ from shardengine.kernels import Noise, Rule, Spans
 from shardengine.loss_scale import LossScaler
 from shardengine.offload import HOST
 from shardengine.precision import Precision
+from shardengine.streams import Done, mark
 from shardengine.transit import Transit
 
 _UNDER_WAY = 2
@@ -30,8 +31,8 @@ _UNDER_WAY = 2
 class Settings:
     """What the config says about steps.
 
-    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · in_backward: what rests away is stepped
-    as soon as its gradient is complete.
+    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
+    are left out; None: none is · in_backward: what rests away is stepped as soon as its gradient is complete.
     """
 
     max_norm: float = 0.0
@@ -50,19 +51,37 @@ Part = tuple[Rule, Noise | None, Spans]
 """The spans of a bucket that have one group and step count."""
 
 
+class HostFlag:
+    """A 0-dim flag of a device for the host, which waits for what the device was given until now and for no more."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self._done = Done()
+        self._flag = flag
+        if flag.device.type == "cuda":
+            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._done = mark(flag.device)
+
+    def __bool__(self) -> bool:
+        self._done.wait_on_host()
+        return bool(self._flag)
+
+
 @dataclass
 class Update:
     """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
-    multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · begun: the
-    step counts of what was ``touched`` have advanced · stepped: whole buckets that are done, weights included · torn:
-    inside of a bucket's kernels · applied: what ``conclude`` found · lost: cannot be finished, a checkpoint must be
-    loaded · quiet: ``reset()`` could not finish it; no collective is under way, so that either may be tried
+    multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · left_out:
+    the latter for the host · begun: the step counts of what was ``touched`` have advanced · stepped: whole buckets that
+    are done, weights included · torn: inside of a bucket's kernels · applied: what ``conclude`` found · lost: cannot be
+    finished, a checkpoint must be loaded · quiet: ``reset()`` could not finish it; no collective is under way, so that
+    either may be tried
     """
 
     max_norm: float | None = None
     scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
+    left_out: HostFlag | None = None
     begun: bool = False
     touched: frozenset[int] = frozenset()
     applied: bool | None = None

@@ -19,7 +19,10 @@ set of parameters and adds their gradients up in the declared order:
 - a parameter that no rank used in the window is not touched by the optimizer
 - the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
   on a CPU are not)
-- loss scale: the loss, in fp32, times the scale; a step whose norm is not finite is left out and may halve the scale
+- a step whose norm is not finite is left out (``skips``)
+- loss scale: the loss, in fp32, times the scale; a step that is left out may halve the scale
+- torch's clipping: each complete gradient's norm is rounded once to fp32, torch's function makes one of them all and
+  multiplies the gradients, in the wire's dtype, before the step
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
   on the seed, the parameter's step and the element's number among all elements of all parameters (in memory order)
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
@@ -93,6 +96,13 @@ def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Ten
 def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
     """A gradient that was completed on its own joins the ones before it."""
     return (complete + late).to(wire).float()
+
+
+def clipped_by_torch(complete: dict[Tensor, Tensor], max_norm: float, wire: torch.dtype | None) -> dict[Tensor, Tensor]:
+    """What ``torch.nn.utils.clip_grad_norm_`` makes of complete gradients whose norms are rounded once."""
+    norms = torch.stack([g.double().square().sum().sqrt().float() for g in complete.values()])
+    factor = (max_norm / (torch.linalg.vector_norm(norms, 2.0) + 1e-6)).clamp(max=1.0)
+    return {p: g.to(wire or p.dtype, copy=True).mul_(factor).float() for p, g in complete.items()}
 
 
 @dataclass
@@ -243,6 +253,8 @@ def train(
     seed: int | None = None,
     scaler: Scaler | None = None,
     own_buffers: bool = False,
+    skips: bool = True,
+    torch_clip: float = 0.0,
     earlier: Trace | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
@@ -251,6 +263,7 @@ def train(
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
+    skips: steps that are not finite are left out, also without ``scaler``. torch_clip: the norm to which the user clips.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """
@@ -308,7 +321,9 @@ def train(
         norm = (norm.sqrt() / scale).float()
         trace.losses.append(losses)
         trace.norms.append(norm.item())
-        overflow = scaler is not None and not norm.isfinite()
+        overflow = (skips or scaler is not None) and not norm.isfinite()
+        if torch_clip:
+            complete = clipped_by_torch(complete, torch_clip, wire)
         if overflow:
             trace.skipped.append(step)
         else:

@@ -136,7 +136,11 @@ class Report:
             "peak": size(peak_bytes(engine)),
         }
         if scaling:
-            words["loss scale"] = f"{engine.get_loss_scale():g}, {engine.skipped_steps} steps left out"
+            left_out = f"{engine.skipped_steps} steps left out"
+            if engine.config.fp16.enabled or engine.get_loss_scale() != 1:
+                words["loss scale"] = f"{engine.get_loss_scale():g}, {left_out}"
+            else:
+                words["not finite"] = left_out
         if self._bar is not None:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()

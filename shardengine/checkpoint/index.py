@@ -166,7 +166,8 @@ def _is_loss_scaler(value: Any) -> bool:
         return True
     scale = value["scale"]
     is_scale = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < 2**128
-    return is_scale and all(_is_count(value[key]) for key in ("good", "tolerated", "skipped"))
+    counts = [value[key] for key in ("good", "tolerated", "skipped")] + [value.get("in_a_row", 0)]
+    return is_scale and all(map(_is_count, counts)) and isinstance(value.get("dynamic", True), bool)
 
 
 def _check_piece(index: dict[str, Any], piece: Sequence[Any], itemsize: int, size: int, what: str) -> None:

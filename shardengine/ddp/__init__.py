@@ -2,6 +2,17 @@
 
 from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
+from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.reducer import Payload, Reducer, no_payload
 
-__all__ = ["BufferSync", "GradientBucket", "Payload", "Reducer", "Rules", "no_payload"]
+__all__ = [
+    "BufferSync",
+    "GradientBucket",
+    "GradientViews",
+    "Payload",
+    "Reducer",
+    "Rules",
+    "ShardedGradient",
+    "no_payload",
+    "taken",
+]

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardengine.bucket import Bucket, BufferPool
 from shardengine.collectives import Collectives, Pending
 from shardengine.ddp.early_use import EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
+from shardengine.ddp.gradient_views import GradientViews
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
@@ -108,15 +109,22 @@ class _Order:
 
 
 class Reducer:
-    """Reduces gradients of the trainable ``buckets`` (in layout order)."""
+    """Reduces gradients of the trainable ``buckets`` (in layout order). parameters: of ``layout``, which show them."""
 
     def __init__(
-        self, layout: Layout, buckets: list[Bucket], collectives: Collectives, pool: BufferPool, rules: Rules
+        self,
+        layout: Layout,
+        buckets: list[Bucket],
+        collectives: Collectives,
+        pool: BufferPool,
+        rules: Rules,
+        parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.rules = rules
         self._spill = Transit(collectives.mesh.device, pool)
         self.way_back = Transit(collectives.mesh.device, pool)
         self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
+        self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
         self._collectives = collectives
@@ -161,6 +169,7 @@ class Reducer:
                 "begin the window anew"
             )
         self.early.begin(final=final)
+        self.views.hide()
         if self.window_complete:
             for state in self.buckets:
                 state.set_aside()
@@ -212,6 +221,7 @@ class Reducer:
 
     def release(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
+        self.views.hide()
         self.early.end()
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode(armed=False)

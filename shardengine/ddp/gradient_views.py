@@ -1,0 +1,369 @@
+"""What ``parameter.grad`` shows from the end of a window's last backward to its step.
+
+Must not know: how gradients came to be complete, the step, modules.
+
+[Note: Shown gradients] A rank keeps a slice of each complete gradient, in flat buckets. What users of torch do with
+``parameter.grad`` works all the same, because it shows a tensor of the parameter's shape and dtype without memory:
+
+    its 2-norm                  of the whole gradient, on every rank, without communication: ranks have exchanged each
+                                parameter's square with the norm. So ``torch.nn.utils.clip_grad_norm_``, and loggers
+                                of norms, are right at every stage and on any rank
+    times or by a number        done to the slices (``clip_grad_norm_``), and to the known norms
+    other in-place operations   element by element with numbers and tensors of its shape (``clip_grad_value_``,
+                                ``nan_to_num_``, ``add_``): done to the slices; whoever asks for a norm next, or the
+                                step, exchanges it anew, on every rank
+    GradScaler.unscale_         what is not finite is known from the squares, then times a number
+    reading values              where this rank holds all of them (one rank); elsewhere ``UsageError`` names the way
+    replacing it                a tensor of its shape is taken over in the step; None is refused there
+
+Where nobody says that a backward is over (a ``loss.backward()`` of which the engine saw no output), every parameter
+shows its gradient from the first one on, and the first use of one ends that backward (``expect``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardengine.bucket import in_memory_order, shaped
+from shardengine.ddp.gradient_bucket import GradientBucket
+from shardengine.errors import UsageError
+from shardengine.layout import Layout
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+_NORMS = {_aten.linalg_vector_norm.default, _aten.norm.Scalar, _aten.norm.ScalarOpt_dtype}
+_FACTORS = {_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar}
+_ELEMENTWISE = _FACTORS | {
+    *(_aten.add_.Tensor, _aten.add_.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar, _aten.neg_.default),
+    *(_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.copy_.default, _aten.nan_to_num_.default),
+    *(_aten.clamp_.default, _aten.clamp_.Tensor, _aten.clamp_min_.default, _aten.clamp_max_.default),
+    *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.sign_.default, _aten.lerp_.Scalar),
+}
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+         "new_empty", "new_full")  # fmt: skip
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class ShardedGradient(Tensor):
+    """One parameter's complete gradient, as ``parameter.grad`` ([Note: Shown gradients]). It has no memory."""
+
+    views: GradientViews
+    number: int
+    incoming: Tensor | None
+    is_copy: bool
+
+    @staticmethod
+    def __new__(
+        cls, views: GradientViews, index: int, dtype: torch.dtype, device: torch.device, *, is_copy: bool = False
+    ) -> ShardedGradient:
+        """The gradient of parameter ``index``. is_copy: one that was made of it, which nobody may write to."""
+        shape = views.layout.parameters[index].shape
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.views, made.number, made.incoming, made.is_copy = views, index, None, is_copy
+        return made
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        """Where it is, not what: reading it may need communication."""
+        return f"ShardedGradient({self.views.describe(self.number)})"
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self.views.refuse(self.number, "a copy or pickle")
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        self.views.refuse(self.number, "a copy")
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Carry out ``operation`` as [Note: Shown gradients] says."""
+        return _carry_out(operation, args, kwargs or {})
+
+
+def _carry_out(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if operation is _UNSCALE:
+        return _unscale(*args)
+    own = args[0] if args and isinstance(args[0], ShardedGradient) else None
+    if own is None:
+        return _with_values(operation, args, kwargs)
+    views, index = own.views, own.number
+    if operation in (_aten.add_.Tensor, _aten.add.Tensor) and _is_accumulation(args):
+        own.incoming = args[1]  # autograd brings the next gradient; the hook takes it from here
+        return own if operation is _aten.add_.Tensor else args[1]
+    if operation in _SAME:
+        return own
+    if operation in _COPIES:
+        dtype = kwargs.get("dtype") or own.dtype
+        return ShardedGradient(views, index, dtype, own.device, is_copy=True)
+    if operation in _NORMS and _is_two_norm(args, kwargs):
+        return views.norm(index)
+    if operation in _ELEMENTWISE and not own.is_copy:
+        views.change(index, operation, args[1:], kwargs)
+        return own
+    return _with_values(operation, args, kwargs)
+
+
+def _is_accumulation(args: Sequence[Any]) -> bool:
+    plain = isinstance(args[1], Tensor) and not isinstance(args[1], ShardedGradient)
+    return plain and torch._C._current_graph_task_id() >= 0 and args[1].shape == args[0].shape
+
+
+def _is_two_norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return order in (2, 2.0) and len(args) <= 2 and kwargs.get("dim") is None
+
+
+def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``operation`` on copies of the values, where this rank holds them; nothing may be written, or be a view."""
+    name = operation._schema.name.split("::")[-1]
+
+    def value_of(argument: Any) -> Any:
+        if not isinstance(argument, ShardedGradient):
+            return argument
+        if name in _LIKE:
+            return torch.zeros((), dtype=argument.dtype, device=argument.device).expand(argument.shape)
+        if operation._schema.is_mutable or operation.is_view:
+            argument.views.refuse(argument.number, name)
+        return argument.views.values(argument.number, name).to(argument.dtype)
+
+    return operation(*tree_map(value_of, tuple(args)), **tree_map(value_of, dict(kwargs)))
+
+
+def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
+    """``torch.amp.GradScaler.unscale_``: ``found`` is set where something is not finite, then all are multiplied."""
+    for gradient in gradients:
+        if not isinstance(gradient, ShardedGradient):
+            _UNSCALE([gradient], found, inverse_scale)
+            continue
+        if not gradient.views.is_finite(gradient.number):
+            found.fill_(1.0)
+        gradient.views.change(gradient.number, _aten.mul_.Tensor, [inverse_scale], {})
+
+
+class GradientViews:
+    """Shows ``parameters`` (of ``layout``) the gradients in ``buckets``.
+
+    changed: whether something else than a multiplication has changed them, so that the norm is not known.
+    """
+
+    def __init__(
+        self, layout: Layout, buckets: Sequence[GradientBucket], parameters: Sequence[nn.Parameter], rank: int
+    ) -> None:
+        self.layout = layout
+        self.changed = False
+        self._rank = rank
+        self._parameters = parameters
+        self._shown: dict[int, ShardedGradient] = {}
+        self._made: dict[int, ShardedGradient] = {}
+        self._squares: Tensor | None = None
+        self._scale = 1.0
+        self._fixed = ""
+        self._complete: Callable[[], None] | None = None
+        self._again: Callable[[], object] | None = None
+        self._unused: set[int] = set()
+        self._of: dict[int, list[GradientBucket]] = {}
+        for state in buckets:
+            for index in state.pieces:
+                self._of.setdefault(index, []).append(state)
+
+    def expect(self, complete: Callable[[], None]) -> None:
+        """A backward whose end nobody will announce has begun: show all; the first use of one calls ``complete``."""
+        self.hide()
+        self._complete = complete
+        for index in self._of if self._parameters else ():
+            self.expect_more(index)
+
+    def expect_more(self, index: int) -> None:
+        """A gradient was taken from parameter ``index``; more may come, and the first use, as ``expect`` says."""
+        if self._complete is not None:
+            self._show(index)
+
+    def show(
+        self,
+        touched: frozenset[int],
+        squares: Tensor | None,
+        again: Callable[[], object] | None = None,
+        *,
+        scale: float = 1.0,
+        fixed: str = "",
+    ) -> None:
+        """The gradients of the parameters ``touched`` are complete.
+
+        squares: fp64 [parameters], the square of each one's norm, None: not known · again: exchanges and shows them
+        anew, after changes · scale: what all are multiplied with · fixed: why they may not be changed any more.
+        """
+        if not self._parameters:
+            return
+        self.hide()
+        self._squares, self._again, self._scale, self._fixed = squares, again, scale, fixed
+        for index in touched:
+            self._show(index)
+
+    def _show(self, index: int) -> None:
+        parameter, view = self._parameters[index], self._made.get(index)
+        if view is None or view.device != parameter.device:
+            view = ShardedGradient(self, index, parameter.dtype, parameter.device)
+            self._made[index] = view
+        self._shown[index] = view
+        parameter.grad = view
+
+    def require_complete(self, index: int) -> None:
+        """Before a gradient is used: the backward is over; ``UsageError`` where its step is over, too."""
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            expected = set(self._shown)
+            complete()
+            self._unused = expected - self._shown.keys()  # on all ranks: zeros
+        if index not in self._shown and index not in self._unused:
+            raise UsageError(
+                f"this gradient of {self.layout.parameters[index].name!r} is of a step that is over (rank "
+                f"{self._rank}): expected parameter.grad between the window's last backward and step()"
+            )
+
+    def hide(self) -> None:
+        """They are stepped with, forgotten, or another backward begins: ``grad`` is None again."""
+        for index in self._shown:
+            self._parameters[index].grad = None
+        self._shown.clear()
+        self._unused = set()
+        self._squares, self.changed, self._complete, self._again = None, False, None, None
+
+    def adopt(self) -> None:
+        """Before the step: what the user has put in the place of a gradient is taken over, or refused."""
+        for index, view in self._shown.items():
+            current = self._parameters[index].grad
+            if current is view:
+                continue
+            if not isinstance(current, Tensor) or isinstance(current, ShardedGradient):
+                self._refuse_none(index)
+            self.change(index, _aten.copy_.default, [current], {})
+            self._parameters[index].grad = view
+
+    def exchange_again(self) -> None:
+        """After changes: the norms are known again; collective."""
+        self.adopt()
+        if self._again is not None:
+            self._again()
+
+    def norm(self, index: int) -> Tensor:
+        """The 2-norm of a whole gradient, without the loss scale: 0-dim fp32."""
+        return (self._square_of(index).sqrt() / self._scale).float()
+
+    def is_finite(self, index: int) -> bool:
+        """Whether every element of it is."""
+        return math.isfinite(self._square_of(index).item())
+
+    def _square_of(self, index: int) -> Tensor:
+        self.require_complete(index)
+        if self.changed:
+            self.exchange_again()
+        if self._squares is None:
+            self.refuse(index, "the norm, which is known only where the engine has an optimizer,")
+        return self._squares[index]
+
+    def change(self, index: int, operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """An in-place operation, element by element: ``operation(gradient, *arguments)`` on what this rank holds."""
+        self.require_complete(index)
+        name = self.layout.parameters[index].name
+        if self._fixed:
+            raise UsageError(f"{name!r}.grad cannot be changed (rank {self._rank}): {self._fixed}")
+        factor = _factor(operation, arguments, options)
+        if self._scale != 1 and factor is None:
+            raise UsageError(
+                f"{name!r}.grad is multiplied with the loss scale {self._scale:g} (rank {self._rank}): expected a "
+                "multiplication, or changes inside `with engine.full_grads(writable=True):`, which shows it without"
+            )
+        with torch.no_grad():
+            for part, offset, wire in self._parts(index):
+                near = [self._local(each, index, offset, part) for each in arguments]
+                target = part if part.dtype is wire else part.to(wire)
+                operation(target, *near, **options)
+                if target is not part:
+                    part.copy_(target)
+            if factor is not None and self._squares is not None:
+                self._squares[index] *= factor.to(self._squares.device) ** 2
+            else:
+                self._squares, self.changed = None, True
+
+    def values(self, index: int, what: str) -> Tensor:
+        """A copy of the whole gradient, where this rank holds it; ``UsageError`` elsewhere. what: wants to read it."""
+        self.require_complete(index)
+        spec, parts = self.layout.parameters[index], list(self._parts(index))
+        if sum(part.numel() for part, *_ in parts) < spec.numel:
+            self.refuse(index, what)
+        flat = torch.cat([part.to(wire) for part, _, wire in parts]).to(self._parameters[index].device)
+        return shaped(flat if self._scale == 1 else (flat.float() / self._scale).to(flat.dtype), spec)
+
+    def describe(self, index: int) -> str:
+        """For people: name, shape, what this rank holds of it."""
+        spec = self.layout.parameters[index]
+        held = sum(part.numel() for part, *_ in self._parts(index)) if index in self._shown else 0
+        return f"{spec.name!r}, shape {spec.shape}, rank {self._rank} holds {held} of {spec.numel} elements"
+
+    def refuse(self, index: int, what: str) -> NoReturn:
+        """``UsageError``: ``what`` needs values that this rank does not have."""
+        name = self.layout.parameters[index].name
+        raise UsageError(
+            f"{what} of {name!r}.grad is not possible (rank {self._rank}): it stands for a gradient in the engine's "
+            "buckets, which is sharded over the ranks. Possible are its 2-norm, a multiplication and in-place "
+            "operations on each element. Read whole ones on every rank inside `with engine.full_grads("
+            f"[{name!r}]) as grads:`; engine.optimizer is the optimizer that steps with them"
+        )
+
+    def _refuse_none(self, index: int) -> NoReturn:
+        raise UsageError(
+            f"{self.layout.parameters[index].name!r}.grad was set to None between backward and step() (rank "
+            f"{self._rank}), but its gradient is in the engine's bucket: expected engine.zero_grad() on every rank to "
+            "forget the window (also instead of model.zero_grad()), or .grad.zero_()"
+        )
+
+    def _parts(self, index: int) -> Iterator[tuple[Tensor, int, torch.dtype]]:
+        """What this rank holds: (elements as a view, number of the first among the parameter's, the values' dtype)."""
+        for state in self._of[index]:
+            layout, piece, flat = state.bucket.layout, state.pieces[index], state.gradient
+            if flat is None:
+                continue
+            first, last = layout.held_interval(flat.numel(), state.bucket.rank)
+            start, end = max(piece.start, first), min(piece.end, last)
+            if start < end:
+                yield flat[start - first : end - first], piece.offset + start - piece.start, state.wire
+
+    def _local(self, argument: Any, index: int, offset: int, part: Tensor) -> Any:
+        """``argument`` of an operation, for the elements from ``offset`` on that ``part`` holds."""
+        if not isinstance(argument, Tensor):
+            return argument
+        if argument.dim() == 0 or argument.numel() == 1:
+            return argument.reshape(()).to(part.device)
+        spec = self.layout.parameters[index]
+        if isinstance(argument, ShardedGradient):
+            argument = argument.views.values(argument.number, "an operation with the values")
+        flat = in_memory_order(argument.expand(spec.shape), spec).reshape(-1)
+        return flat[offset : offset + part.numel()].to(part.device)
+
+
+def _factor(operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
+    """What a gradient is multiplied with: 0-dim fp64; None where ``operation`` does something else."""
+    if operation not in _FACTORS or options or isinstance(arguments[0], ShardedGradient):
+        return None
+    if isinstance(arguments[0], Tensor) and arguments[0].numel() != 1:
+        return None
+    value = torch.as_tensor(arguments[0], dtype=torch.float64).reshape(())
+    return value if operation in (_aten.mul_.Tensor, _aten.mul_.Scalar) else 1 / value
+
+
+def taken(parameter: Tensor) -> tuple[ShardedGradient | None, Tensor | None]:
+    """(what ``parameter`` showed, the gradient that autograd has just accumulated); ``grad`` is None afterwards."""
+    shown, parameter.grad = parameter.grad, None
+    if not isinstance(shown, ShardedGradient):
+        return None, shown
+    gradient, shown.incoming = shown.incoming, None
+    return shown, gradient
