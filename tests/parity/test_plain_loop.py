@@ -71,9 +71,7 @@ def test_equals_the_oracle(
 ) -> None:  # fmt: skip
     said, told = PRECISIONS[precision]
     results = pools(ranks).run(train, stage, loop, model, kind, micros, bucket, said)
-    truth = cases.truth(
-        model, kind, ranks, micros, cases.LETTER[stage], STEPS, clip=0.0, torch_clip=MAX_NORM, **told
-    )
+    truth = cases.truth(model, kind, ranks, micros, cases.LETTER[stage], STEPS, clip=0.0, torch_clip=MAX_NORM, **told)
     assert_equal_to_truth([result for result, _ in results], truth, stage)
     for _, norms in results:
         assert norms == pytest.approx(truth.norms, rel=1e-6)  # torch adds the parameters' norms in fp32
