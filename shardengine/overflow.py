@@ -55,8 +55,7 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
 
 
 def tell(core: Core, step: int, limit: int) -> None:
-    """Say once, on rank 0, that ``step`` was left out; collective, as ``report``. limit: in a row are an error, or 0.
-    """
+    """Say, on rank 0, that ``step`` was left out; collective, as ``report``. limit: so many in a row are an error."""
     found = describe(core)
     if core.mesh.rank == 0:
         end = f"{limit} in a row are an error (max_nonfinite_steps)" if limit else "they are no error"

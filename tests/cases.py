@@ -170,6 +170,12 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
     return [(names[i], key, first, copy_out(values).float().numpy()) for i, key, first, values in held]
 
 
+def steps_of(engine: shardengine.Engine) -> list[int]:
+    """The step count of each parameter."""
+    assert engine.optimizer is not None
+    return engine.optimizer.steps
+
+
 def digest(pieces: list[list[tuple[str, str, int, Any]]]) -> str:
     """SHA-256 over the whole of every parameter and state, put together from all ranks' pieces."""
     total = hashlib.sha256()
