@@ -395,10 +395,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         max_norm = self.settings.max_norm if update.max_norm is None else update.max_norm
         if self.norm is None or (not max_norm and self.loss_scale == 1):
             return None
-        return kernels.gradient_factor(self.norm, max_norm, self.loss_scale)
+        return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.loss_scale)
 
     def _skip(self) -> Tensor | None:
-        return None if self.norm is None or self.settings.scaler is None else ~torch.isfinite(self.norm)
+        unknown = self.norm is None or self.settings.scaler is None
+        return None if unknown or self.norm is None else ~torch.isfinite(self._norm_now(self.norm))
+
+    def _norm_now(self, norm: Tensor) -> Tensor:
+        """The norm of what is stepped with: ``norm``, unless the user has multiplied gradients after the exchange."""
+        if not self._reducer.views.multiplied:
+            return norm
+        stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
+        return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.loss_scale)
 
     def _labels(self, *, ahead: bool = False) -> list[Label | None]:
         """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""

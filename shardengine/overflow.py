@@ -46,11 +46,12 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
             "Buckets may have taken the step in backward (offload_optimizer.step_in_backward): call engine.reset() on "
             "every rank, which goes back to the last step or says that a checkpoint must be loaded"
         )
-    often = f" for the {scaler.policy.limit}th step in a row (max_nonfinite_steps)" if scaler.policy.limit > 1 else ""
+    limit = scaler.policy.limit
+    often = f" in {limit} steps in a row (max_nonfinite_steps)" if limit > 1 else ""
     raise NonfiniteGradientError(
-        f"gradients are not finite{often}, {came}. {left}. Look for a division by zero, a logarithm of zero, a learning "
-        'rate that is too high or an overflow in a low-precision sum; "nonfinite_gradients": "skip", "raise" or "step" '
-        "in the config says what happens to such a step"
+        f"gradients are not finite{often}, {came}. {left}. Look for a division by zero, a logarithm of zero, a "
+        "learning rate that is too high or an overflow in a low-precision sum; the config's nonfinite_gradients "
+        '("skip", "raise" or "step") says what happens to such a step'
     )
 
 

@@ -265,7 +265,7 @@ def train(
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
-    skips: steps that are not finite are left out, also without ``scaler``. torch_clip: the norm to which the user clips.
+    skips: steps that are not finite are left out without ``scaler``, too. torch_clip: the norm to which the user clips.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """

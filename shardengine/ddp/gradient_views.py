@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 
 from shardengine.bucket import in_memory_order, shaped
 from shardengine.ddp.gradient_bucket import GradientBucket
-from shardengine.errors import UsageError
+from shardengine.errors import InternalError, UsageError
 from shardengine.layout import Layout
 
 _aten = torch.ops.aten
@@ -152,14 +152,15 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
 class GradientViews:
     """Shows ``parameters`` (of ``layout``) the gradients in ``buckets``.
 
-    changed: whether something else than a multiplication has changed them, so that the norm is not known.
+    changed: whether something else than a multiplication has changed them, so that the norm is not known · multiplied:
+    whether they were, so that it is another one than was exchanged.
     """
 
     def __init__(
         self, layout: Layout, buckets: Sequence[GradientBucket], parameters: Sequence[nn.Parameter], rank: int
     ) -> None:
         self.layout = layout
-        self.changed = False
+        self.changed = self.multiplied = False
         self._rank = rank
         self._parameters = parameters
         self._shown: dict[int, ShardedGradient] = {}
@@ -235,7 +236,7 @@ class GradientViews:
             self._parameters[index].grad = None
         self._shown.clear()
         self._unused = set()
-        self._squares, self.changed, self._complete, self._again = None, False, None, None
+        self._squares, self.changed, self.multiplied, self._complete, self._again = None, False, False, None, None
 
     def adopt(self) -> None:
         """Before the step: what the user has put in the place of a gradient is taken over, or refused."""
@@ -253,6 +254,12 @@ class GradientViews:
         self.adopt()
         if self._again is not None:
             self._again()
+
+    def square(self, indices: Sequence[int]) -> Tensor:
+        """The square of the norm of the gradients of ``indices`` together, as they are now: fp64 [1]."""
+        if self._squares is None:
+            raise InternalError("the norm of gradients is asked for that were changed and not exchanged again")
+        return self._squares[list(indices)].sum().view(1)
 
     def norm(self, index: int) -> Tensor:
         """The 2-norm of a whole gradient, without the loss scale: 0-dim fp32."""
@@ -291,6 +298,7 @@ class GradientViews:
                     part.copy_(target)
             if factor is not None and self._squares is not None:
                 self._squares[index] *= factor.to(self._squares.device) ** 2
+                self.multiplied = True
             else:
                 self._squares, self.changed = None, True
 
