@@ -38,6 +38,14 @@ def run(where: Path, ranks: int, *script: object) -> list[str]:
 
 
 @pytest.mark.slow
+def test_a_ddp_script_prints_the_same_with_the_one_line_that_wraps(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "plain_torch_loop.py"
+    shown = run(tmp_path, 2, script, "--steps", 31)
+    assert len(shown) == 4 and shown == run(tmp_path, 2, script, "--steps", 31, "--ddp")
+    assert (tmp_path / "runs" / "plain_torch_loop" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 def test_own_loop_trains_goes_on_with_other_ranks_and_survives_a_death(tmp_path: Path) -> None:
     fated = tmp_path / "fated.py"
     fated.write_text(FATED, encoding="utf-8")

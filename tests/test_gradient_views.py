@@ -38,7 +38,7 @@ def weights_of(engine: Any) -> dict[str, list[float]]:
 def read_norms(stage: str) -> list[Any]:
     """Norms as loggers take them, beside those of the whole gradients; only one rank asks, in other orders."""
     engine = engine_of(stage)
-    seen = []
+    seen: list[Any] = []
     for step in range(2):
         cases.loss_of(engine, step, engine.rank, 0).backward()
         found = {}
@@ -64,7 +64,7 @@ def test_norms_are_those_of_whole_gradients(pools: Pools, stage: str, ranks: int
             assert all(float(value) == pytest.approx(expected, rel=1e-6) for value in values)
 
 
-CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "mul_": lambda p: p.grad.mul_(0.25),
     "data mul_ by a tensor": lambda p: p.grad.data.mul_(torch.tensor(0.25)),
     "div_": lambda p: p.grad.div_(3.0),
@@ -85,7 +85,8 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 def changed(stage: str, change: str, micros: int, bf16: bool) -> list[Any]:
     """Change every gradient; whole ones before and after, and the norm that the engine then has."""
-    engine = engine_of(stage, micros=micros, **({"bf16": {"enabled": True}} if bf16 else {}))
+    options: dict[str, Any] = {"bf16": {"enabled": True}} if bf16 else {}
+    engine = engine_of(stage, micros=micros, **options)
     for micro in range(micros):
         (cases.loss_of(engine, 0, engine.rank, micro) / micros).backward()
         if micro < micros - 1:
@@ -320,7 +321,7 @@ def test_torchs_grad_scaler(pools: Pools, stage: str) -> None:
 
 def test_under_a_loss_scale_norms_are_without_it() -> None:
     config = cases.config_of("2", gradient_clipping=0.0, fp16={"enabled": True, "loss_scale": 1024.0})
-    engine = cases.make_engine(cases.make_mlp(), config, "SGD")
+    engine: Any = cases.make_engine(cases.make_mlp(), config, "SGD")
     engine.backward(cases.loss_of(engine, 0, 0, 0).float())
     norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e9).item()
     assert norm == pytest.approx(engine.get_global_grad_norm(), rel=1e-6)
@@ -330,7 +331,7 @@ def test_under_a_loss_scale_norms_are_without_it() -> None:
 
 
 def test_an_engine_without_an_optimizer_shows_gradients_too() -> None:
-    engine = shardengine.initialize(cases.make_mlp(), {"train_micro_batch_size_per_gpu": 1})
+    engine: Any = shardengine.initialize(cases.make_mlp(), {"train_micro_batch_size_per_gpu": 1})
     cases.loss_of(engine, 0, 0, 0).backward()
     assert engine.module.out.weight.grad is not None
     with pytest.raises(UsageError, match="the norm, which is known only where the engine has an optimizer"):
@@ -340,7 +341,7 @@ def test_an_engine_without_an_optimizer_shows_gradients_too() -> None:
 
 def closure(stage: str) -> list[Any]:
     """``optimizer.step(closure)``, and what the user's own optimizer is after ``close()``."""
-    model = cases.make_mlp()
+    model: Any = cases.make_mlp()
     given = torch.optim.SGD(model.parameters(), lr=0.1)
     mesh = cases.mesh_of_this_process() if torch.distributed.is_initialized() else None
     engine = shardengine.initialize(model, cases.config_of(stage), optimizer=given, mesh=mesh)
@@ -383,7 +384,7 @@ def clipped_twice(stage: str) -> list[Any]:
     moved: list[list[float]] = []
     applied: list[bool] = []
     for factor in (1.0, 100.0):
-        engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, gradient_clipping=0.01), "SGD")
+        engine: Any = cases.make_engine(cases.make_mlp(), cases.config_of(stage, gradient_clipping=0.01), "SGD")
         for times in (factor, float("inf")):
             cases.loss_of(engine, 0, engine.rank, 0).backward()
             for parameter in engine.module.parameters():
