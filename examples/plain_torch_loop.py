@@ -1,8 +1,10 @@
-"""A DistributedDataParallel script, and what changes: ``torchrun --standalone --nproc-per-node 2 examples/plain_torch_loop.py``.
+"""A script for DistributedDataParallel, before and after; the one line that wraps the model is the difference:
 
-The one line that wraps the model is the difference; ``--ddp`` runs the script as it was. Everything else is plain torch:
-``loss.backward()``, torch's clipping, the optimizer and the scheduler that were made before. Both print the same losses
-(as far as they are printed: DDP adds the ranks' gradients up in another order).
+    torchrun --standalone --nproc-per-node 2 examples/plain_torch_loop.py          # sharded
+    torchrun --standalone --nproc-per-node 2 examples/plain_torch_loop.py --ddp    # as it was
+
+Everything else is plain torch: ``loss.backward()``, torch's clipping, the optimizer and the scheduler that were made
+before. Both print the same losses (DDP adds the ranks' gradients up in another order, which shows in later digits).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def main(steps: int, ddp: bool) -> None:
             print(f"step {step}: loss {loss.item():.3f}, gradient norm {norm.item():.3f}", flush=True)
 
     if not ddp:
-        model.save_pretrained("runs/plain_torch_loop")  # on every rank; instead of torch.save(model.module.state_dict())
+        model.save_pretrained("runs/plain_torch_loop")  # on every rank, instead of torch.save(model.state_dict())
         model.close()
     dist.destroy_process_group()
 
