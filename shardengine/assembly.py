@@ -244,6 +244,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.guard.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    if core.precision.inputs is not None:
+        core.guard.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
     if not core.stage.moves_weights:
         core.guard.handles.extend(hooks.attach_settle(core.schedule, model))
         if core.arrivals is not None:

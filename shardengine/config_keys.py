@@ -131,11 +131,13 @@ _ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
 }
 _ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights."),
+    "auto_cast": (BOOL, True, "Cast the model's floating-point inputs to bf16, in containers, too."),
     "master_weights": (BOOL, True, "Step fp32 master weights, not the bf16 weights themselves."),
     "stochastic_rounding": (BOOL, False, "Round stepped bf16 weights up or down at random; without master weights."),
 }
 _ACTIVE_FP16: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Cast parameters to fp16; optimizers step fp32 master weights; the loss is scaled."),
+    "auto_cast": (BOOL, True, "Cast the model's floating-point inputs to fp16, in containers, too."),
     "loss_scale": (number(0, below=3e38), 0.0, "A fixed loss scale; 0: it follows overflows."),
     "initial_scale_power": (integer(0, 127), 16, "The first loss scale is 2 to this power."),
     "loss_scale_window": (COUNT, 1000, "Steps without overflow after which the loss scale is doubled."),
@@ -211,7 +213,7 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "zero_allow_untested_optimizer": (BOOL, False),
         "wall_clock_breakdown": (BOOL, False),
     },
-    "fp16": {"auto_cast": (BOOL, False), "fp16_master_weights_and_grads": (BOOL, False)},
+    "fp16": {"fp16_master_weights_and_grads": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_hpz_partition_size": (COUNT, 1),

@@ -117,18 +117,24 @@ class Bf16Config:
     """``enabled``: fp32 parameters are cast to bf16 and what was given becomes their fp32 master weights.
 
     Without ``master_weights`` the bf16 weights are stepped themselves, rounded to nearest or stochastically.
+    ``auto_cast``: the model's floating-point inputs are cast to bf16, too.
     """
 
     enabled: bool = False
+    auto_cast: bool = True
     master_weights: bool = True
     stochastic_rounding: bool = False
 
 
 @dataclass(frozen=True)
 class Fp16Config:
-    """``enabled``: parameters are cast to fp16, with fp32 master weights and a scaled loss; the rest is the scale's."""
+    """``enabled``: parameters are cast to fp16, with fp32 master weights and a scaled loss; the rest is the scale's.
+
+    ``auto_cast``: the model's floating-point inputs are cast to fp16, too.
+    """
 
     enabled: bool = False
+    auto_cast: bool = True
     loss_scale: float = 0.0
     initial_scale_power: int = 16
     loss_scale_window: int = 1000

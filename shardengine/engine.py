@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import assembly, ending, gathered, lr_schedules, overflow, recovery, relayout, whole
+from shardengine import assembly, casting, ending, gathered, lr_schedules, overflow, recovery, relayout, whole
 from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
 from shardengine.agreement import together
@@ -145,9 +145,10 @@ class Engine(Phases):
         try:
             with core.precision.forward(core.mesh.device.type):
                 return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             core.schedule.restart()
             self._buffers_sent = False
+            casting.explain(error, core.precision.cast, inputs=core.precision.inputs is not None)
             raise
 
     @announced("backward")

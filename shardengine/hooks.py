@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardengine.arrivals import Arrivals
+from shardengine.casting import cast_inputs
 from shardengine.ddp import taken
 from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
@@ -63,7 +64,7 @@ def _keep_out_of_graphs() -> None:
         "compile the block, not what is around it, by wrapping it before initialize: "
         "model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)"
     )
-    for kind in (_Hook, _Listener):
+    for kind in (_Hook, _Listener, _InputCast):
         kind.__call__ = torch.compiler.disable(kind.__call__, reason=reason)  # type: ignore[method-assign]
 
 
@@ -123,6 +124,38 @@ def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle
         module.register_forward_pre_hook(_Listener(settle), prepend=True),
         module.register_forward_hook(_Listener(watch)),
     ]
+
+
+class _InputCast:
+    """The hook that casts a module's inputs. A copy of the module gets one that does nothing."""
+
+    def __init__(self, dtype: torch.dtype | None = None, device: str = "cpu", holders: Sequence[Any] = ()) -> None:
+        _keep_out_of_graphs()
+        self._dtype = dtype
+        self._device = device
+        self._holders = holders
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._dtype is None or torch.is_autocast_enabled(self._device):
+            return None
+        given = args, kwargs
+        cast = cast_inputs(given, self._dtype, self._buffers)
+        return None if cast is given else cast
+
+    def _buffers(self) -> Iterator[Tensor]:
+        return (buffer for holder in self._holders for buffer in holder.values() if buffer is not None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _InputCast, ()
+
+
+def attach_input_cast(module: nn.Module, dtype: torch.dtype, device: str) -> list[RemovableHandle]:
+    """Cast the floating-point inputs of every call of ``module`` to ``dtype``, before its other hooks see them.
+
+    device: the type of the device whose autocast regions leave inputs as they are, for autocast to cast.
+    """
+    cast = _InputCast(dtype, device, [part._buffers for part in module.modules()])
+    return [module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)]
 
 
 def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Module, int]) -> list[RemovableHandle]:

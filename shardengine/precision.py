@@ -18,7 +18,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Dtypes of one engine.
 
-    cast: of floating parameters, None: their own · keeps_masters: fp32 master weights for what is not fp32 · seed: of
+    cast: of floating parameters, None: their own · inputs: of the model's floating-point inputs, None: as they are given ·
+    keeps_masters: fp32 master weights for what is not fp32 · seed: of
     stochastic rounding of weights without master, None: to nearest · autocast: what the forward computes in, None: no
     autocast · scaling: how the loss is scaled and when a step is left out, None: neither · wire: of gradients that are
     sent, None: the parameter's · reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for
@@ -26,6 +27,7 @@ class Precision:
     """
 
     cast: torch.dtype | None = None
+    inputs: torch.dtype | None = None
     keeps_masters: bool = True
     seed: int | None = None
     autocast: torch.dtype | None = None
@@ -81,8 +83,11 @@ def of(config: Config) -> Precision:
             dynamic=not fp16.loss_scale,
             limit=limit,
         )
+    cast = torch.bfloat16 if bf16.enabled else torch.float16 if fp16.enabled else None
+    auto_cast = bf16.auto_cast if bf16.enabled else fp16.auto_cast
     return Precision(
-        cast=torch.bfloat16 if bf16.enabled else torch.float16 if fp16.enabled else None,
+        cast=cast,
+        inputs=cast if auto_cast and not autocast.enabled else None,
         keeps_masters=not bf16.enabled or bf16.master_weights,
         seed=config.seed if bf16.enabled and bf16.stochastic_rounding else None,
         autocast=getattr(torch, autocast.dtype) if autocast.enabled else None,

@@ -26,7 +26,7 @@ IMPORT_ORDER = (
     "ddp",
     "unit", "arrivals", "partition", "placing", "footprint",
     "prediction", "holds", "schedule",
-    "hooks", "optimizer_forms", "update", "in_backward", "cuts", "optimizer",
+    "casting", "hooks", "optimizer_forms", "update", "in_backward", "cuts", "optimizer",
     "core", "assembly", "ending", "formulas", "overflow", "gathered", "whole", "relayout", "inspection", "recovery",
     "checkpoint", "checkpointing", "parking", "interchange",
     "engine", "__init__",
