@@ -1,4 +1,4 @@
-"""Floating-point inputs of the model in the dtype that its weights were cast to. Owns: what is cast, and new containers.
+"""Floating-point inputs of the model in the dtype of its weights. Owns: what is cast, new containers around it.
 
 Must not know: when it happens (``hooks.py``), why (``precision.py``).
 
@@ -93,11 +93,12 @@ def _replaced(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any,
     """A copy of ``value`` with other items at the keys of ``changed``; ``value`` itself if its class refuses that."""
     if type(value) is dict:
         return {**value, **changed}
+    copies_items = isinstance(value, (dict, UserDict))
     try:
-        if not isinstance(value, MutableMapping) or not hasattr(value, "__dict__"):
+        if not copies_items and not (isinstance(value, MutableMapping) and hasattr(value, "__dict__")):
             return type(value)({**value, **changed})  # type: ignore[call-arg]  # such as a MappingProxyType
-        new = copy.copy(value)
-        if not isinstance(value, (dict, UserDict)):  # what its class keeps the items in is shared by a shallow copy
+        new: Any = copy.copy(value)
+        if not copies_items:  # what its class keeps the items in is shared by a shallow copy
             vars(new).update({name: dict(held) for name, held in vars(value).items() if type(held) is dict})
         for key, item in changed.items():
             new[key] = item

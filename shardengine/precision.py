@@ -18,11 +18,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Dtypes of one engine.
 
-    cast: of floating parameters, None: their own · inputs: of the model's floating-point inputs, None: as they are given ·
-    keeps_masters: fp32 master weights for what is not fp32 · seed: of
-    stochastic rounding of weights without master, None: to nearest · autocast: what the forward computes in, None: no
-    autocast · scaling: how the loss is scaled and when a step is left out, None: neither · wire: of gradients that are
-    sent, None: the parameter's · reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for
+    cast: of floating parameters, None: their own · inputs: to which the model's floating-point inputs are cast, None:
+    they are not · keeps_masters: fp32 master weights for what is not fp32 · seed: of stochastic rounding of weights
+    without master, None: to nearest · autocast: what the forward computes in, None: no autocast · scaling: how the loss
+    is scaled and when a step is left out, None: neither · wire: of gradients that are sent, None: the parameter's ·
+    reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for
     micro-batches.
     """
 
