@@ -22,10 +22,10 @@ def load(**keys: Any) -> Config:
 FROZEN = {
     "ACTIVE": """
         activation_checkpointing.cpu_offload activation_checkpointing.enabled
-        bf16.enabled bf16.master_weights bf16.stochastic_rounding broadcast_buffers checkpoint.async_save
+        bf16.auto_cast bf16.enabled bf16.master_weights bf16.stochastic_rounding broadcast_buffers checkpoint.async_save
         checkpoint.keep_last
         communication_data_type data_types.grad_accum_dtype data_types.reduce_dtype debug
-        fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
+        fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
         fp16.loss_scale_window fp16.min_loss_scale
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
         gradient_clipping max_nonfinite_steps nonfinite_gradients
@@ -48,7 +48,7 @@ FROZEN = {
     "LATER": """
         comm_hook.name comm_hook.params comms_logger.debug comms_logger.enabled
         comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose
-        fp16.auto_cast fp16.fp16_master_weights_and_grads
+        fp16.fp16_master_weights_and_grads
         monitor.csv.enabled monitor.csv.job_name
         monitor.csv.output_path monitor.jsonl.enabled monitor.jsonl.job_name monitor.jsonl.output_path
         monitor.tensorboard.enabled monitor.tensorboard.job_name monitor.tensorboard.output_path

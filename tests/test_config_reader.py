@@ -98,7 +98,7 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("on", "place"),
     [
-        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
         (

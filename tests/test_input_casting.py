@@ -232,6 +232,9 @@ def test_a_layout_that_is_made_anew_casts_once_more() -> None:
     model.out.weight.requires_grad_(False)
     engine = cases.make_engine(model, cases.config_of("3", bf16={"enabled": True}), "SGD")
     model.out.weight.requires_grad_(True)
+    before = engine._core
+    engine.optimizer.add_param_group({"params": [model.out.weight], "lr": 0.1})
+    assert engine._core is not before
     engine(torch.ones(5, 7))
     assert sum(model._forward_pre_hooks_with_kwargs.values()) == 1
     engine.close()
