@@ -8,11 +8,14 @@
 Importing it loads torch and nothing else that is heavy.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine, initialize
 from shardengine.errors import ConfigError, ShardEngineError
 from shardengine.launcher import launch
 from shardengine.mesh import Mesh
+from shardengine.other_engines import missing_in_package
 from shardengine.version import __version__
 
 __all__ = [
@@ -26,3 +29,9 @@ __all__ = [
     "launch",
     "load_config",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """AttributeError says what there is instead of what other packages of this kind have."""
+        raise missing_in_package(name, __all__)

@@ -15,7 +15,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine import assembly, casting, ending, gathered, lr_schedules, overflow, recovery, relayout, whole
+from shardengine import (
+    assembly,
+    casting,
+    ending,
+    gathered,
+    lr_schedules,
+    other_engines,
+    overflow,
+    recovery,
+    relayout,
+    whole,
+)
 from shardengine import mesh as mesh_module
 from shardengine.accumulation import Window
 from shardengine.agreement import together
@@ -150,6 +161,8 @@ class Engine(Phases):
             self._buffers_sent = False
             casting.explain(error, core.precision.cast, inputs=core.precision.inputs is not None)
             raise
+
+    forward = __call__
 
     @announced("backward")
     def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
@@ -399,7 +412,7 @@ class Engine(Phases):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(f"Engine has no attribute {name!r}")
-        return getattr(self.__dict__["module"], name)
+        return other_engines.read_from_module(self, self.__dict__["module"], name)
 
     def to(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the engine owns where and in which dtype the weights live."""

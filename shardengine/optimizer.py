@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.in_backward import StepsInBackward
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
+from shardengine.other_engines import missing_on_optimizer
 from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
 _AHEAD = 2
@@ -303,6 +304,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError(
             "engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """AttributeError says what to call instead of what another engine's optimizer has."""
+            raise missing_on_optimizer(self, name)
 
     @property
     def state_bytes_per_element(self) -> int:

@@ -17,7 +17,7 @@ PACKAGE = "shardengine"
 # Each file may import only files above it. A name with files below it (stages, kernels, …) is one entry; inside such a
 # package the files may import each other as long as there is no cycle.
 IMPORT_ORDER = (
-    "errors", "version", "placement", "accumulation", "trace", "host_memory", "loss_scale",
+    "errors", "version", "other_engines", "placement", "accumulation", "trace", "host_memory", "loss_scale",
     "stages", "layout", "config_kinds", "config_foreign", "config_keys", "config_reader", "config_sections", "config",
     "precision",
     "rendezvous", "mesh", "faults", "record", "history", "lr_schedules", "launcher", "kernels", "lion", "streams",
