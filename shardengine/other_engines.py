@@ -21,7 +21,9 @@ def _each(names: str, sentence: str) -> dict[str, str]:
 def _read_from(**paths: str) -> dict[str, str]:
     """Names of settings → where the config has them (several names, separated by spaces)."""
     return {
-        name: f"read `engine.config.{path.replace('__', '.')}`" for path, names in paths.items() for name in names.split()
+        name: f"read `engine.config.{path.replace('__', '.')}`"
+        for path, names in paths.items()
+        for name in names.split()
     }
 
 
@@ -44,8 +46,10 @@ _FIXED_BATCH = "the batch is the config's; `engine.step(flush=True)` ends a wind
 _LOOP = "a training loop calls `engine(...)`, `engine.backward(loss)` and `engine.step()` itself"
 _RANK = "read `engine.rank`"
 _RANKS = "read `engine.world_size`"
-_PREFETCH = "the order of the last pass is followed, as far as `zero_optimization.stage3_prefetch_bucket_size` allows"
-_GROUPS = "collectives run over the data-parallel ranks, `engine.world_size` of them; pass mesh= to initialize for others"
+_PREFETCH = "the order of the last pass is followed as far as `zero_optimization.stage3_prefetch_bucket_size` allows"
+_GROUPS = (
+    "collectives run over the data-parallel ranks, `engine.world_size` of them; pass mesh= to initialize for others"
+)
 _NOT_HERE = "shardengine shards training state and leaves this to other libraries"
 _ONE_AXIS = "all ranks are data-parallel here, there are no tensor, sequence, expert or pipeline groups"
 _UNWRAPPED = "the model that was given to initialize is `engine.module`"
@@ -115,7 +119,7 @@ ENGINE: Mapping[str, str] = {
     ),
     **_each(
         "register_comm_hook set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
-        "comm hooks are not available yet; `communication_data_type` in the config says in which dtype gradients are sent",
+        "comm hooks are not available yet; `communication_data_type` in the config is the dtype that gradients are sent in",
     ),
     **_each(
         "join join_hook join_device join_process_group join_uneven_inputs",
@@ -144,7 +148,7 @@ ENGINE: Mapping[str, str] = {
     ),
     # The step
     "clip_fp32_gradients": "call `engine.clip_grad_norm_(max_norm)` before the step, or set `gradient_clipping`",
-    "clip_grad_value_": "call torch.nn.utils.clip_grad_value_(engine.module.parameters(), value) before `engine.step()`",
+    "clip_grad_value_": "call torch.nn.utils.clip_grad_value_(engine.parameters(), value) before `engine.step()`",
     **_each("unscale_gradients unscale_", "`engine.step()` takes the loss scale off the gradients by itself"),
     **_each("loss_scale cur_scale loss_scaler scaler", _SCALE),
     **_each("optimizer_step_was_skipped overflow", _LEFT_OUT),
@@ -182,7 +186,9 @@ ENGINE: Mapping[str, str] = {
         "`engine.memory()` and `engine.traffic()` account for bytes, `with engine.trace(path):` for time",
     ),
     "dump_state": "`engine.config.resolved()` lists every value in effect",
-    **_each("is_compiled get_compile_time register_compile_pass", "compile the model, or its blocks, with torch.compile"),
+    **_each(
+        "is_compiled get_compile_time register_compile_pass", "compile the model, or its blocks, with torch.compile"
+    ),
     # Settings
     **_read_from(
         gradient_clipping="gradient_clipping",
@@ -230,7 +236,8 @@ ENGINE: Mapping[str, str] = {
         _ONE_AXIS,
     ),
     **_each(
-        "flops_profiler_enabled flops_profiler eigenvalue_enabled curriculum_enabled_legacy curriculum_learning_enabled "
+        "flops_profiler_enabled flops_profiler eigenvalue_enabled curriculum_enabled_legacy "
+        "curriculum_learning_enabled "
         "set_custom_curriculum_learning_schedule data_efficiency_enabled random_ltd_enabled pld_enabled get_pld_theta "
         "quantize_training compression_scheduler autotuning_enabled elasticity_enabled amp_enabled "
         "set_data_post_process_func monitor summary_events get_tracker init_trackers log",
@@ -246,7 +253,7 @@ ENGINE: Mapping[str, str] = {
 
 _MASTERS = (
     "this rank's part of master weights and states lies in buckets; whole ones are read inside of "
-    "`with engine.full_optimizer_state() as states:`, under \"weight\""
+    '`with engine.full_optimizer_state() as states:`, under "weight"'
 )
 _GRADIENTS = "read whole gradients inside of `with engine.full_grads() as gradients:`"
 
@@ -296,7 +303,9 @@ OPTIMIZER: Mapping[str, str] = {
     **_each("reload_states", "call `engine.reload_states()`"),
     **_each("empty_partition_cache", _FREED),
     **_each("destroy", "it ends with `engine.close()`"),
-    **_each("optimizer optim", "no other optimizer is inside; the one that was given to initialize steps through this one"),
+    **_each(
+        "optimizer optim", "no other optimizer is inside; the one that was given to initialize steps through this one"
+    ),
     **_each("partition_parameters refresh_trainable initialize_optimizer_states", _ITS_OWN),
     **_each("join_hook join_device join_process_group", ENGINE["join"]),
     **_each("train eval", "`engine.train()` and `engine.eval()` set the mode of the module; this optimizer has none"),
@@ -308,8 +317,8 @@ OPTIMIZER: Mapping[str, str] = {
 _CONFIGURED = "there are no arguments of the command line to add: pass a dict or the path of a JSON file as config"
 _INITIALIZE = "call `shardengine.initialize(model, config)`, whose config says what is sharded"
 PACKAGE: Mapping[str, str] = {
-    "zero": "weights need no zero.Init: load the model as usual, `shardengine.initialize(model, config)` shards it arena "
-    "by arena; for zero.GatheredParameters use `with engine.full_params():`",
+    "zero": "weights need no zero.Init: load the model as usual, `shardengine.initialize(model, config)` shards it "
+    "arena by arena; for zero.GatheredParameters use `with engine.full_params():`",
     **_each(
         "init_distributed comm initialize_mesh_device",
         "`shardengine.initialize(model, config)` joins the ranks from the variables of the launcher, and "
@@ -317,18 +326,26 @@ PACKAGE: Mapping[str, str] = {
     ),
     **_each("add_config_arguments add_tuning_arguments", _CONFIGURED),
     **_each("DeepSpeedEngine PipelineEngine DeepSpeedHybridEngine", "the class is `shardengine.Engine`"),
-    **_each("DeepSpeedConfig DeepSpeedConfigError HfDeepSpeedConfig", "`shardengine.load_config(source)` reads a config"),
+    **_each(
+        "DeepSpeedConfig DeepSpeedConfigError HfDeepSpeedConfig", "`shardengine.load_config(source)` reads a config"
+    ),
     **_each(
         "FullyShardedDataParallel FSDP fully_shard FSDPModule DistributedDataParallel DDP ShardedDataParallel wrap "
         "auto_wrap enable_wrap Accelerator prepare OSS ZeroRedundancyOptimizer ShardingStrategy",
         _INITIALIZE,
     ),
-    **_each("MixedPrecision MixedPrecisionPolicy", "`bf16`, `fp16` or `torch_autocast` in the config says the precision"),
-    **_each("CPUOffload CPUOffloadPolicy", "`zero_optimization.offload_optimizer` in the config says what rests elsewhere"),
+    **_each(
+        "MixedPrecision MixedPrecisionPolicy", "`bf16`, `fp16` or `torch_autocast` in the config says the precision"
+    ),
+    **_each(
+        "CPUOffload CPUOffloadPolicy", "`zero_optimization.offload_optimizer` in the config says what rests elsewhere"
+    ),
     **_each("StateDictType FullStateDictConfig", _STATE_DICT),
     **_each("ShardedGradScaler GradScaler", "`fp16` in the config scales the loss; `engine.get_loss_scale()` tells it"),
     **_each("OnDevice", "load the model as usual: initialize moves it to the device arena by arena"),
-    **_each("checkpoint_wrapper apply_activation_checkpointing", "`activation_checkpointing.enabled` in the config does it"),
+    **_each(
+        "checkpoint_wrapper apply_activation_checkpointing", "`activation_checkpointing.enabled` in the config does it"
+    ),
     **_each("PipelineModule pipe moe tp_model_init", _ONE_AXIS),
     **_each("init_inference default_inference_config InferenceEngine module_inject ops runtime utils", _NOT_HERE),
     **_each("get_accelerator accelerator", "the device of a rank is `engine.device`"),
