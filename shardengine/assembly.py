@@ -273,3 +273,14 @@ def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> Non
         saving = ActivationStore(core.mesh.device, core.weight_storages).saving if offload else nullcontext
         blocks = partition.find_units(model, config.zero_optimization.units)
         core.guard.handles.extend(activations.attach(blocks, saving))
+        core.guard.caching.extend(_without_caches(model))
+
+
+def _without_caches(model: nn.Module) -> list[Any]:
+    """Hugging Face configs in ``model`` that asked for a cache of keys and values, which no checkpointed block can
+    fill; they do not any more. What a call asks for by itself is refused there."""
+    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
+    asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in asking:
+        config.use_cache = False
+    return asking

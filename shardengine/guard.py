@@ -20,6 +20,7 @@ class Guard:
     open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
     shown: how many ``full_params`` are open.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
+    caching: the Hugging Face configs whose ``use_cache`` was switched off.
     versions: of the parameters, as the engine left them: torch counts every in-place write · handles: of the hooks.
     parked: what ``offload_states`` has moved to host memory · barriers: the handles of hooks that refuse the use of the
     module meanwhile.
@@ -28,6 +29,7 @@ class Guard:
     open: bool = False
     shown: int = 0
     marked: Any = None
+    caching: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     parked: set[str] = field(default_factory=set)
     handles: list[RemovableHandle | Checkpointed] = field(default_factory=list)
@@ -41,9 +43,12 @@ class Guard:
         self.handles.clear()
 
     def unmark(self) -> None:
-        """The module is told no longer that its weights are sharded."""
+        """The module is told no longer that its weights are sharded, or its blocks checkpointed."""
         if self.marked is not None:
             self.marked._is_fsdp_managed_module = False
+        for config in self.caching:
+            config.use_cache = True
+        self.caching.clear()
 
     def unbar(self) -> None:
         """The module may be used again."""

@@ -98,9 +98,7 @@ def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
     return (complete + late).to(wire).float()
 
 
-def clipped_by_torch(
-    complete: dict[Tensor, Tensor], max_norm: float, wire: torch.dtype | None
-) -> dict[Tensor, Tensor]:
+def clipped_by_torch(complete: dict[Tensor, Tensor], max_norm: float, wire: torch.dtype | None) -> dict[Tensor, Tensor]:
     """What ``torch.nn.utils.clip_grad_norm_`` makes of complete gradients whose norms are rounded once."""
     norms = torch.stack([g.double().square().sum().sqrt().float() for g in complete.values()])
     factor = (max_norm / (torch.linalg.vector_norm(norms, 2.0) + 1e-6)).clamp(max=1.0)

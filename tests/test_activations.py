@@ -364,6 +364,18 @@ def test_a_cache_of_keys_and_values_is_refused() -> None:
     train(engine)
 
 
+def test_a_model_whose_config_asks_for_a_cache_trains_and_has_its_config_back_afterwards() -> None:
+    model: Any = cases.make_llama()
+    model.config.use_cache = True
+    engine = engine_of("recomputed", "3", model)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > 4
+    engine.close()
+    assert model.config.use_cache is True
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_that_is_older_than_the_weights_is_refused(stage: str) -> None:
     """The graph of blocks alone: nothing outside of them would notice."""

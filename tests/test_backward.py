@@ -330,3 +330,20 @@ def test_a_backward_that_is_differentiable_itself_gives_the_same_gradients(micro
         engine.step()
         engine.close()
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("stage", cases.STAGES)
+def test_a_hook_that_changes_a_gradient_which_the_engine_has_taken_is_refused(stage: str) -> None:
+    """It kept the gradient and did not copy it: the sum would be wrong in silence."""
+    model, kept = cases.Mlp(), []
+    model.out.bias.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    engine = cases.make_engine(model, cases.config_of(stage, zero={"reduce_bucket_size": 10**6}))
+
+    def change(_gradient: torch.Tensor) -> None:
+        for gradient in kept:
+            gradient.zero_()
+
+    model.inp.weight.register_hook(change)
+    with pytest.raises(UsageError, match=r"gradient of 'out.bias' was changed in place .*\(rank 0\).*clone\(\)"):
+        engine.backward(cases.loss_of(engine, 0, 0, 0))
+    engine.close()

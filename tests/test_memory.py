@@ -117,14 +117,15 @@ def only_new_tensors() -> Iterator[None]:
 def live_storages() -> dict[int, int]:
     """Identity → bytes of every storage that some live tensor uses.
 
-    Left out: storages smaller than any shard, and messages of control data (integers), which a communication thread may
-    hold on to for a moment.
+    Left out: storages smaller than any shard; messages of control data (integers), which a communication thread may
+    hold on to for a moment; and fp64, in which nothing rests but the square of each parameter's gradient.
     """
     found = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):
             storage = thing.untyped_storage()
-            if thing.is_floating_point() and storage.nbytes() >= SMALLEST_SLICE_BYTES:
+            rests = thing.is_floating_point() and thing.dtype is not torch.float64
+            if rests and storage.nbytes() >= SMALLEST_SLICE_BYTES:
                 found[storage._cdata] = storage.nbytes()
     return found
 

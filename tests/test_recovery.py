@@ -118,6 +118,7 @@ def train_through(
     """As ``cases.train_engine``; go_wrong: called once, before step FAULTY; recover: with what was raised."""
     losses: dict[int, list[float]] = {}
     norms: dict[int, float] = {}
+    was_applied: dict[int, bool] = {}
     fresh = True
     while (step := engine.global_steps) < STEPS:
         if step == FAULTY and fresh:
@@ -134,8 +135,10 @@ def train_through(
             recover(engine, error)
         if engine.global_steps > step:
             norms[step] = engine.get_global_grad_norm()
+            was_applied[step] = engine.was_step_applied()
     weights = {name: cases.copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
     result: dict[str, Any] = {"losses": list(losses.values()), "norms": list(norms.values()), "weights": weights}
+    result["skipped"] = [step for step, applied in was_applied.items() if not applied]
     result["state"] = cases.local_state(engine)
     engine.close()
     return result

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from shardengine.bucket import Bucket, BufferPool, in_memory_order
-from shardengine.errors import InternalError
+from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.layout import Layout
 from shardengine.offload import HOST
@@ -84,6 +84,7 @@ class LocalSum:
         self.tensor: Tensor | None = None
         self.filled: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
         self._bucket = bucket
         self._pool = pool
         self._pieces = {
@@ -98,11 +99,12 @@ class LocalSum:
         part = in_memory_order(gradient.detach(), spec).contiguous()
         if piece.end - piece.start < gradient.numel():
             part = part.view(-1)[piece.offset : piece.offset + piece.end - piece.start]
-        self._waiting[parameter] = part
+        self._waiting[parameter], self._versions[parameter] = part, part._version
 
     def settle(self, dtype: torch.dtype) -> Tensor:
         """Move what waits into the sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
         waiting, self._waiting = self._waiting, {}
+        self._require_unchanged(waiting)
         tensor, start = self.tensor, self._bucket.layout.start
         place = {parameter: self._pieces[parameter][0].start - start for parameter in waiting}
         if tensor is None:
@@ -117,6 +119,16 @@ class LocalSum:
             flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor, add=True)
         self.filled |= waiting.keys()
         return tensor
+
+    def _require_unchanged(self, waiting: dict[int, Tensor]) -> None:
+        for parameter, part in waiting.items():
+            if part._version != self._versions[parameter]:
+                name = self._pieces[parameter][1].name
+                raise UsageError(
+                    f"the gradient of {name!r} was changed in place after the engine took it (rank "
+                    f"{self._bucket.rank}): expected a hook to copy what it keeps, gradient.clone(), before it "
+                    "changes it"
+                )
 
     @property
     def waiting(self) -> list[Tensor]:

@@ -65,7 +65,9 @@ class ShardedGradient(Tensor):
     ) -> ShardedGradient:
         """The gradient of parameter ``index``. is_copy: one that was made of it, which nobody may write to."""
         shape = views.layout.parameters[index].shape
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, storage_size=0
+        )
         made.views, made.number, made.incoming, made.is_copy = views, index, None, is_copy
         return made
 
