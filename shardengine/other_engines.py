@@ -119,7 +119,7 @@ ENGINE: Mapping[str, str] = {
     ),
     **_each(
         "register_comm_hook set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
-        "comm hooks are not available yet; `communication_data_type` in the config is the dtype that gradients are sent in",
+        "comm hooks are not available yet; `communication_data_type` in the config is the dtype that gradients travel in",
     ),
     **_each(
         "join join_hook join_device join_process_group join_uneven_inputs",
