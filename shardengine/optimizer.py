@@ -32,7 +32,7 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.in_backward import StepsInBackward
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
-from shardengine.other_engines import missing_on_optimizer
+from shardengine.other_engines import read_from_optimizer
 from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
 _AHEAD = 2
@@ -309,7 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def __getattr__(self, name: str) -> Any:
             """AttributeError says what to call instead of what another engine's optimizer has."""
-            raise missing_on_optimizer(self, name)
+            return read_from_optimizer(self, name)
 
     @property
     def state_bytes_per_element(self) -> int:

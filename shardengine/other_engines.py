@@ -119,7 +119,7 @@ ENGINE: Mapping[str, str] = {
     ),
     **_each(
         "register_comm_hook set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
-        "comm hooks are not available yet; `communication_data_type` in the config is the dtype that gradients travel in",
+        "comm hooks are not available yet; `communication_data_type` in the config is the dtype of gradients on the wire",
     ),
     **_each(
         "join join_hook join_device join_process_group join_uneven_inputs",
@@ -374,12 +374,14 @@ def read_from_module(engine: Any, module: Any, name: str) -> Any:
     raise AttributeError(f"the engine has no {name!r}, and neither has the model {kind}{_meant(near)}")
 
 
-def missing_on_optimizer(optimizer: Any, name: str) -> AttributeError:
-    """What to raise where ``engine.optimizer`` has no ``name``."""
+def read_from_optimizer(optimizer: Any, name: str) -> Any:
+    """AttributeError, which says what ``optimizer``, an engine's, has instead of ``name``; or that of a property."""
+    if hasattr(type(optimizer), name):
+        return object.__getattribute__(optimizer, name)
     if name in OPTIMIZER:
-        return AttributeError(f"engine.optimizer has no {name!r}: {OPTIMIZER[name]}")
+        raise AttributeError(f"engine.optimizer has no {name!r}: {OPTIMIZER[name]}")
     near = [] if name.startswith("_") else _alike(name, (*dir(type(optimizer)), *vars(optimizer)))
-    return AttributeError(f"engine.optimizer has no {name!r}{_meant(near)}")
+    raise AttributeError(f"engine.optimizer has no {name!r}{_meant(near)}")
 
 
 def missing_in_package(name: str, names: Iterable[str]) -> AttributeError:
