@@ -10,6 +10,7 @@ sentence what stands in backticks exists: a call, an attribute, a key of the con
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,9 +48,7 @@ _LOOP = "a training loop calls `engine(...)`, `engine.backward(loss)` and `engin
 _RANK = "read `engine.rank`"
 _RANKS = "read `engine.world_size`"
 _PREFETCH = "the order of the last pass is followed as far as `zero_optimization.stage3_prefetch_bucket_size` allows"
-_GROUPS = (
-    "collectives run over the data-parallel ranks, `engine.world_size` of them; pass mesh= to initialize for others"
-)
+_GROUPS = "collectives run over all ranks, `engine.world_size` of them"
 _NOT_HERE = "shardengine shards training state and leaves this to other libraries"
 _ONE_AXIS = "all ranks are data-parallel here, there are no tensor, sequence, expert or pipeline groups"
 _UNWRAPPED = "the model that was given to initialize is `engine.module`"
@@ -119,7 +118,7 @@ ENGINE: Mapping[str, str] = {
     ),
     **_each(
         "register_comm_hook set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
-        "comm hooks are not available yet; `communication_data_type` in the config is the dtype of gradients on the wire",
+        "comm hooks are not available yet; `communication_data_type` in the config is what gradients are sent in",
     ),
     **_each(
         "join join_hook join_device join_process_group join_uneven_inputs",
@@ -180,7 +179,13 @@ ENGINE: Mapping[str, str] = {
         "the engine makes no data loader; give each rank its own part with a torch DistributedSampler",
     ),
     **_each("train_batch eval_batch set_dataloader set_dataiterator set_batch_fn", _LOOP),
-    **_each("autocast", "`torch_autocast` in the config runs every forward in a region of autocast"),
+    **_each(
+        "monitor summary_events get_tracker init_trackers log",
+        "`engine.get_global_grad_norm()`, `engine.get_lr()`, `engine.memory()` and `engine.traffic()` give the numbers of "
+        "a step to whatever keeps them",
+    ),
+    **_each("elasticity_enabled is_elastic_model_parallel_supported", _LOADS),
+    **_each("autocast amp_enabled", "`torch_autocast` in the config runs every forward in a region of autocast"),
     **_each(
         "memory_breakdown print_forward_breakdown get_wall_clock_timers wall_clock_breakdown timers tput_timer",
         "`engine.memory()` and `engine.traffic()` account for bytes, `with engine.trace(path):` for time",
@@ -239,8 +244,8 @@ ENGINE: Mapping[str, str] = {
         "flops_profiler_enabled flops_profiler eigenvalue_enabled curriculum_enabled_legacy "
         "curriculum_learning_enabled "
         "set_custom_curriculum_learning_schedule data_efficiency_enabled random_ltd_enabled pld_enabled get_pld_theta "
-        "quantize_training compression_scheduler autotuning_enabled elasticity_enabled amp_enabled "
-        "set_data_post_process_func monitor summary_events get_tracker init_trackers log",
+        "quantize_training compression_scheduler autotuning_enabled "
+        "set_data_post_process_func",
         _NOT_HERE,
     ),
     **_each("sparse_gradients_enabled sparse_allreduce", "gradients are reduced as dense buckets"),
@@ -351,6 +356,34 @@ PACKAGE: Mapping[str, str] = {
     **_each("get_accelerator accelerator", "the device of a rank is `engine.device`"),
 }
 """Name on ``shardengine`` itself → what to do."""
+
+
+ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "backward": {
+        "scale_wrt_gas": "`engine.backward(loss)` divides by the accumulation steps; `loss.backward()` does not, where the "
+        "loss is not scaled",
+    },
+    "step": {"lr_kwargs": "learning rates are set in `engine.optimizer.param_groups`, or by a scheduler"},
+    "save_checkpoint": {
+        "save_latest": "the newest checkpoint that is whole is always named so",
+        "exclude_frozen_parameters": "frozen parameters are saved, too",
+    },
+    "load_checkpoint": {
+        "load_module_strict": "call `engine.load_checkpoint(dir, strict=False)` to take what fits",
+        **_each(
+            "load_module_only load_optimizer_states load_lr_scheduler_states",
+            "call `engine.load_checkpoint(dir, weights_only=True)` for the weights alone",
+        ),
+    },
+}
+"""Method of the engine → keyword argument that it has elsewhere and not here → what to do."""
+
+
+def explain_arguments(error: TypeError) -> None:
+    """Add to Python's ``error`` about a keyword argument that a method of the engine does not take, what to do."""
+    found = re.match(r"(?:Engine|Checkpointing)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if found and (sentence := ARGUMENTS.get(found[1], {}).get(found[2])):
+        error.add_note(f"shardengine: engine.{found[1]} has no {found[2]!r}: {sentence}")
 
 
 def read_from_module(engine: Any, module: Any, name: str) -> Any:

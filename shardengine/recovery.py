@@ -32,6 +32,7 @@ from shardengine.core import Core
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.inspection import Inspection, attached
 from shardengine.optimizer import ShardedOptimizer
+from shardengine.other_engines import explain_arguments
 
 _E = TypeVar("_E", bound=Inspection)
 _P = ParamSpec("_P")
@@ -48,10 +49,14 @@ def announced(
         def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
             trace = engine._core.collectives.trace
             with _telling(engine, call):
-                if not trace.recording:
-                    return method(engine, *args, **kwargs)
-                with trace.span(call, step=engine.global_steps + 1):
-                    return method(engine, *args, **kwargs)
+                try:
+                    if not trace.recording:
+                        return method(engine, *args, **kwargs)
+                    with trace.span(call, step=engine.global_steps + 1):
+                        return method(engine, *args, **kwargs)
+                except TypeError as error:
+                    explain_arguments(error)
+                    raise
 
         return told
 

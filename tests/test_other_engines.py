@@ -22,11 +22,11 @@ import shardengine
 from shardengine import cli
 from shardengine.config_keys import KEYS, SECTIONS
 from shardengine.inspection import Inspection
-from shardengine.other_engines import ENGINE, OPTIMIZER, PACKAGE
+from shardengine.other_engines import ARGUMENTS, ENGINE, OPTIMIZER, PACKAGE
 from tests import cases
 from tests.ranks import RankPool
 
-TABLES: dict[str, Mapping[str, str]] = {"engine": ENGINE, "optimizer": OPTIMIZER, "package": PACKAGE}
+TABLES: dict[str, Mapping[str, str]] = {"engine": ENGINE, "optimizer": OPTIMIZER, "package": PACKAGE, **ARGUMENTS}
 SCRIPTS = """
     save_16bit_model save_fp16_model destroy module_state_dict load_module_state_dict allreduce_gradients loss_scale
     cur_scale empty_partition_cache set_train_batch_size global_rank set_requires_gradient_sync reshard unshard
@@ -266,6 +266,43 @@ def test_every_stage_answers_also_after_close(pools: Callable[[int], RankPool], 
         ]  # fmt: skip
 
 
+KEYWORDS = [(method, keyword) for method, rows in ARGUMENTS.items() for keyword in rows]
+
+
+@pytest.mark.parametrize(("method", "keyword"), KEYWORDS)
+def test_a_keyword_of_another_engine_is_explained(engine: Any, method: str, keyword: str) -> None:
+    assert keyword not in inspect.signature(getattr(engine, method)).parameters
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'") as caught:
+        getattr(engine, method)(**{keyword: True})
+    assert caught.value.__notes__ == [f"shardengine: engine.{method} has no '{keyword}': {ARGUMENTS[method][keyword]}"]
+
+
+def test_other_type_errors_are_not_explained(engine: Any) -> None:
+    for call in (lambda: engine.step(no_such=1), lambda: engine(torch.ones(1, 2), scale_wrt_gas=True)):
+        with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
+            call()
+        assert not getattr(caught.value, "__notes__", [])
+
+
+def write_as_advised(stage: str) -> tuple[bool, bool]:
+    """What the answer to ``load_module_state_dict`` says, done."""
+    made: Any = cases.make_engine(Net(), cases.config_of(stage, bf16={"enabled": True}), "AdamW")
+    new = {"linear.weight": torch.full((2, 2), 0.5), "linear.bias": torch.tensor([3.0, -1.0])}
+    with made.full_params(writable=True):
+        made.module.load_state_dict(new)
+    masters, weights = {}, made.state_dict()
+    with made.full_optimizer_state() as states:
+        masters = {name: state["weight"].clone() for name, state in states.items()}
+    made.close()
+    same = all(torch.equal(masters[name], new[name]) for name in new)
+    return same, not weights or all(torch.equal(weights[name].float(), new[name]) for name in new)
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_the_advice_on_loading_a_state_dict_works(pools: Callable[[int], RankPool], stage: str) -> None:
+    assert pools(2).run(write_as_advised, stage) == [(True, True)] * 2
+
+
 # The optimizer
 
 
@@ -334,9 +371,9 @@ def test_the_package_answers(name: str) -> None:
 
 def test_unknown_names_of_the_package() -> None:
     with pytest.raises(AttributeError, match=r"'initialise'; did you mean shardengine\.initialize\?$"):
-        _ = shardengine.initialise
+        _ = shardengine.initialise  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"^module 'shardengine' has no attribute '__no_such__'$"):
-        _ = shardengine.__no_such__
+        _ = shardengine.__no_such__  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="cannot import name 'zero'"):
         exec("from shardengine import zero")
     scope: dict[str, Any] = {}
