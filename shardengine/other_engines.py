@@ -181,8 +181,8 @@ ENGINE: Mapping[str, str] = {
     **_each("train_batch eval_batch set_dataloader set_dataiterator set_batch_fn", _LOOP),
     **_each(
         "monitor summary_events get_tracker init_trackers log",
-        "`engine.get_global_grad_norm()`, `engine.get_lr()`, `engine.memory()` and `engine.traffic()` give the numbers of "
-        "a step to whatever keeps them",
+        "`engine.get_global_grad_norm()`, `engine.get_lr()`, `engine.memory()` and `engine.traffic()` give the "
+        "numbers of a step to whatever keeps them",
     ),
     **_each("elasticity_enabled is_elastic_model_parallel_supported", _LOADS),
     **_each("autocast amp_enabled", "`torch_autocast` in the config runs every forward in a region of autocast"),
@@ -360,8 +360,8 @@ PACKAGE: Mapping[str, str] = {
 
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "backward": {
-        "scale_wrt_gas": "`engine.backward(loss)` divides by the accumulation steps; `loss.backward()` does not, where the "
-        "loss is not scaled",
+        "scale_wrt_gas": "`engine.backward(loss)` divides by the accumulation steps; `loss.backward()` does not, "
+        "where the loss is not scaled",
     },
     "step": {"lr_kwargs": "learning rates are set in `engine.optimizer.param_groups`, or by a scheduler"},
     "save_checkpoint": {
