@@ -113,7 +113,9 @@ class Reader:
         """Check ``tree`` (changed in place) and fill ``values`` and ``sources`` with what is written in it."""
         for name in self._auto:
             if name not in KEYS and name.rpartition(".")[0] not in ("optimizer.params", "scheduler.params"):
-                text = f'auto names the unknown key "{name}"; the nearest valid key is "{_nearest_key("", name)}"'
+                params = {param: f"optimizer.params.{param}" for table in OPTIMIZERS.values() for param in table}
+                close = params.get(name) or _nearest_key("", name)
+                text = f'auto names the unknown key "{name}"; the nearest valid key is "{close}"'
                 self.problems.append(text)
         self._scan(tree, "")
         self._nest(tree)
@@ -166,7 +168,7 @@ class Reader:
 
     def _nest(self, tree: dict[str, Any]) -> None:
         """Move values from dotted names on the top level to where they belong, in place; what is there already counts."""
-        for name in [name for name in tree if "." in name and (name in KEYS or name in ALIASES)]:
+        for name in [name for name in tree if name.rpartition(".")[0] in SECTIONS]:
             value, holder = tree.pop(name), tree
             *sections, leaf = name.split(".")
             for section in sections:
@@ -188,9 +190,10 @@ class Reader:
         if name in TRIPLE:
             self.notices.append(f'{self._place(name)} is "auto" and is worked out from the other batch sizes')
         elif name in ONLY_CALLER:
-            self.problem(name, f'"auto"{trainer} cannot be known here; {_give(name)}')
+            self.problem(name, f'"auto"{trainer}, cannot be known here; write a value, or give one: {_give(name)}')
         else:
-            self.notices.append(f'{self._place(name)} is "auto"{trainer}: here {default} counts; {_give(name)}')
+            instead = f"; for another one: {_give(name)}" if argument else ""
+            self.notices.append(f'{self._place(name)} is "auto"{trainer}: here {default} counts{instead}')
         return _ABSENT
 
     def _rename(self, tree: dict[str, Any]) -> None:
@@ -215,7 +218,7 @@ class Reader:
             self.written[new] = old
             if new in SECTIONS or KEYS[new].status is not Status.NO_EFFECT:
                 changed = f": {json.dumps(value)}" if isinstance(written, bool) and value is not written else ""
-                self.notices.append(f"{old} is another name and is read as {new}{changed}")
+                self.notices.append(f"{old} is an old name and is read as {new}{changed}")
 
     def _visit(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
@@ -378,7 +381,7 @@ class Reader:
 
 
 def _give(name: str) -> str:
-    return f'write a value, or give one: load_config(file, auto={{"{name}": …}})'
+    return f'load_config(file, auto={{"{name}": …}})'
 
 
 def _join(section: str, name: str) -> str:

@@ -56,7 +56,7 @@ def test_precisions_that_do_not_fit_together_are_refused(wrong: dict[str, Any], 
 
 
 def test_keys_become_dtypes() -> None:
-    plain = precision.of(load())
+    plain = precision.of(load(nonfinite_gradients="step"))
     assert plain == precision.Precision() and plain.scaler() is None and not plain.master_of(torch.float32)
     low = precision.of(load(bf16={"enabled": True, "master_weights": False, "stochastic_rounding": True}, seed=7))
     assert (low.cast, low.keeps_masters, low.seed) == (torch.bfloat16, False, 7) and not low.master_of(torch.bfloat16)
@@ -81,4 +81,4 @@ def test_numbers_of_the_loss_scale_are_taken_over() -> None:
     fixed = precision.of(load(fp16={"enabled": True, "loss_scale": 12.5})).scaler()
     assert fixed is not None and fixed.scale == 12.5 and not fixed.policy.dynamic
     assert precision.of(load(torch_autocast={"enabled": True, "dtype": "float16"})).scaling is not None
-    assert precision.of(load(torch_autocast={"enabled": True})).scaling is None
+    assert precision.of(load(torch_autocast={"enabled": True}, nonfinite_gradients="step")).scaling is None
