@@ -151,9 +151,7 @@ _MISSING_TRIPLE = (
 )
 
 
-def load_config(
-    source: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None
-) -> Config:
+def load_config(source: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None) -> Config:
     """Read and check a config: a path to JSON, a mapping (left as it is) or a Config (returned as it is).
 
     auto: dotted name → the value that counts where the config says "auto", for example

@@ -90,7 +90,9 @@ _ONE_LAYOUT = "gradients always lie in contiguous buckets and every rank owns a 
 _ONE_HOLD = "a unit is gathered just before it is used and freed just after"
 _ANY_TOPOLOGY = "every checkpoint loads at any number of ranks and stage"
 _NO_PARTITION = "checkpointed activations stay whole on their rank"
-_FAST_FILES = "checkpoints are always written in large direct requests, by every rank; `checkpoint.async_save` overlaps them"
+_FAST_FILES = (
+    "checkpoints are always written in large direct requests, by every rank; `checkpoint.async_save` overlaps them"
+)
 _ASYNC_SAVE = "`checkpoint.async_save` writes checkpoints behind training"
 _OWN_MONITOR = (
     "no package of that service is called: give `initialize(..., monitors=[...])` an object of yours with "

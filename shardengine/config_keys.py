@@ -70,9 +70,7 @@ class Key:
     note: str
 
 
-def _rows(
-    status: Status, section: str, rows: Mapping[str, tuple[Kind, Any, str] | tuple[Kind, Any]]
-) -> Iterable[Key]:
+def _rows(status: Status, section: str, rows: Mapping[str, tuple[Kind, Any, str] | tuple[Kind, Any]]) -> Iterable[Key]:
     for name, row in rows.items():
         kind, default, note = row if len(row) == 3 else (*row, "")
         yield Key(f"{section}.{name}" if section else name, status, kind, default, note)

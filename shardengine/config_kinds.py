@@ -141,7 +141,9 @@ TEXT = _checked(
     {"type": "string", "minLength": 1},
     lambda value: isinstance(value, str) and value != "",
 )
-PLACE = _checked("a string, or null", {"type": ["string", "null"]}, lambda value: value is None or isinstance(value, str))
+PLACE = _checked(
+    "a string, or null", {"type": ["string", "null"]}, lambda value: value is None or isinstance(value, str)
+)
 OBJECT = _checked("an object", {"type": "object"}, lambda value: isinstance(value, Mapping))
 ANY = _checked("anything", {}, lambda value: True)
 COUNT, SIZE = integer(1), integer(0)

@@ -175,7 +175,9 @@ class Reader:
                 inside = holder.setdefault(section, {})
                 holder = inside if isinstance(inside, dict) else {}
             if leaf in holder:
-                self.notices.append(f'"{name}" on the top level has no effect, because {name} is also written in its place')
+                self.notices.append(
+                    f'"{name}" on the top level has no effect, because {name} is also written in its place'
+                )
             else:
                 holder[leaf] = value
 

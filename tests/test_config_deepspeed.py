@@ -318,7 +318,11 @@ def test_the_files_set_what_they_say() -> None:
     assert by_name["accelerate_plugin"].steps_per_print == 0
     assert by_name["trainer_zero3_offload"].zero_optimization.offload_param.device == "cpu"
     old = by_name["trainer_zero3_old_names"].zero_optimization
-    assert (old.offload_optimizer.device, old.offload_param.device, old.stage3_prefetch_bucket_size) == ("cpu", "cpu", 3e7)
+    assert (old.offload_optimizer.device, old.offload_param.device, old.stage3_prefetch_bucket_size) == (
+        "cpu",
+        "cpu",
+        3e7,
+    )
     assert by_name["autocast_and_monitors"].torch_autocast.dtype == "bfloat16"
     assert by_name["megatron_zero0_bf16"].nonfinite_gradients == "step"
     nvme = by_name["accelerate_zero3_nvme"]
@@ -334,5 +338,7 @@ def test_without_the_callers_values_the_error_says_which_to_give(name: str) -> N
         load_config(path)
     wanted = {key for key in CALLER if key.rpartition(".")[2] in path.read_text()}
     for key in wanted:
-        assert [problem for problem in caught.value.problems if f'load_config(file, auto={{"{key}": …}})' in problem], key
+        assert [problem for problem in caught.value.problems if f'load_config(file, auto={{"{key}": …}})' in problem], (
+            key
+        )
     assert len(caught.value.problems) == len(wanted)

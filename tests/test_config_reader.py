@@ -212,10 +212,19 @@ def test_auto_that_only_the_caller_knows_says_what_to_give(written: dict[str, An
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ({"gradient_clipping": "auto"}, "gradient_clipping is \"auto\", which Hugging Face's Trainer fills from its "),
-        ({"fp16": {"enabled": "auto"}}, "fp16.enabled is \"auto\", which Hugging Face's Trainer fills from its argument"),
-        ({"optimizer": adamw(betas="auto")}, ": here the default [0.9, 0.999] counts; for another one: load_config(file"),
-        ({"optimizer": adamw("SGD", momentum="auto")}, 'optimizer.params.momentum is "auto": here the default 0.0 counts'),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping is "auto", which Hugging Face\'s Trainer fills from its '),
+        (
+            {"fp16": {"enabled": "auto"}},
+            'fp16.enabled is "auto", which Hugging Face\'s Trainer fills from its argument',
+        ),
+        (
+            {"optimizer": adamw(betas="auto")},
+            ": here the default [0.9, 0.999] counts; for another one: load_config(file",
+        ),
+        (
+            {"optimizer": adamw("SGD", momentum="auto")},
+            'optimizer.params.momentum is "auto": here the default 0.0 counts',
+        ),
         (
             {"zero_optimization": {"reduce_bucket_size": "auto"}},
             'zero_optimization.reduce_bucket_size is "auto": here the default 12500000 counts',
@@ -227,7 +236,7 @@ def test_auto_that_only_the_caller_knows_says_what_to_give(written: dict[str, An
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
-            "scheduler.params.warmup_max_lr is \"auto\", which Hugging Face's Trainer fills from its argument",
+            'scheduler.params.warmup_max_lr is "auto", which Hugging Face\'s Trainer fills from its argument',
         ),
         (
             {"zero_optimization": {"stage3_param_persistence_threshold": "auto"}},
@@ -252,7 +261,12 @@ def test_the_caller_gives_values_for_auto_and_for_nothing_else() -> None:
         "optimizer": adamw(lr="auto", eps=1e-6),
         "bf16": {"enabled": "auto"},
     }
-    given = {"train_micro_batch_size_per_gpu": 3, "optimizer.params.lr": 2, "optimizer.params.eps": 1, "bf16.enabled": True}
+    given = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer.params.lr": 2,
+        "optimizer.params.eps": 1,
+        "bf16.enabled": True,
+    }
     config = load_config(file, given)
     assert config.optimizer is not None and config.bf16.enabled
     assert (config.optimizer.params["lr"], config.optimizer.params["eps"]) == (2.0, 1e-6)
@@ -260,7 +274,9 @@ def test_the_caller_gives_values_for_auto_and_for_nothing_else() -> None:
     assert config.resolve_batch(4).train_batch_size == 12
     assert file["train_batch_size"] == "auto"
     assert problems(file)[-1].endswith('load_config(file, auto={"train_micro_batch_size_per_gpu": …})')
-    with pytest.raises(ConfigError, match=r'auto names the unknown key "lr"; the nearest valid key is "optimizer\.params'):
+    with pytest.raises(
+        ConfigError, match=r'auto names the unknown key "lr"; the nearest valid key is "optimizer\.params'
+    ):
         load_config(file, {"train_batch_size": 2, "optimizer.params.lr": 1, "lr": 1})
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: expected a number >= 0, came the string"):
         load_config(file, {"train_batch_size": 2, "optimizer.params.lr": "fast"})
@@ -279,9 +295,9 @@ def test_auto_is_a_value_of_units() -> None:
 def test_remarks_are_no_keys_at_any_level(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(
-        '''{"_": 1, "//": "a", "//": "b", "comment": {"x": "auto"}, "train_micro_batch_size_per_gpu": 2,
+        """{"_": 1, "//": "a", "//": "b", "comment": {"x": "auto"}, "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 2, "_why": NaN, "offload_param": {"//": 1}},
-        "optimizer": {"type": "SGD", "comments": 2, "params": {"_lr": 5, "lr": 0.5}}}'''
+        "optimizer": {"type": "SGD", "comments": 2, "params": {"_lr": 5, "lr": 0.5}}}"""
     )
     config = load_config(path)
     assert config == load(zero_optimization={"stage": 2}, optimizer=adamw("SGD", lr=0.5))
@@ -306,7 +322,9 @@ def test_never_to_print_has_several_spellings(tmp_path: Path, value: str) -> Non
 )
 def test_dtypes_have_several_spellings(name: str, spellings: str) -> None:
     for spelling in spellings.split():
-        config = load(communication_data_type=spelling, data_types=dict.fromkeys(("grad_accum_dtype", "reduce_dtype"), spelling))
+        config = load(
+            communication_data_type=spelling, data_types=dict.fromkeys(("grad_accum_dtype", "reduce_dtype"), spelling)
+        )
         found = {config.communication_data_type, config.data_types.grad_accum_dtype, config.data_types.reduce_dtype}
         assert found == {name}
         if name == "fp32":
@@ -328,7 +346,9 @@ def test_dotted_names_on_the_top_level_go_to_their_sections() -> None:
 
 def test_diagnosis_never_stops_a_training() -> None:
     asked = {
-        **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"), True),
+        **dict.fromkeys(
+            ("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"), True
+        ),
         **{name: {"enabled": True} for name in ("wandb", "comet", "comms_logger", "flops_profiler", "timers")},
     }
     config = load(**asked)
