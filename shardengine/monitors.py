@@ -88,10 +88,17 @@ class CsvMonitor:
         """columns: what is written, beside the step; values of other names are an error, missing ones are empty."""
         self._columns = ("step", *columns)
         self._lines = _Lines(Path(path))
+        try:
+            self._begin()
+        except BaseException:
+            self._lines.close()
+            raise
+
+    def _begin(self) -> None:
         if self._lines.is_new:
             self._lines.append(self._line(self._columns))
             return
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with self._lines.path.open(newline="", encoding="utf-8") as file:
             there = tuple(next(csv.reader(file), ()))
         if there != self._columns:
             raise ValueError(
