@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardengine.config_keys import ALIASES, KEYS, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT, OPTIMIZERS, Key, Status
+from shardengine.config_keys import ALIASES, KEYS, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT, OPTIMIZERS, TRIPLE, Key, Status
 from shardengine.config_kinds import describe
-from shardengine.config_reader import TRIPLE, Reader, Source, plain, read_json
+from shardengine.config_reader import Reader, Source, plain, read_json
 from shardengine.config_sections import (
     SECTION_TYPES,
     ActivationsConfig,
@@ -309,7 +309,7 @@ def _check_triple(reader: Reader) -> None:
     if total is None and micro is None:
         automatic = [name for name in TRIPLE[:2] if name in reader.automatic]
         more = (
-            f'; {" and ".join(automatic)} "auto" is filled from the training arguments by Hugging Face\'s Trainer: here '
+            f'; {" and ".join(automatic)} "auto" is filled by Hugging Face\'s Trainer from its arguments: here '
             f'write a number, or give one: load_config(file, auto={{"{TRIPLE[1]}": …}})'
         )
         reader.problems.append(_MISSING_TRIPLE + (more if automatic else ""))

@@ -3,8 +3,8 @@
 Owns: the sentences. Must not know: keys that exist here.
 
 A row of `REFUSED` is (the values that mean "off", the reason and what to do instead); null, false, {} and an object
-whose "enabled" is false are always off. A row of `NO_EFFECT` is the reason alone. A name whose value is an object stands
-for everything inside of it.
+whose "enabled" is false are always off. A row of `NO_EFFECT` is the reason alone. A name whose value is an object
+stands for everything inside of it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "compile": {
         "deepcompile": (
             (),
-            "the schedule of gathers is not compiled; call torch.compile on the model or its blocks before `initialize`",
+            "the schedule of gathers is not compiled; call torch.compile on the model or its blocks yourself",
         ),
     },
     "data_types": {

@@ -47,6 +47,10 @@ from shardengine.config_kinds import (
 )
 
 
+TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The batch sizes, any of which may follow from the others."""
+
+
 class Status(Enum):
     """What becomes of a known key; the module docstring says what each means."""
 

@@ -8,7 +8,7 @@ A `Reader` takes one tree through four passes and collects everything that is wr
     named    optimizer and scheduler: the type and its parameters
 
 [Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
-notice; a problem where only the caller can know (`config_keys.ONLY_CALLER`). Batch sizes are worked out from each other.
+notice; a problem where only the caller can know (`config_keys.ONLY_CALLER`). Batch sizes follow from each other.
 
 It must not know the config's dataclasses, which `config.py` builds from the result.
 """
@@ -34,6 +34,7 @@ from shardengine.config_keys import (
     OPTIMIZERS_LATER,
     OPTIMIZERS_REFUSED,
     SECTIONS,
+    TRIPLE,
     Key,
     Status,
     is_comment,
@@ -44,8 +45,6 @@ from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
 """Where a value came from. "auto": the file says "auto" and the caller gave the value."""
-
-TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _AUTOMATIC = frozenset({"zero_optimization.units", "zero_optimization.offload_optimizer.ratio"})
 """Keys of which "auto" is a value."""
@@ -167,7 +166,7 @@ class Reader:
         return False
 
     def _nest(self, tree: dict[str, Any]) -> None:
-        """Move values from dotted names on the top level to where they belong, in place; what is there already counts."""
+        """Move values from dotted names on the top level to where they belong, in place; what is there counts."""
         for name in [name for name in tree if name.rpartition(".")[0] in SECTIONS]:
             value, holder = tree.pop(name), tree
             *sections, leaf = name.split(".")

@@ -4,8 +4,8 @@ Owns: the protocol, the built monitors, and that a monitor never stops a trainin
 is off from then on. Must not know: engines, steps, config files. Rank 0 alone writes; the others hold none.
 
 [Note: One step late] Loss and norm are computed on the device. They are copied to the host behind the step's kernels,
-and written when they have arrived: on a CPU at once, on a GPU after the next step, so that the host never waits for them.
-What a killed run loses on a GPU is its last line.
+and written when they have arrived: on a CPU at once, on a GPU after the next step at the latest, so that the host does
+not wait for a step that has just been launched. What a killed run loses on a GPU is its last line.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Monitors:
         return bool(self._open)
 
     def add_loss(self, loss: Tensor, scale: float) -> None:
-        """``loss`` was given to ``backward``, which multiplied it with ``scale``; one that is no scalar is not counted."""
+        """``loss`` was given to ``backward``, which multiplied it with ``scale``; only a scalar counts."""
         self._scale = scale
         if self._open and loss.numel() == 1:
             value = loss.detach().reshape(()).float()

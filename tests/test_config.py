@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardengine.config import TRIPLE, Config, json_schema, load_config
-from shardengine.config_keys import ALIASES, KEYS, Status
+from shardengine.config import Config, json_schema, load_config
+from shardengine.config_keys import ALIASES, KEYS, TRIPLE, Status
 from shardengine.config_sections import ActivationsConfig, FrozenMapping, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 

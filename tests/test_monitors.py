@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import json
 import logging
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import shardengine
 from shardengine import monitors
 from shardengine.errors import ConfigError, UsageError
-from tests import cases, oracle
+from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 
@@ -344,7 +345,7 @@ def test_scalars_are_written_and_flushed_each_step(tmp_path: Path, monkeypatch: 
             calls.append(("close",))
 
     fake = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     engine = small(monitor=section(tmp_path, "tensorboard"))
     train(engine, 2)
     engine.close()
@@ -354,12 +355,12 @@ def test_scalars_are_written_and_flushed_each_step(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed")
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    backend = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
 
     recorder = Recorder()
     engine = small(recorder, monitor=section(tmp_path, "tensorboard"))
     train(engine)
-    read = EventAccumulator(str(tmp_path / "job"))
+    read = backend.EventAccumulator(str(tmp_path / "job"))
     read.Reload()  # before the engine is closed: each step is flushed
     for name in monitors.VALUES:
         found = [(event.step, event.value) for event in read.Scalars(f"train/{name}")]
@@ -394,10 +395,10 @@ def test_a_given_optimizer_knows_the_learning_rate_that_is_auto() -> None:
 
 def test_batch_sizes_that_are_auto_are_said_by_initialize() -> None:
     """What a file for Hugging Face's Trainer says, without the Trainer."""
-    automatic = dict.fromkeys(cases_of_batch := ("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    automatic = dict.fromkeys(sizes := ("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     with pytest.raises(ConfigError, match=r"the batch size is missing.*load_config\(file, auto="):
         shardengine.initialize(nn.Linear(3, 2), {**automatic, "optimizer": {"type": "SGD"}})
-    given = shardengine.load_config({**automatic, "optimizer": {"type": "SGD"}}, {cases_of_batch[1]: 5})
+    given = shardengine.load_config({**automatic, "optimizer": {"type": "SGD"}}, {sizes[1]: 5})
     engine = shardengine.initialize(nn.Linear(3, 2), given)
     assert engine.train_batch_size() == 5
     engine.close()
