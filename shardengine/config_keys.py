@@ -46,7 +46,6 @@ from shardengine.config_kinds import (
     optional,
 )
 
-
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The batch sizes, any of which may follow from the others."""
 
