@@ -337,11 +337,12 @@ def json_schema() -> dict[str, Any]:
     for name in ("optimizer", "scheduler"):
         sections[name]["type"], sections[name]["required"] = ["object", "null"], ["type"]
     sections["zero_optimization"]["type"] = "object"
-    hyper = {name: {**kind.schema} for table in OPTIMIZERS.values() for name, (kind, _) in table.items()}
+    hyper = {name: _or_auto(kind.schema) for table in OPTIMIZERS.values() for name, (kind, _) in table.items()}
     other = {name: {"type": "boolean"} for name in ("adam_w_mode", *OPTIMIZER_FIXED)}
     ignored: dict[str, Any] = {name: {"deprecated": True} for name in OPTIMIZER_NO_EFFECT}
     sections["optimizer"]["properties"]["params"] |= {
         "properties": {**hyper, **other, **ignored},
+        "patternProperties": {_REMARK: {}},
         "additionalProperties": False,
     }
     return root
@@ -364,11 +365,15 @@ def _section_schema(root: dict[str, Any], name: str) -> dict[str, Any]:
     return properties
 
 
+def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*schema.get("anyOf", [schema]), {"const": "auto"}]}
+
+
 def _key_schema(key: Key) -> dict[str, Any]:
     if key.status is Status.ACTIVE:
-        return {**key.kind.schema, "default": plain(key.default), "description": key.note}
+        return {**_or_auto(key.kind.schema), "default": plain(key.default), "description": key.note}
     if key.status is Status.LATER:
-        schemas = [key.kind.schema, {"enum": [None, False]}]
+        schemas = [key.kind.schema, {"enum": [None, False, "auto"]}]
         return {"anyOf": schemas, "description": "Not available yet: only switched off."}
     if key.status is Status.REFUSED:
         return {"description": f"Only switched off: {key.note}."}

@@ -405,7 +405,6 @@ class Engine(Phases):
         """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective."""
         if self.module not in attached:
             return
-        self._monitors.close()
         try:
             unpark(self._core)
             self.wait_for_checkpoint()
@@ -415,6 +414,7 @@ class Engine(Phases):
                 ending.dissolve(self._core, owned=self._owns_mesh)
             finally:
                 attached.discard(self.module)
+                self._monitors.close()
                 self.optimizer = None
                 self._give_back()
                 if self._saves is not None:

@@ -216,10 +216,13 @@ class Monitors:
         """A step ended. values: what the host knows · norm: on the device; see [Note: One step late]."""
         if not self._open:
             return
-        on_device = {"grad_norm": norm, "loss": None if self._loss is None else self._loss / max(1, micro_batches)}
+        loss = None if self._loss is None else self._loss / max(1, micro_batches)
         self._loss = None
-        there = {name: value.detach().reshape(()).double() for name, value in on_device.items() if value is not None}
-        self._pending.append(_read(step, {**values, "loss_scale": self._scale}, there))
+        try:
+            self._pending.append(_read(step, {**values, "loss_scale": self._scale}, {"grad_norm": norm, "loss": loss}))
+        except Exception as error:
+            self._tell(f"what monitors are given ({', '.join(self._open)})", error)
+            self.close()
         while self._pending and (len(self._pending) > 1 or self._pending[0].done.reached):
             self._write(self._pending.popleft())
 
@@ -255,10 +258,12 @@ class Monitors:
         _log.warning("%s is off from now on, training goes on without it: %s: %s", name, type(error).__name__, error)
 
 
-def _read(step: int, values: dict[str, float], there: dict[str, Tensor]) -> _Reading:
+def _read(step: int, values: dict[str, float], on_device: dict[str, Tensor | None]) -> _Reading:
+    there = {name: value.detach().reshape(()) for name, value in on_device.items() if value is not None}
     if not there:
         return _Reading(step, values, (), torch.empty(0), Done())
-    numbers = torch.stack(list(there.values()))
+    device = next(iter(there.values())).device
+    numbers = torch.stack([value.to(device, torch.float64) for value in there.values()])
     arriving = numbers
     if numbers.is_cuda:
         arriving = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

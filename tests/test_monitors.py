@@ -209,6 +209,49 @@ def test_a_csv_monitor_has_the_columns_that_it_was_made_with(tmp_path: Path) -> 
     assert (tmp_path / "own.csv").read_text() == "step,b,a\n7,,1.5\n"
 
 
+def test_numbers_that_cannot_be_read_do_not_stop_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no such device")
+
+    recorder = Recorder()
+    engine = small(recorder)
+    train(engine, 1)
+    monkeypatch.setattr(monitors, "_read", fail)
+    train(engine, 2)
+    engine.close()
+    assert engine.global_steps == 3 and len(recorder.rows) == recorder.closed == 1
+    said = [record.getMessage() for record in caplog.records if record.name == PROBLEM]
+    assert len(said) == 1 and "what monitors are given" in said[0] and "no such device" in said[0]
+
+
+def test_close_that_is_refused_keeps_the_monitors() -> None:
+    recorder = Recorder()
+    engine = small(recorder)
+    with engine.full_params(), pytest.raises(UsageError, match="inside `with engine.full_params"):
+        engine.close()
+    train(engine, 1)
+    assert len(recorder.rows) == 1 and not recorder.closed
+    engine.close()
+    assert recorder.closed == 1
+
+
+def differing(folder: str) -> list[int]:
+    """Rank 1 asks for another monitor than rank 0."""
+    rank = cases.mesh_of_this_process().rank
+    config = cases.config_of("2", monitor=section(folder, ("csv", "jsonl")[rank]))
+    engine = cases.make_engine(cases.MODELS["mlp"](), config)
+    cases.run_steps(engine, 1)
+    engine.close()
+    return [rank]
+
+
+def test_what_ranks_other_than_0_ask_for_does_not_count(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(differing, str(tmp_path))
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["metrics.csv"]
+
+
 def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     program = (
         "import os, sys\nfrom pathlib import Path\nfrom tests import test_monitors as own\n"
