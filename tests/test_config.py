@@ -214,7 +214,7 @@ FILES = st.fixed_dictionaries(
         "monitor": st.fixed_dictionaries({}, optional={"csv": st.fixed_dictionaries({"enabled": st.booleans()})}),
         "tensorboard": st.just({"output_path": "", "job_name": "a"}),
         "wandb": st.just({"enabled": True}),
-        "_remark": st.just(float("nan")),
+        "_remark": st.just({"any": "auto"}),
         "timeout_s": st.floats(1e-3, 1e6),
         "debug": st.booleans(),
         "seed": st.integers(0, 2**63 - 1),
