@@ -70,7 +70,8 @@ def build(
     found, offer = together(
         collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, which)
     )
-    offers = compare(collectives, partition.facts(model, found, config.to_dict(), groups), offer)
+    settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
+    offers = compare(collectives, partition.facts(model, found, settings, groups), offer)
     settle_kernels(offers, mesh.rank)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
     footprint = _footprint(config, stage, found, plan, states)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardengine.config_keys import ALIASES, KEYS, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT, OPTIMIZERS, Key, Status
+from shardengine.config_keys import ALIASES, KEYS, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT, OPTIMIZERS, TRIPLE, Key, Status
 from shardengine.config_kinds import describe
 from shardengine.config_reader import Reader, Source, plain, read_json
 from shardengine.config_sections import (
@@ -27,6 +27,7 @@ from shardengine.config_sections import (
     CheckpointConfig,
     Fp16Config,
     FrozenMapping,
+    MonitorConfig,
     OptimizerConfig,
     SchedulerConfig,
     TypesConfig,
@@ -35,7 +36,6 @@ from shardengine.config_sections import (
 )
 from shardengine.errors import ConfigError, UsageError
 
-TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SMALLEST_SCALE = 2.0**-126
 EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
 
@@ -68,6 +68,7 @@ class Config:
     torch_autocast: AutocastConfig = field(default_factory=AutocastConfig)
     activation_checkpointing: ActivationsConfig = field(default_factory=ActivationsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     overlap_comm: bool = True
     overlap_param_gather: bool = False
@@ -144,22 +145,25 @@ class Config:
         return list(rows(self.to_dict(), ""))
 
 
+NOT_CLIPPED = "gradients are not clipped, because gradient_clipping is not in the config"
 _MISSING_TRIPLE = (
     f"the batch size is missing: {EQUATION}; expected {TRIPLE[0]} or {TRIPLE[1]} (one alone, or any two of the three)"
 )
 
 
-def load_config(source: Mapping[str, Any] | str | Path | Config) -> Config:
+def load_config(source: Mapping[str, Any] | str | Path | Config, auto: Mapping[str, Any] | None = None) -> Config:
     """Read and check a config: a path to JSON, a mapping (left as it is) or a Config (returned as it is).
 
+    auto: dotted name → the value that counts where the config says "auto", for example
+    ``{"train_micro_batch_size_per_gpu": 4, "optimizer.params.lr": 1e-4}``; what the config sets itself stays.
     Raises ConfigError with every problem found.
     """
     if isinstance(source, Config):
         return source
     if isinstance(source, (str, Path)):
-        return _build(read_json(Path(source)), str(source))
+        return _build(read_json(Path(source)), str(source), auto)
     if isinstance(source, Mapping):
-        return _build(plain(source), "config")
+        return _build(plain(source), "config", auto)
     raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, came {describe(source)}")
 
 
@@ -172,16 +176,16 @@ def fitting_ranks(total: int, each: int) -> list[int]:
     return sorted({*small, *(portions // number for number in small)})
 
 
-def timeout_of(config: Any) -> float:
+def timeout_of(config: Any, auto: Mapping[str, Any] | None = None) -> float:
     """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
     try:
-        return load_config(config).timeout_s
+        return load_config(config, auto).timeout_s
     except ConfigError:
         return Config().timeout_s
 
 
-def _build(tree: dict[str, Any], source: str) -> Config:
-    reader = Reader()
+def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = None) -> Config:
+    reader = Reader(auto)
     reader.read(tree)
     optimizer, scheduler = reader.optimizer(), reader.named("scheduler", "WarmupCosineLR")
     _check_precision(reader)
@@ -192,8 +196,8 @@ def _build(tree: dict[str, Any], source: str) -> Config:
         _check_triple(reader)
     if reader.problems:
         raise ConfigError(reader.problems, source)
-    if "gradient_clipping" not in reader.values:
-        reader.notices.append("gradients are not clipped, because gradient_clipping is not in the config")
+    if "gradient_clipping" not in reader.values and "gradient_clipping" not in reader.automatic:
+        reader.notices.append(NOT_CLIPPED)
     for key in KEYS.values():
         named = key.name.startswith(("optimizer.", "scheduler."))
         missing = reader.values.get(key.name) is None and (key.name not in reader.values or key.default is not None)
@@ -303,7 +307,12 @@ def _check_offloaded_activations(reader: Reader) -> None:
 def _check_triple(reader: Reader) -> None:
     total, micro, steps = (reader.values.get(name) for name in TRIPLE)
     if total is None and micro is None:
-        reader.problems.append(_MISSING_TRIPLE)
+        automatic = [name for name in TRIPLE[:2] if name in reader.automatic]
+        more = (
+            f'; {" and ".join(automatic)} "auto" is filled by Hugging Face\'s Trainer from its arguments: here '
+            f'write a number, or give one: load_config(file, auto={{"{TRIPLE[1]}": …}})'
+        )
+        reader.problems.append(_MISSING_TRIPLE + (more if automatic else ""))
     elif total is not None and total % ((micro or 1) * (steps or 1)):
         shown = " * ".join("?" if factor is None else str(factor) for factor in (micro, steps, None))
         reader.problems.append(f"{EQUATION}, but {total} = {shown} holds for no world size; change one of them")
@@ -328,20 +337,24 @@ def json_schema() -> dict[str, Any]:
     for name in ("optimizer", "scheduler"):
         sections[name]["type"], sections[name]["required"] = ["object", "null"], ["type"]
     sections["zero_optimization"]["type"] = "object"
-    hyper = {name: {**kind.schema} for table in OPTIMIZERS.values() for name, (kind, _) in table.items()}
+    hyper = {name: _or_auto(kind.schema) for table in OPTIMIZERS.values() for name, (kind, _) in table.items()}
     other = {name: {"type": "boolean"} for name in ("adam_w_mode", *OPTIMIZER_FIXED)}
     ignored: dict[str, Any] = {name: {"deprecated": True} for name in OPTIMIZER_NO_EFFECT}
     sections["optimizer"]["properties"]["params"] |= {
         "properties": {**hyper, **other, **ignored},
+        "patternProperties": {_REMARK: {}},
         "additionalProperties": False,
     }
     return root
 
 
+_REMARK = "^(_|//|comment)"
+
+
 def _object_schema(*, optional: bool) -> dict[str, Any]:
     # A switched-off section may be an object, null or false.
     kinds: str | list[str] = ["object", "null", "boolean"] if optional else "object"
-    return {"type": kinds, "properties": {}, "additionalProperties": False}
+    return {"type": kinds, "properties": {}, "patternProperties": {_REMARK: {}}, "additionalProperties": False}
 
 
 def _section_schema(root: dict[str, Any], name: str) -> dict[str, Any]:
@@ -352,11 +365,15 @@ def _section_schema(root: dict[str, Any], name: str) -> dict[str, Any]:
     return properties
 
 
+def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*schema.get("anyOf", [schema]), {"const": "auto"}]}
+
+
 def _key_schema(key: Key) -> dict[str, Any]:
     if key.status is Status.ACTIVE:
-        return {**key.kind.schema, "default": plain(key.default), "description": key.note}
+        return {**_or_auto(key.kind.schema), "default": plain(key.default), "description": key.note}
     if key.status is Status.LATER:
-        schemas = [key.kind.schema, {"enum": [None, False]}]
+        schemas = [key.kind.schema, {"enum": [None, False, "auto"]}]
         return {"anyOf": schemas, "description": "Not available yet: only switched off."}
     if key.status is Status.REFUSED:
         return {"description": f"Only switched off: {key.note}."}

@@ -10,6 +10,9 @@ A row's status says what happens when the key is in a file:
     LATER      known; accepted while switched off, otherwise "not available yet"
     REFUSED    known from other engines; accepted while switched off, otherwise refused with the reason (`note`)
     NO_EFFECT  known from other engines; accepted, and said once with the reason (`note`)
+
+"auto", which Hugging Face's integration replaces before other engines see it, is answered by `ONLY_CALLER` and
+`FILLED_FROM`; keys that `is_comment` knows are no keys at all.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from typing import Any
 from shardengine import config_foreign
 from shardengine.config_kinds import (
     ANY,
+    AUTOCAST_DTYPE,
     BETAS,
     BOOL,
     COUNT,
     DTYPE,
+    EVERY,
     GROUP_SIZE,
     NOT_NEGATIVE,
     OBJECT,
     PART,
+    PLACE,
     SIZE,
     TEXT,
     UNITS,
@@ -39,6 +45,9 @@ from shardengine.config_kinds import (
     number,
     optional,
 )
+
+TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The batch sizes, any of which may follow from the others."""
 
 
 class Status(Enum):
@@ -52,7 +61,10 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One key by its dotted name. ``note`` describes it or, for REFUSED and NO_EFFECT, ends a "…, because" sentence."""
+    """One key by its dotted name. ``note`` describes it or, for REFUSED and NO_EFFECT, ends a "…, because" sentence.
+
+    ``default`` of a REFUSED key: the values that switch it off, beside those that ``is_off`` knows.
+    """
 
     name: str
     status: Status
@@ -61,11 +73,9 @@ class Key:
     note: str
 
 
-def _rows(
-    status: Status, section: str, rows: Mapping[str, tuple[Kind, Any, str] | tuple[Kind, Any] | str]
-) -> Iterable[Key]:
+def _rows(status: Status, section: str, rows: Mapping[str, tuple[Kind, Any, str] | tuple[Kind, Any]]) -> Iterable[Key]:
     for name, row in rows.items():
-        kind, default, note = (ANY, None, row) if isinstance(row, str) else (row if len(row) == 3 else (*row, ""))
+        kind, default, note = row if len(row) == 3 else (*row, "")
         yield Key(f"{section}.{name}" if section else name, status, kind, default, note)
 
 
@@ -116,7 +126,7 @@ _ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
     ),
     "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
     "seed": (integer(0, 2**63 - 1), 42, "Seed of stochastic rounding, and of the train command's data and dropout."),
-    "steps_per_print": (SIZE, 10, "Optimizer steps between two lines of the train command; 0 prints none."),
+    "steps_per_print": (EVERY, 10, "Optimizer steps between two lines of the train command; 0 or Infinity: none."),
     "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'),
     "optimizer.params": (OBJECT, {}, "The optimizer's hyper-parameters."),
     "scheduler.type": (TEXT, None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or a torch scheduler class."),
@@ -156,7 +166,7 @@ _ACTIVE_TYPES: dict[str, tuple[Kind, Any, str]] = {
 _ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Run the module's forward under torch.autocast."),
     "dtype": (
-        choice("bfloat16", "float16"),
+        AUTOCAST_DTYPE,
         "bfloat16",
         "What autocast computes in; with float16 the loss is scaled as fp16 says.",
     ),
@@ -207,13 +217,15 @@ _ACTIVE_AIO: dict[str, tuple[Kind, Any, str]] = {
     "queue_depth": (COUNT, 8, "Reads, and as many writes, that are with the disk at the same time."),
     "thread_count": (COUNT, 1, "Checksums that are taken at the same time."),
 }
+_ACTIVE_MONITOR: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Rank 0 writes the numbers of every optimizer step."),
+    "output_path": (PLACE, None, "The directory that holds the job's; null: the working directory."),
+    "job_name": (TEXT, "shardengine", "The name of the job's directory in output_path."),
+}
+MONITORS = ("csv", "jsonl", "tensorboard")
+"""The monitors that are built: sections of "monitor"."""
 _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
-    "": {
-        "static_graph": (BOOL, False),
-        "zero_allow_untested_optimizer": (BOOL, False),
-        "wall_clock_breakdown": (BOOL, False),
-    },
-    "fp16": {"fp16_master_weights_and_grads": (BOOL, False)},
+    "": {"static_graph": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_hpz_partition_size": (COUNT, 1),
@@ -222,17 +234,6 @@ _LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
         "zero_quantized_gradients": (BOOL, False),
     },
     "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
-    "monitor.jsonl": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
-    "monitor.csv": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
-    "monitor.tensorboard": {"enabled": (BOOL, False), "output_path": (ANY, None), "job_name": (ANY, None)},
-    "monitor.wandb": {"enabled": (BOOL, False), "group": (ANY, None), "team": (ANY, None), "project": (ANY, None)},
-    "comms_logger": {
-        "enabled": (BOOL, False),
-        "verbose": (BOOL, False),
-        "prof_all": (BOOL, True),
-        "prof_ops": (ANY, None),
-        "debug": (BOOL, False),
-    },
 }
 KEYS: dict[str, Key] = {
     key.name: key
@@ -248,9 +249,16 @@ KEYS: dict[str, Key] = {
         _rows(Status.ACTIVE, "zero_optimization.offload_optimizer", _ACTIVE_OFFLOAD_OPTIMIZER),
         _rows(Status.ACTIVE, "zero_optimization.offload_param", _ACTIVE_OFFLOAD_PARAM),
         _rows(Status.ACTIVE, "aio", _ACTIVE_AIO),
+        *(_rows(Status.ACTIVE, f"monitor.{name}", _ACTIVE_MONITOR) for name in MONITORS),
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
-        _rows(Status.REFUSED, "", config_foreign.REFUSED),
-        *(_rows(Status.NO_EFFECT, section, keys) for section, keys in config_foreign.NO_EFFECT.items()),
+        *(
+            _rows(Status.REFUSED, section, {name: (ANY, *row) for name, row in keys.items()})
+            for section, keys in config_foreign.REFUSED.items()
+        ),
+        *(
+            _rows(Status.NO_EFFECT, section, {name: (ANY, None, why) for name, why in keys.items()})
+            for section, keys in config_foreign.NO_EFFECT.items()
+        ),
     )
     for key in rows
 }
@@ -280,12 +288,14 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
             **dict.fromkeys(("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), ""),
             **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), ""),
             **dict.fromkeys(("module_granularity_threshold", "use_all_reduce_for_fetch_params"), ""),
+            "allgather_sequential": "",
             "gather_16bit_weights_on_model_save": "",
             "gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
             "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
         }.items()
     },
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _device),
+    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", _device),
     "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param", _device),
     "zero_optimization.mics_shard_size": (
         "zero_optimization.shard_group_size",
@@ -299,11 +309,63 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "nonfinite_gradients",
         lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
     ),
+    "bf16.bf16_master_weights_and_grads": (
+        "bf16.master_weights",
+        lambda value: not value if isinstance(value, bool) else value,
+    ),
+    "tensor_parallel.tensor_parallel": ("tensor_parallel.tp", _same),
     "tensorboard": ("monitor.tensorboard", _same),
+    "comet": ("monitor.comet", _same),
     "wandb": ("monitor.wandb", _same),
     "csv_monitor": ("monitor.csv", _same),
 }
 """Old dotted name -> (current dotted name, how its value is translated)."""
+
+ONLY_CALLER: frozenset[str] = frozenset(
+    (
+        *("zero_optimization.stage", "optimizer.type", "optimizer.params.lr", "scheduler.type"),
+        *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
+    )
+)
+"""Keys whose "auto" nothing here can replace; every other key takes its default, batch sizes follow from each other."""
+
+FILLED_FROM: dict[str, str] = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 and adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+"""Key -> the training argument from which Hugging Face's Trainer fills its "auto"."""
+
+
+def is_comment(name: str) -> bool:
+    """Whether ``name`` is no key but a remark: it begins with "_", "//" or "comment"."""
+    return name.startswith(("_", "//", "comment"))
+
+
+def is_off(value: Any) -> bool:
+    """Whether ``value``, of a feature of other engines, leaves it off.
+
+    Null, false, {}, "auto"; an object whose "enabled" is false, or that holds objects with "enabled" and all are off.
+    """
+    if isinstance(value, Mapping):
+        return not value or _switches(value) == {False}
+    return value is None or value is False or value == "auto"
+
+
+def _switches(tree: Mapping[str, Any]) -> set[bool]:
+    if "enabled" in tree:
+        return {not is_off(tree["enabled"])}
+    return {switch for inner in tree.values() if isinstance(inner, Mapping) for switch in _switches(inner)}
+
 
 _COMMON: dict[str, tuple[Kind, Any]] = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
 _ADAM: dict[str, tuple[Kind, Any]] = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
@@ -323,11 +385,14 @@ OPTIMIZERS: dict[str, dict[str, tuple[Kind, Any]]] = {
 """The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
 
 OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
-    ("torch_adam", "foreach", "fused", "capturable"), "there is one optimizer arithmetic, the same on every device"
+    ("torch_adam", "foreach", "fused", "capturable", "set_grad_none"),
+    "there is one optimizer arithmetic, the same on every device",
 )
 """Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
 
-OPTIMIZER_FIXED: dict[str, tuple[bool, tuple[str, ...], str]] = {
+OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
+    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion"), "states are fp32"),
+    "max_grad_norm": (0.0, ("AdamW", "Adam", "SGD", "Lion"), "gradients are clipped by the key gradient_clipping"),
     "amsgrad": (False, ("AdamW", "Adam"), "the maximum of past second moments is not kept"),
     "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
     "differentiable": (False, ("AdamW", "Adam", "SGD"), "the step writes in place"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,21 @@ def choice(*values: str) -> Kind:
     return Kind("one of " + ", ".join(f'"{value}"' for value in values), {"enum": list(values)}, parse)
 
 
+def spelled(spellings: Mapping[str, tuple[str, ...]]) -> Kind:
+    """One of a few names, each in several spellings, case ignored; ``parse`` returns the name."""
+    names = {spelling.lower(): name for name, others in spellings.items() for spelling in others}
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in names:
+            raise ValueError
+        return names[value.lower()]
+
+    words = " or ".join(f'"{name}"' for name in spellings)
+    return Kind(
+        f'{words}, also spelled as torch does ("{next(iter(spellings.values()))[-1]}")', {"enum": list(names)}, parse
+    )
+
+
 def optional(kind: Kind, meaning: str) -> Kind:
     """``kind`` or null; ``meaning`` says what null stands for."""
     return Kind(
@@ -125,11 +141,26 @@ TEXT = _checked(
     {"type": "string", "minLength": 1},
     lambda value: isinstance(value, str) and value != "",
 )
+PLACE = _checked(
+    "a string, or null", {"type": ["string", "null"]}, lambda value: value is None or isinstance(value, str)
+)
 OBJECT = _checked("an object", {"type": "object"}, lambda value: isinstance(value, Mapping))
 ANY = _checked("anything", {}, lambda value: True)
 COUNT, SIZE = integer(1), integer(0)
+_NEVER = ("inf", "Infinity")
+EVERY = Kind(
+    "an integer >= 0, or Infinity or null (never)",
+    {"anyOf": [SIZE.schema, {"type": "null"}, {"enum": list(_NEVER)}]},
+    lambda value: 0 if value is None or value in _NEVER or value == math.inf else SIZE.parse(value),
+)
 POSITIVE, NOT_NEGATIVE, FRACTION = number(0, above=True), number(0), number(0, below=1)
-DTYPE = choice("fp32", "fp16", "bf16")
+_SPELLINGS = {
+    "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
+    "fp16": ("fp16", "float16", "half", "torch.float16", "torch.half"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+DTYPE = spelled(_SPELLINGS)
+AUTOCAST_DTYPE = spelled({"bfloat16": _SPELLINGS["bf16"], "float16": _SPELLINGS["fp16"]})
 BETAS = Kind(
     "a list of two numbers, each >= 0 and < 1",
     {"type": "array", "items": FRACTION.schema, "minItems": 2, "maxItems": 2},

@@ -2,10 +2,13 @@
 
 A `Reader` takes one tree through four passes and collects everything that is wrong instead of stopping at the first:
 
-    scan     what no key can hold: duplicates, "auto" without a source, NaN, values that are not JSON
+    scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
     rename   old names move to the current ones; messages keep the name that was written
     visit    every key is looked up in `config_keys.KEYS`, parsed by its kind and treated by its status
     named    optimizer and scheduler: the type and its parameters
+
+[Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
+notice; a problem where only the caller can know (`config_keys.ONLY_CALLER`). Batch sizes follow from each other.
 
 It must not know the config's dataclasses, which `config.py` builds from the result.
 """
@@ -21,25 +24,36 @@ from typing import Any, Literal
 
 from shardengine.config_keys import (
     ALIASES,
+    FILLED_FROM,
     GATES,
     KEYS,
+    ONLY_CALLER,
     OPTIMIZER_FIXED,
     OPTIMIZER_NO_EFFECT,
     OPTIMIZERS,
     OPTIMIZERS_LATER,
     OPTIMIZERS_REFUSED,
     SECTIONS,
+    TRIPLE,
     Key,
     Status,
+    is_comment,
+    is_off,
 )
 from shardengine.config_kinds import describe, nearest
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
-"""Where a value came from. "auto" is not produced before the integrations know a source."""
+"""Where a value came from. "auto": the file says "auto" and the caller gave the value."""
 
 _AUTOMATIC = frozenset({"zero_optimization.units", "zero_optimization.offload_optimizer.ratio"})
 """Keys of which "auto" is a value."""
+
+_ENDLESS = frozenset({"steps_per_print"})
+"""Keys of which Infinity is a value."""
+
+_ABSENT: Any = object()
+_OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
 
 _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
 """Sections that ``false`` does not switch off; of these only the last two may be null."""
@@ -51,7 +65,7 @@ class JsonObject(dict[str, Any]):
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
         names = [name for name, _ in pairs]
-        self.duplicates = sorted({name for name in names if names.count(name) > 1})
+        self.duplicates = sorted({name for name in names if names.count(name) > 1 and not is_comment(name)})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,9 +91,15 @@ def plain(value: Any) -> Any:
 
 
 class Reader:
-    """One reading of one file: collects values, sources, problems and notices. Lives for one `load_config`."""
+    """One reading of one file: collects values, sources, problems and notices. Lives for one `load_config`.
 
-    def __init__(self) -> None:
+    ``automatic``: the keys that are "auto" in the file.
+    """
+
+    def __init__(self, auto: Mapping[str, Any] | None = None) -> None:
+        """auto: dotted name → the value that counts where the file says "auto"."""
+        self._auto = dict(auto or {})
+        self.automatic: set[str] = set()
         self.problems: list[str] = []
         self.notices: list[str] = []
         self.values: dict[str, Any] = {}
@@ -90,7 +110,14 @@ class Reader:
 
     def read(self, tree: dict[str, Any]) -> None:
         """Check ``tree`` (changed in place) and fill ``values`` and ``sources`` with what is written in it."""
+        for name in self._auto:
+            if name not in KEYS and name.rpartition(".")[0] not in ("optimizer.params", "scheduler.params"):
+                params = {param: f"optimizer.params.{param}" for table in OPTIMIZERS.values() for param in table}
+                close = params.get(name) or _nearest_key("", name)
+                text = f'auto names the unknown key "{name}"; the nearest valid key is "{close}"'
+                self.problems.append(text)
         self._scan(tree, "")
+        self._nest(tree)
         self._rename(tree)
         self.present = frozenset(name for name, value in tree.items() if isinstance(value, dict))
         self._visit(tree, "")
@@ -106,8 +133,13 @@ class Reader:
                 return old + name[len(new) :]
         return name or "the top level"
 
-    def _scan(self, node: Any, path: str) -> bool:
-        """Report and drop what no key can hold: duplicates, "auto", numbers that are not finite, foreign types."""
+    def _scan(self, node: Any, path: str, *, opaque: bool = False) -> bool:
+        """Drop remarks; report and drop what no key can hold: duplicates, numbers that are not finite, foreign types.
+
+        opaque: inside of what has no effect or is refused, whatever it holds.
+        """
+        known = KEYS.get(ALIASES[path][0] if path in ALIASES else path)
+        opaque |= known is not None and known.status in _OPAQUE
         if isinstance(node, dict):
             for name in node.duplicates if isinstance(node, JsonObject) else ():
                 self.problem(_join(path, name), "the key is written more than once; keep one")
@@ -115,26 +147,55 @@ class Reader:
                 if not isinstance(name, str):
                     self.problem(path, f"expected keys that are strings, came {describe(name)}")
                     del node[name]
-                elif not self._scan(node[name], _join(path, name)):
+                elif is_comment(name) or not self._scan(node[name], _join(path, name), opaque=opaque):
                     del node[name]
             return True
         if isinstance(node, list):
-            usable = [self._scan(item, f"{path}[{index}]") for index, item in enumerate(node)]
+            usable = [self._scan(item, f"{path}[{index}]", opaque=opaque) for index, item in enumerate(node)]
             if not all(usable):
                 self.failed.add(path)
             return all(usable)
-        if node == "auto" and path not in _AUTOMATIC:
-            key = KEYS.get(path)
-            default = None if key is None or key.status is not Status.ACTIVE else key.default
-            hint = "leave it out" if default is None else f"leave it out for the default {json.dumps(default)}"
-            self.problem(path, f'"auto" cannot be resolved, nothing here knows the value; write it, or {hint}')
-        elif isinstance(node, float) and not math.isfinite(node):
+        if opaque or (node == math.inf and path in _ENDLESS):
+            return True
+        if isinstance(node, float) and not math.isfinite(node):
             self.problem(path, f"expected a finite number, came {node!r}")
         elif node is not None and not isinstance(node, (str, int, float)):
             self.problem(path, f"expected a JSON value, came {describe(node)}")
         else:
             return True
         return False
+
+    def _nest(self, tree: dict[str, Any]) -> None:
+        """Move values from dotted names on the top level to where they belong, in place; what is there counts."""
+        for name in [name for name in tree if name.rpartition(".")[0] in SECTIONS]:
+            value, holder = tree.pop(name), tree
+            *sections, leaf = name.split(".")
+            for section in sections:
+                inside = holder.setdefault(section, {})
+                holder = inside if isinstance(inside, dict) else {}
+            if leaf in holder:
+                self.notices.append(
+                    f'"{name}" on the top level has no effect, because {name} is also written in its place'
+                )
+            else:
+                holder[leaf] = value
+
+    def _automatic(self, name: str, default: str) -> Any:
+        """What the caller gives for ``name``, which is "auto" in the file; otherwise _ABSENT, with a notice that the
+        ``default`` counts, or a problem. See [Note: "auto"]."""
+        self.automatic.add(name)
+        argument = FILLED_FROM.get(name)
+        trainer = f", which Hugging Face's Trainer fills from its argument {argument}" if argument else ""
+        if name in self._auto:
+            return self._auto[name]
+        if name in TRIPLE:
+            self.notices.append(f'{self._place(name)} is "auto" and is worked out from the other batch sizes')
+        elif name in ONLY_CALLER:
+            self.problem(name, f'"auto"{trainer}, cannot be known here; write a value, or give one: {_give(name)}')
+        else:
+            instead = f"; for another one: {_give(name)}" if argument else ""
+            self.notices.append(f'{self._place(name)} is "auto"{trainer}: here {default} counts{instead}')
+        return _ABSENT
 
     def _rename(self, tree: dict[str, Any]) -> None:
         """Move values from old names to the current ones, in place."""
@@ -143,7 +204,8 @@ class Reader:
             holder = tree.get(section) if section else tree
             if not isinstance(holder, dict) or leaf not in holder:
                 continue
-            value = translate(holder.pop(leaf))
+            written = holder.pop(leaf)
+            value = translate(written)
             section, _, leaf = new.rpartition(".")
             if section and not tree.get(section):
                 tree[section] = {}
@@ -156,7 +218,8 @@ class Reader:
             target[leaf] = value
             self.written[new] = old
             if new in SECTIONS or KEYS[new].status is not Status.NO_EFFECT:
-                self.notices.append(f"{old} is an old name and is read as {new}")
+                changed = f": {json.dumps(value)}" if isinstance(written, bool) and value is not written else ""
+                self.notices.append(f"{old} is an old name and is read as {new}{changed}")
 
     def _visit(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
@@ -182,22 +245,30 @@ class Reader:
             self.problem(name, f"expected an object, came {describe(value)}")
 
     def _leaf(self, key: Key, value: Any) -> None:
+        section = key.name.rpartition(".")[0]
         if key.status is Status.NO_EFFECT:
-            self.notices.append(f"{self._place(key.name)} has no effect, because {key.note}")
+            asked = not is_off(value) if isinstance(value, Mapping) or not section else True
+            if asked:
+                self.notices.append(f"{self._place(key.name)} has no effect, because {key.note}")
+            return
+        if key.status is Status.REFUSED:
+            if not is_off(value) and value not in key.default:
+                self.problem(key.name, f"cannot be switched on, because {key.note}")
             return
         if key.status is not Status.ACTIVE and (value is None or value is False):
             return
+        source: Source = "file"
+        if value == "auto" and key.name not in _AUTOMATIC:
+            value, source = self._automatic(key.name, f"the default {json.dumps(plain(key.default))}"), "auto"
+            if value is _ABSENT:
+                return
         try:
             parsed = key.kind.parse(value)
         except ValueError:
             self.problem(key.name, f"expected {key.kind.words}, came {describe(value)}")
             return
-        section = key.name.rpartition(".")[0]
         if key.status is Status.ACTIVE:
-            self.values[key.name], self.sources[key.name] = parsed, "file"
-        elif key.status is Status.REFUSED:
-            if parsed != {} and not (isinstance(parsed, dict) and parsed.get("enabled") is False):
-                self.problem(key.name, f"cannot be switched on, because {key.note}; leave it out")
+            self.values[key.name], self.sources[key.name] = parsed, source
         elif section not in GATES and parsed != key.default:
             self.later(key.name, json.dumps(key.default))
 
@@ -212,10 +283,25 @@ class Reader:
         name: str | None = self.values.pop(f"{section}.type", None)
         if name is not None:
             self.sources.update({f"{section}.params.{param}": "file" for param in params})
-            return name, params
+            return name, params if section == "optimizer" else self._fill(section, params, {})
         if section in self.present and f"{section}.type" not in self.failed:
             self.problem(f"{section}.type", f"the key is missing; expected a name such as {example}")
         return None
+
+    def _fill(self, section: str, params: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """``params`` with what stands in the place of "auto". defaults: what is known of them."""
+        filled = {}
+        for param, value in params.items():
+            dotted = f"{section}.params.{param}"
+            if value == "auto":
+                default = f"the default {json.dumps(defaults[param])}" if param in defaults else "the default"
+                value = self._automatic(dotted, default)
+                self.sources[dotted] = "auto"
+            if value is _ABSENT:
+                del self.sources[dotted]
+            else:
+                filled[param] = value
+        return filled
 
     def optimizer(self) -> tuple[str, dict[str, Any]] | None:
         """Take the optimizer as (normalised type, every hyper-parameter of it); None where there is no usable one."""
@@ -242,6 +328,10 @@ class Reader:
 
     def _hyper_parameters(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         params = {param: default for param, (_, default) in OPTIMIZERS[name].items()}
+        fixed_here = {param: value for param, (value, owners, _) in OPTIMIZER_FIXED.items() if name in owners}
+        known = {**params, **fixed_here, **({"adam_w_mode": True} if "betas" in params and name != "Lion" else {})}
+        unknown = {param: value for param, value in given.items() if param not in known}
+        given = self._fill("optimizer", {p: value for p, value in given.items() if p in known}, known) | unknown
         if name in ("Adam", "AdamW"):
             name = self._decoupled(name, given)
         self.sources.update({f"optimizer.params.{param}": "default" for param in params if param not in given})
@@ -264,7 +354,7 @@ class Reader:
                 self.problem(
                     dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"'
                 )
-            elif value is not fixed:
+            elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
                 text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
                 self.problem(dotted, text)
         if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
@@ -289,6 +379,10 @@ class Reader:
             self.notices.append('optimizer "Adam" is AdamW (decoupled weight decay) unless "adam_w_mode" is false')
             return "AdamW"
         return name
+
+
+def _give(name: str) -> str:
+    return f'load_config(file, auto={{"{name}": …}})'
 
 
 def _join(section: str, name: str) -> str:

@@ -175,6 +175,24 @@ class CheckpointConfig:
     keep_last: int | None = None
 
 
+@dataclass(frozen=True)
+class SinkConfig:
+    """``enabled``: rank 0 writes the numbers of every step below ``output_path``/``job_name``; no path: right here."""
+
+    enabled: bool = False
+    output_path: str | None = None
+    job_name: str = "shardengine"
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Where the numbers of every step go, beside the monitors that ``initialize`` is given."""
+
+    csv: SinkConfig = field(default_factory=SinkConfig)
+    jsonl: SinkConfig = field(default_factory=SinkConfig)
+    tensorboard: SinkConfig = field(default_factory=SinkConfig)
+
+
 SECTION_TYPES: dict[str, type] = {
     "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
     "zero_optimization.offload_param": OffloadParamConfig,
@@ -186,5 +204,9 @@ SECTION_TYPES: dict[str, type] = {
     "torch_autocast": AutocastConfig,
     "activation_checkpointing": ActivationsConfig,
     "checkpoint": CheckpointConfig,
+    "monitor.csv": SinkConfig,
+    "monitor.jsonl": SinkConfig,
+    "monitor.tensorboard": SinkConfig,
+    "monitor": MonitorConfig,
 }
 """Each section's name in the JSON and its class; one inside of another comes before it."""

@@ -7,7 +7,8 @@ divides the loss, autograd hands each gradient to the reducer, the sweep closes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from shardengine import (
     ending,
     gathered,
     lr_schedules,
+    monitors,
     other_engines,
     overflow,
     recovery,
@@ -32,17 +34,19 @@ from shardengine.accumulation import Window
 from shardengine.agreement import together
 from shardengine.bucket import BufferPool
 from shardengine.collectives import Collectives
-from shardengine.config import Config, load_config, timeout_of
+from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
 from shardengine.core import Core
 from shardengine.errors import UsageError
 from shardengine.inspection import Report, attached
 from shardengine.mesh import Mesh
+from shardengine.monitors import Monitor, Monitors
 from shardengine.optimizer import EngineCalls, ShardedOptimizer, state_names
 from shardengine.optimizer_forms import groups_for, lend
 from shardengine.parking import Phases, unpark
 from shardengine.recovery import announced, announced_with
 from shardengine.update import Settings
 
+_log = logging.getLogger(__name__)
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
@@ -54,6 +58,7 @@ def initialize(
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     lr_scheduler: Any = None,
     mesh: Mesh | None = None,
+    monitors: Sequence[Monitor] = (),
 ) -> Engine:
     """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
 
@@ -64,12 +69,13 @@ def initialize(
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
     until ``close()``), a function from a list of parameters to one, or None
     (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
-    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``mesh.build``.
+    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``mesh.build`` ·
+    monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside those of the config.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).
     """
-    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh)
+    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors)
 
 
 class Engine(Phases):
@@ -83,14 +89,15 @@ class Engine(Phases):
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
         mesh: Mesh | None = None,
+        monitors: Sequence[Monitor] = (),
     ) -> None:
         """As ``initialize``."""
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
         self._owns_mesh = mesh is None
-        mesh = mesh or mesh_module.build(timeout_s=timeout_of(config))
+        mesh = mesh or mesh_module.build(timeout_s=timeout_of(config, _known(optimizer)))
         try:
-            self._build(mesh, config, optimizer, model_parameters, lr_scheduler)
+            self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:
             if self._owns_mesh:
                 mesh.destroy(orderly=False)
@@ -101,9 +108,18 @@ class Engine(Phases):
         self._applied = False
         self._buffers_sent = False
         self._report = Report()
+        self._monitors = Monitors(self.config.monitor, monitors, mesh.rank)
         attached.add(model)
 
-    def _build(self, mesh: Mesh, config: Any, optimizer: _OptimizerLike, parameters: Any, lr_scheduler: Any) -> None:
+    def _build(
+        self,
+        mesh: Mesh,
+        config: Any,
+        optimizer: _OptimizerLike,
+        parameters: Any,
+        lr_scheduler: Any,
+        given: Sequence[Monitor],
+    ) -> None:
         """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
         start = Collectives(mesh, BufferPool())
 
@@ -113,10 +129,14 @@ class Engine(Phases):
                     "this model already belongs to an engine: expected one engine per model; call engine.close() "
                     "first (or build the model anew, if that engine is gone)"
                 )
-            resolved = load_config(config).resolve_batch(mesh.ranks)
+            monitors.check(given)
+            resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
 
         self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
+        told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
+        if told and mesh.rank == 0:
+            _log.warning("of the config: %s", "; ".join(told))
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
         states = () if kind is None else state_names(kind, groups, scheduled=scheduled)
         self._core = core = assembly.build(self.module, self.config, mesh, groups, states)
@@ -194,6 +214,7 @@ class Engine(Phases):
             schedule.backward_failed()
             self._buffers_sent = False
             raise
+        self._monitors.add_loss(loss, scale)
         return scaled.detach()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -265,6 +286,9 @@ class Engine(Phases):
         self.global_steps += 1
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
         self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
+        if self._monitors:
+            values = {"lr": self.get_lr()[0], "skipped_steps": self.skipped_steps, "samples": self.global_samples}
+            self._monitors.note(self.global_steps, values, optimizer.norm, micro_batches)
         if self.lr_scheduler is not None and self._applied:
             optimizer.mark_stepped(self.lr_scheduler)
             self.lr_scheduler.step()
@@ -283,6 +307,7 @@ class Engine(Phases):
         self._buffers_sent = False
         if self.optimizer is not None:
             self.optimizer.end_window()
+        self._monitors.forget()
         self._window.restart()
 
     def _begin_window(self) -> None:
@@ -404,6 +429,7 @@ class Engine(Phases):
                 ending.dissolve(self._core, owned=self._owns_mesh)
             finally:
                 attached.discard(self.module)
+                self._monitors.close()
                 self.optimizer = None
                 self._give_back()
                 if self._saves is not None:
@@ -432,3 +458,10 @@ class Engine(Phases):
         if given is None and self.config.scheduler is None:
             return None
         return lr_schedules.make(given, self.config.scheduler, self._need_optimizer("a learning-rate scheduler"))
+
+
+def _known(optimizer: _OptimizerLike) -> dict[str, Any] | None:
+    """What a given optimizer says of the config's "auto"."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
+        return None
+    return {"optimizer.params.lr": float(optimizer.defaults["lr"])}

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.forks import Forks
 from tests.ranks import RankPool
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

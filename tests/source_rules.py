@@ -21,6 +21,7 @@ IMPORT_ORDER = (
     "stages", "layout", "config_kinds", "config_foreign", "config_keys", "config_reader", "config_sections", "config",
     "precision",
     "rendezvous", "mesh", "faults", "record", "history", "lr_schedules", "launcher", "kernels", "lion", "streams",
+    "monitors",
     "offload", "bucket", "transit", "activation_offload", "activations", "guard",
     "collectives", "agreement",
     "ddp",

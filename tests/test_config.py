@@ -6,14 +6,15 @@ import copy
 import json
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardengine.config import TRIPLE, Config, json_schema, load_config
-from shardengine.config_keys import ALIASES, KEYS, Status
+from shardengine.config import Config, json_schema, load_config
+from shardengine.config_keys import ALIASES, KEYS, TRIPLE, Status
 from shardengine.config_sections import ActivationsConfig, FrozenMapping, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 
@@ -201,11 +202,19 @@ FILES = st.fixed_dictionaries(
             {},
             optional={
                 "stage": st.integers(0, 3),
-                "reduce_bucket_size": st.integers(1) | st.just(1e9),
+                "reduce_bucket_size": st.integers(1) | st.sampled_from([1e9, "auto"]),
+                "sub_group_size": st.just("auto"),
+                "//": st.just({"stage": 9}),
                 "units": st.just("auto") | st.lists(st.sampled_from("ABC"), min_size=1, unique=True),
             },
         ),
-        "reproducible": st.none() | st.booleans(),
+        "reproducible": st.sampled_from([None, True, False, "auto"]),
+        "steps_per_print": st.sampled_from([None, 0, 5, "inf", "auto"]),
+        "torch_autocast": st.fixed_dictionaries({"dtype": st.sampled_from(["half", "torch.bfloat16", "auto"])}),
+        "monitor": st.fixed_dictionaries({}, optional={"csv": st.fixed_dictionaries({"enabled": st.booleans()})}),
+        "tensorboard": st.just({"output_path": "", "job_name": "a"}),
+        "wandb": st.just({"enabled": True}),
+        "_remark": st.just({"any": "auto"}),
         "timeout_s": st.floats(1e-3, 1e6),
         "debug": st.booleans(),
         "seed": st.integers(0, 2**63 - 1),
@@ -247,7 +256,9 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
         properties = schema.get("properties", {})
         if not set(schema.get("required", ())) <= value.keys():
             return False
-        if schema.get("additionalProperties") is False and not value.keys() <= properties.keys():
+        patterns = schema.get("patternProperties", {})
+        remarks = {name for name in value for pattern in patterns if re.search(pattern, name)}
+        if schema.get("additionalProperties") is False and not value.keys() - remarks <= properties.keys():
             return False
         return all(accepts(properties.get(name, {}), item) for name, item in value.items())
     if isinstance(value, list):

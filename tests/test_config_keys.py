@@ -44,24 +44,25 @@ FROZEN = {
         zero_optimization.offload_param.buffer_count
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.pin_memory
+        monitor.csv.enabled monitor.csv.job_name monitor.csv.output_path monitor.jsonl.enabled
+        monitor.jsonl.job_name monitor.jsonl.output_path monitor.tensorboard.enabled
+        monitor.tensorboard.job_name monitor.tensorboard.output_path
     """,
     "LATER": """
-        comm_hook.name comm_hook.params comms_logger.debug comms_logger.enabled
-        comms_logger.prof_all comms_logger.prof_ops comms_logger.verbose
-        fp16.fp16_master_weights_and_grads
-        monitor.csv.enabled monitor.csv.job_name
-        monitor.csv.output_path monitor.jsonl.enabled monitor.jsonl.job_name monitor.jsonl.output_path
-        monitor.tensorboard.enabled monitor.tensorboard.job_name monitor.tensorboard.output_path
-        monitor.wandb.enabled monitor.wandb.group monitor.wandb.project monitor.wandb.team
+        comm_hook.name comm_hook.params
         static_graph torch_autocast.lower_precision_safe_modules
-        wall_clock_breakdown zero_allow_untested_optimizer
         zero_optimization.shard_group_size zero_optimization.zero_hpz_partition_size
         zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_weights
     """,
     "REFUSED": """
         amp autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity
-        flops_profiler hybrid_engine pipeline progressive_layer_drop sparse_attention sparse_gradients
+        hybrid_engine pipeline progressive_layer_drop sparse_attention sparse_gradients
         zero_optimization.zero_quantized_nontrainable_weights
+        bf16.bf16_optimizer_states compile.deepcompile data_types.buffer_dtype data_types.param_dtype
+        expert_parallel fp16.fp16_master_weights_and_grads managed_gradient_accumulation quantize_training
+        sequence_parallel_size tensor_parallel.autotp_size tensor_parallel.tp.tp_size weight_quantization
+        zero_optimization.offload_optimizer.super_offload zero_optimization.zenflow
+        zero_optimization.zeropp_loco_param
     """,
     "NO_EFFECT": """
         zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.pipeline
@@ -86,18 +87,41 @@ FROZEN = {
         zero_optimization.stage3_param_persistence_threshold
         zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.sub_group_size
         zero_optimization.use_multi_rank_bucket_allreduce
+        allgather_size bf16.immediate_grad_update checkpoint.checkpoint_serialization checkpoint.writer
+        comms_config comms_logger compile.backend compile.debug_log compile.disable compile.double_buffer
+        compile.enabled compile.free_activation compile.free_activation_threshold
+        compile.keep_all_input_tensors compile.keep_int_input_tensors compile.kwargs
+        compile.offload_activation compile.offload_activation_pin_memory compile.offload_opt_states
+        compile.offload_parameters compile.passes compile.symmetric_memory compile.sync_after_allgather
+        compile.sync_after_reduce compile.sync_before_allgather compile.sync_before_reduce
+        cuda_visible_devices datastates_ckpt disable_python_gc flops_profiler graph_harvesting log_level
+        monitor.comet monitor.wandb monitor_config nebula seq_parallel_communication_data_type
+        tensor_parallel.dtype tensor_parallel.injection_policy_tuple tensor_parallel.keep_module_on_host
+        tensor_parallel.kernel_inject tensor_parallel.partition_config tensor_parallel.preset_model
+        tensor_parallel.replace_with_kernel_inject tensor_parallel.tp.mpu tensor_parallel.tp.tp_grain_size
+        tensor_parallel.tp.tp_group tensor_parallel.tp_overlap_comm timers use_data_before_expert_parallelism
+        vocabulary_size wall_clock_breakdown zero_allow_untested_optimizer
+        zero_optimization.enable_sanity_checks zero_optimization.leaf_module
+        zero_optimization.mics_hierarchical_params_gather
+        zero_optimization.offload_optimizer.cpuadam_cores_perc zero_optimization.pipeline_loading_checkpoint
+        zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.stage3_allgather_sequential
     """,
 }
 
 FROZEN_ALIASES = """
 activation_checkpointing.cpu_checkpointing: activation_checkpointing.cpu_offload
 aio.intra_op_parallelism: aio.thread_count
+bf16.bf16_master_weights_and_grads: bf16.master_weights
 bf16.check_grad_overflow: nonfinite_gradients
 bfloat16: bf16
+comet: monitor.comet
 csv_monitor: monitor.csv
+tensor_parallel.tensor_parallel: tensor_parallel.tp
 tensorboard: monitor.tensorboard
 wandb: monitor.wandb
+zero_optimization.allgather_sequential: zero_optimization.stage3_allgather_sequential
 zero_optimization.cpu_offload: zero_optimization.offload_optimizer
+zero_optimization.cpu_offload_param: zero_optimization.offload_param
 zero_optimization.cpu_offload_params: zero_optimization.offload_param
 zero_optimization.gather_16bit_weights_on_model_save: zero_optimization.stage3_gather_16bit_weights_on_model_save
 zero_optimization.gather_fp16_weights_on_model_save: zero_optimization.stage3_gather_16bit_weights_on_model_save

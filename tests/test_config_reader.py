@@ -83,7 +83,7 @@ def test_a_known_key_without_meaning_is_accepted_and_said_once() -> None:
         {"zero_optimization": {"cpu_offload": False, "mics_shard_size": -1, "zero_quantized_weights": False}},
         {"data_types": {"grad_accum_dtype": "fp32", "reduce_dtype": None}},
         {"communication_data_type": None, "static_graph": False},
-        {"tensorboard": {"enabled": False, "output_path": "logs"}, "wandb": {"enabled": False}},
+        {"tensorboard": {"enabled": False}, "wandb": {"enabled": False}, "comet": None, "csv_monitor": False},
         {"activation_checkpointing": {"cpu_checkpointing": False}},
         {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1}},
         {"comm_hook": {"name": "none"}, "comms_logger": {"enabled": False, "verbose": True}},
@@ -98,17 +98,14 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("on", "place"),
     [
-        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+        ({"static_graph": True}, "static_graph"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
         (
             {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
             "torch_autocast.lower_precision_safe_modules",
         ),
-        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
         ({"comm_hook": {"name": "powersgd"}}, "comm_hook"),
-        ({"tensorboard": {"enabled": True}}, "tensorboard"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
     ],
 )
 def test_a_later_feature_that_is_switched_on_is_not_available_yet(on: dict[str, Any], place: str) -> None:
@@ -194,27 +191,178 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("written", "place"),
+    ("written", "place", "argument"),
     [
-        ({"gradient_clipping": "auto"}, "gradient_clipping"),
-        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "zero_optimization.reduce_bucket_size"),
+        ({"optimizer": adamw(lr="auto")}, "optimizer.params.lr", "learning_rate"),
+        ({"optimizer": {"type": "auto"}}, "optimizer.type", ""),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage", ""),
         (
-            {"zero_optimization": {"stage3_param_persistence_threshold": "auto"}},
-            "zero_optimization.stage3_param_persistence_threshold",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+            "scheduler.params.warmup_num_steps",
+            "warmup_steps",
         ),
-        ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
-        ({"optimizer": adamw(lr="auto")}, "optimizer.params.lr"),
-        ({"optimizer": {"type": "auto"}}, "optimizer.type"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, "scheduler.params.warmup_max_lr"),
-        ({"train_batch_size": "auto"}, "train_batch_size"),
     ],
 )
-def test_auto_without_a_source_is_refused_by_name(written: dict[str, Any], place: str) -> None:
-    assert problem(**written).startswith(f'{place}: "auto" cannot be resolved')
+def test_auto_that_only_the_caller_knows_says_what_to_give(written: dict[str, Any], place: str, argument: str) -> None:
+    filled = f", which Hugging Face's Trainer fills from its argument {argument}" if argument else ""
+    end = f'write a value, or give one: load_config(file, auto={{"{place}": …}})'
+    assert problem(**written) == f'{place}: "auto"{filled}, cannot be known here; {end}'
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"gradient_clipping": "auto"}, 'gradient_clipping is "auto", which Hugging Face\'s Trainer fills from its '),
+        (
+            {"fp16": {"enabled": "auto"}},
+            'fp16.enabled is "auto", which Hugging Face\'s Trainer fills from its argument',
+        ),
+        (
+            {"optimizer": adamw(betas="auto")},
+            ": here the default [0.9, 0.999] counts; for another one: load_config(file",
+        ),
+        (
+            {"optimizer": adamw("SGD", momentum="auto")},
+            'optimizer.params.momentum is "auto": here the default 0.0 counts',
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "auto"}},
+            'zero_optimization.reduce_bucket_size is "auto": here the default 12500000 counts',
+        ),
+        ({"zero_optimization": {"overlap_comm": "auto"}}, 'overlap_comm is "auto": here the default true counts'),
+        (
+            {"zero_optimization": {"zero_quantized_weights": "auto"}},
+            'zero_optimization.zero_quantized_weights is "auto": here the default false counts',
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
+            'scheduler.params.warmup_max_lr is "auto", which Hugging Face\'s Trainer fills from its argument',
+        ),
+        (
+            {"zero_optimization": {"stage3_param_persistence_threshold": "auto"}},
+            "stage3_param_persistence_threshold has no effect, because",
+        ),
+        ({"autotuning": "auto", "data_types": {"param_dtype": "auto"}}, ""),
+    ],
+)
+def test_auto_takes_the_default_and_says_so(written: dict[str, Any], said: str) -> None:
+    config = load(**written)
+    assert [notice for notice in config.notices if said in notice]
+    without = {key: value for key, value in written.items() if key in ("optimizer", "scheduler")}
+    for section in without.values():
+        section["params"] = {}
+    assert config == load(**without)
+
+
+def test_the_caller_gives_values_for_auto_and_for_nothing_else() -> None:
+    """The batch sizes, the learning rate and precision of a file that Hugging Face's Trainer would fill."""
+    file = {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        "optimizer": adamw(lr="auto", eps=1e-6),
+        "bf16": {"enabled": "auto"},
+    }
+    given = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer.params.lr": 2,
+        "optimizer.params.eps": 1,
+        "bf16.enabled": True,
+    }
+    config = load_config(file, given)
+    assert config.optimizer is not None and config.bf16.enabled
+    assert (config.optimizer.params["lr"], config.optimizer.params["eps"]) == (2.0, 1e-6)
+    assert config.sources["optimizer.params.lr"] == "auto" and config.sources["optimizer.params.eps"] == "file"
+    assert config.resolve_batch(4).train_batch_size == 12
+    assert file["train_batch_size"] == "auto"
+    assert problems(file)[-1].endswith('load_config(file, auto={"train_micro_batch_size_per_gpu": …})')
+    with pytest.raises(
+        ConfigError, match=r'auto names the unknown key "lr"; the nearest valid key is "optimizer\.params'
+    ):
+        load_config(file, {"train_batch_size": 2, "optimizer.params.lr": 1, "lr": 1})
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: expected a number >= 0, came the string"):
+        load_config(file, {"train_batch_size": 2, "optimizer.params.lr": "fast"})
+
+
+def test_batch_sizes_that_are_auto_follow_from_the_others() -> None:
+    config = load(train_batch_size="auto", gradient_accumulation_steps="auto").resolve_batch(3)
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (6, 1)
+    assert 'train_batch_size is "auto" and is worked out from the other batch sizes' in config.notices
 
 
 def test_auto_is_a_value_of_units() -> None:
     assert load(zero_optimization={"units": "auto"}).zero_optimization.units == "auto"
+
+
+def test_remarks_are_no_keys_at_any_level(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        """{"_": 1, "//": "a", "//": "b", "comment": {"x": "auto"}, "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2, "_why": NaN, "offload_param": {"//": 1}},
+        "optimizer": {"type": "SGD", "comments": 2, "params": {"_lr": 5, "lr": 0.5}}}"""
+    )
+    config = load_config(path)
+    assert config == load(zero_optimization={"stage": 2}, optimizer=adamw("SGD", lr=0.5))
+    assert config.notices == load(zero_optimization={"stage": 2}, optimizer=adamw("SGD", lr=0.5)).notices
+
+
+@pytest.mark.parametrize("value", ["Infinity", "null", '"inf"', '"Infinity"', "0"])
+def test_never_to_print_has_several_spellings(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"train_batch_size": 8, "steps_per_print": {value}}}')
+    assert load_config(path).steps_per_print == 0
+    assert load(steps_per_print=float("inf")).steps_per_print == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "spellings"),
+    [
+        ("bf16", "bf16 bfloat16 torch.bfloat16 BF16"),
+        ("fp16", "fp16 float16 half torch.float16 torch.half"),
+        ("fp32", "fp32 float32 float torch.float32"),
+    ],
+)
+def test_dtypes_have_several_spellings(name: str, spellings: str) -> None:
+    for spelling in spellings.split():
+        config = load(
+            communication_data_type=spelling, data_types=dict.fromkeys(("grad_accum_dtype", "reduce_dtype"), spelling)
+        )
+        found = {config.communication_data_type, config.data_types.grad_accum_dtype, config.data_types.reduce_dtype}
+        assert found == {name}
+        if name == "fp32":
+            assert "torch_autocast.dtype: expected" in problem(torch_autocast={"dtype": spelling})
+        else:
+            full = {"bf16": "bfloat16", "fp16": "float16"}[name]
+            assert load(torch_autocast={"dtype": spelling}).torch_autocast.dtype == full
+
+
+def test_dotted_names_on_the_top_level_go_to_their_sections() -> None:
+    """As one library's programs write them."""
+    name = "zero_optimization.reduce_bucket_size"
+    assert load(**{name: 7}).zero_optimization.reduce_bucket_size == 7
+    both = load(**{name: 7, "zero_optimization": {"reduce_bucket_size": 9}})
+    assert both.zero_optimization.reduce_bucket_size == 9
+    assert [notice for notice in both.notices if notice.startswith(f'"{name}" on the top level has no effect')]
+    assert 'unknown key; the nearest valid key is "zero_optimization.stage"' in problem(**{"zero_optimization.stge": 1})
+
+
+def test_diagnosis_never_stops_a_training() -> None:
+    asked = {
+        **dict.fromkeys(
+            ("wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"), True
+        ),
+        **{name: {"enabled": True} for name in ("wandb", "comet", "comms_logger", "flops_profiler", "timers")},
+    }
+    config = load(**asked)
+    for name in asked:
+        assert [line for line in config.notices if line.startswith(f"{name} has no effect, because ")]
+    off = {name: {"enabled": False} if isinstance(value, dict) else False for name, value in asked.items()}
+    assert load(**off).notices == load().notices
+
+
+def test_master_weights_have_another_name() -> None:
+    config = load(bf16={"enabled": True, "bf16_master_weights_and_grads": True})
+    assert config.bf16.master_weights is False
+    said = "bf16.bf16_master_weights_and_grads is an old name and is read as bf16.master_weights: false"
+    assert said in config.notices
 
 
 def test_units_are_class_names() -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def train(settings: Settings, config: Config, together: Together) -> bool:
 
     engine = shardengine.initialize(
         model,
-        config,
+        replace(config, notices=()),  # the header prints them
         model_parameters=decay_groups(model),
         lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.planned_steps),
         mesh=together.mesh,
@@ -56,7 +57,7 @@ def train(settings: Settings, config: Config, together: Together) -> bool:
     checkpoints = Checkpoints(engine, settings, blocks, together)
     checkpoints.begin()  # a resumed run: weights, optimizer, schedule and counters are as they were, on any ranks
 
-    out.header(engine, blocks)
+    out.header(engine, blocks, config.notices)
     if settings.resume is None:
         out.validation(0, validate(engine, blocks.validation, together))
     batches = data.training_batches(

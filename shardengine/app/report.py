@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -53,8 +53,11 @@ class Report:
         self._started = time.monotonic()
         self._bar: Any = None
 
-    def header(self, engine: Engine, blocks: Blocks) -> None:
-        """Say what is going to happen; write the resolved config, or take up a resumed run's metrics."""
+    def header(self, engine: Engine, blocks: Blocks, notices: Iterable[str]) -> None:
+        """Say what is going to happen; write the resolved config, or take up a resumed run's metrics.
+
+        notices: of the config, as it was read.
+        """
         if not self._enabled:
             return
         config, settings = engine.config, self._settings
@@ -91,7 +94,7 @@ class Report:
             rows["resumed"] = f"from step {self._first}"
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
-        for notice in config.notices:
+        for notice in notices:
             print(f"note: {notice}")
         if blocks.truncated:
             print(

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from shardengine import lr_schedules
 from shardengine.app import jsonl
-from shardengine.config import TRIPLE, Config, fitting_ranks, load_config
+from shardengine.config import Config, fitting_ranks, load_config
+from shardengine.config_keys import TRIPLE
 from shardengine.config_reader import Source
 from shardengine.config_sections import OptimizerConfig
 from shardengine.errors import UsageError
