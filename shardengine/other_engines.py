@@ -135,12 +135,16 @@ ENGINE: Mapping[str, str] = {
     ),
     **_each("process_group process_group_reduce_scatter data_parallel_group", _GROUPS),
     **_each("sync_buffers will_sync_module_buffers", _BUFFERS),
+    **_each("mixed_precision compute_dtype", "`bf16`, `fp16` or `torch_autocast` in the config says the precision"),
+    "compute_device": "read `engine.device`",
+    **_each("register_for_checkpointing", "pass what else to keep as `engine.save_checkpoint(dir, client_state=...)`"),
     "bucket_bytes_cap": "`zero_optimization.reduce_bucket_size` in the config says it, in elements",
     **_each(
         "scale scale_wrt_gas",
         "`engine.backward(loss)` multiplies the loss with the scale and divides it by the accumulation steps",
     ),
     **_each(
+        "zero_grad_hooks zero_allgather_sequential swap_tensor_config graph_harvesting cpuadam_cores_perc "
         "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback all_gather_scalar "
         "enable_backward_allreduce inside_no_sync_ctxt gas_boundary_ctr",
         _ITS_OWN,
@@ -192,7 +196,8 @@ ENGINE: Mapping[str, str] = {
     ),
     "dump_state": "`engine.config.resolved()` lists every value in effect",
     **_each(
-        "is_compiled get_compile_time register_compile_pass", "compile the model, or its blocks, with torch.compile"
+        "is_compiled get_compile_time register_compile_pass is_deepcompile_enabled is_deepcompile_active",
+        "compile the model, or its blocks, with torch.compile",
     ),
     # Settings
     **_read_from(
@@ -224,13 +229,13 @@ ENGINE: Mapping[str, str] = {
         zero_optimization__offload_param="zero_offload_param",
     ),
     **_each(
-        "zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential zero_contiguous_gradients "
+        "zero_allgather_bucket_size zero_allgather_partitions zero_contiguous_gradients "
         "zero_elastic_checkpoint zero_force_ds_cpu_optimizer zero_gather_16bit_weights_on_model_save "
         "zero_ignore_unused_parameters zero_legacy_stage1 zero_load_from_fp32_weights zero_log_trace_cache_warnings "
         "zero_max_live_parameters zero_max_reuse_distance zero_model_persistence_threshold "
         "zero_module_granularity_threshold zero_multi_rank_bucket_allreduce zero_param_persistence_threshold "
         "zero_reduce_scatter zero_round_robin_gradients zero_sub_group_size dataloader_drop_last "
-        "optimizer_legacy_fusion use_node_local_storage",
+        "optimizer_legacy_fusion use_node_local_storage checkpoint_tag_validation_enabled",
         _NO_KEY,
     ),
     # What is not here
@@ -245,10 +250,16 @@ ENGINE: Mapping[str, str] = {
         "curriculum_learning_enabled "
         "set_custom_curriculum_learning_schedule data_efficiency_enabled random_ltd_enabled pld_enabled get_pld_theta "
         "quantize_training compression_scheduler autotuning_enabled "
-        "set_data_post_process_func",
+        "set_data_post_process_func curriculum_learning_config curriculum_params_legacy data_efficiency_config "
+        "data_sampling_config data_sampling_enabled eigenvalue block_eigenvalue pld_params pld_theta pld_gamma "
+        "progressive_layer_drop random_ltd_config random_ltd_initialize quantizer flops_profiler_profile_step "
+        "autotuning_metric autotuning_profile_model_info is_sanity_checks_enabled zenflow_config super_offload",
         _NOT_HERE,
     ),
-    **_each("sparse_gradients_enabled sparse_allreduce", "gradients are reduced as dense buckets"),
+    **_each(
+        "sparse_gradients_enabled sparse_allreduce sparse_all_gather sparse_allreduce_bucket",
+        "gradients are reduced as dense buckets",
+    ),
     **_each(
         "zero_quantized_weights zero_quantized_gradients zero_hpz_partition_size mics_shard_size zeropp_loco_param",
         "compressed communication and shard groups are not available yet",
