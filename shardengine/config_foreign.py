@@ -78,7 +78,10 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
             "it steps with gradients of an earlier step, which changes what is learnt; "
             "`offload_optimizer.step_in_backward` hides the step on the CPU without that",
         ),
-        "zero_quantized_nontrainable_weights": ((), "frozen weights travel in their own dtype; cast them before"),
+        "zero_quantized_nontrainable_weights": (
+            (),
+            "frozen weights travel in their own dtype; cast them before `initialize`",
+        ),
         "zeropp_loco_param": ((), "gradients are not quantized, so there is no error to feed back; leave it out"),
     },
     "zero_optimization.offload_optimizer": {

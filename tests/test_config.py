@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardengine.config import Config, json_schema, load_config
@@ -222,6 +222,7 @@ FILES = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)  # other programs may have the machine
 @given(FILES, st.none() | st.integers(1, 8))
 def test_a_config_written_as_json_loads_as_an_equal_config(source: dict[str, Any], ranks: int | None) -> None:
     config = load_config(source)
@@ -270,6 +271,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     return True
 
 
+@settings(deadline=None)  # other programs may have the machine
 @given(FILES)
 def test_the_schema_accepts_what_loads(source: dict[str, Any]) -> None:
     assert accepts(json_schema(), source)
