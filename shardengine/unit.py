@@ -72,14 +72,11 @@ class Unit:
         self.members = members
         self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
         self.names = {arena.layout.index: [layout.names_in(b.layout) for b in arena.buckets] for arena in arenas}
+        self.elements = sum(arena.layout.length for arena in arenas)
+        """Of all arenas, padding included."""
         self.state = Weights.FULL
         self._pending: list[Pending] = []
         self._pins: list[Tensor] | None = None
-
-    @property
-    def elements(self) -> int:
-        """Elements of all arenas, padding included."""
-        return sum(arena.layout.length for arena in self.arenas)
 
     @property
     def has_frozen(self) -> bool:
