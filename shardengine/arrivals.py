@@ -7,7 +7,7 @@ Must not know: the optimizer, how hooks are registered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shardengine.bucket import Bucket
 from shardengine.collectives import Pending
@@ -55,9 +55,10 @@ class Arrivals:
         self._flights.clear()
         self._hidden.clear()
 
-    def is_hidden(self, parameter: int) -> bool:
-        """Whether the user's parameter is poison now."""
-        return parameter in self._hidden
+    @property
+    def hidden(self) -> Collection[int]:
+        """The parameters that are poison now."""
+        return self._hidden
 
     def _await(self, parameters: Iterable[int]) -> None:
         landed: set[int] = set()

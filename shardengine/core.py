@@ -79,17 +79,13 @@ class Core:
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
         self.adopt_written_weights()
-        for unit in self.units:
-            if unit.pinned:
-                continue
-            for member in unit.members:
-                hidden = self.arrivals is not None and self.arrivals.is_hidden(member.index)
-                if not member.is_shown(Weights.SHARDED if hidden else unit.state):
-                    raise UsageError(
-                        f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
-                        f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
-                        "memory that the engine does not own; call .to(), .half() and the like before initialize"
-                    )
+        hidden = () if self.arrivals is None else self.arrivals.hidden
+        for member in (member for unit in self.units if not unit.pinned for member in unit.misplaced(hidden)):
+            raise UsageError(
+                f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
+                f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
+                "memory that the engine does not own; call .to(), .half() and the like before initialize"
+            )
 
     def unfrozen(self) -> dict[str, nn.Parameter]:
         """The parameters that were frozen when the layout was made and are not now, by name."""

@@ -103,17 +103,17 @@ class BucketLayout:
     end: int
     ranks: int
 
-    @property
+    @cached_property
     def label(self) -> str:
         """For errors."""
         return f"bucket {self.index}" if self.index >= 0 else f"frozen bucket {self.start} of arena {self.arena}"
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements, padding included."""
         return self.end - self.start
 
-    @property
+    @cached_property
     def slice_length(self) -> int:
         """Elements of one rank's slice."""
         return self.length // self.ranks
@@ -140,7 +140,7 @@ class ArenaLayout:
     slots: tuple[Slot, ...]
     buckets: tuple[BucketLayout, ...]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements, padding included."""
         return self.buckets[-1].end
