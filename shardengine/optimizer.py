@@ -32,6 +32,7 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.in_backward import StepsInBackward
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
+from shardengine.offload import HOST
 from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
 _AHEAD = 2
@@ -150,17 +151,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _payload(self) -> Payload:
         """This rank's part of the squared norm, in all and of each parameter, and a digest of the optimizer's options
         and loss scale, 4 bytes."""
+        found = [
+            (parameter, kernels.sum_of_squares(complete[start:end]))
+            for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True)
+            if (complete := state.complete) is not None
+            for parameter, start, end in parts
+        ]
         device = self._reducer.buckets[0].bucket.full.device
+        if all(square.device == HOST for _, square in found):
+            device = HOST  # added up where they are, and moved together
         zero = torch.zeros((), dtype=torch.float64, device=device)
         total, squares = zero.clone(), [zero] * len(self._layout.parameters)
-        for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True):
-            if (complete := state.complete) is None:
-                continue
-            for parameter, start, end in parts:
-                square = kernels.sum_of_squares(complete[start:end]).to(device)
-                squares[parameter] = square if squares[parameter] is zero else squares[parameter] + square
-                if self._counted(parameter) is not None:
-                    total += square
+        for parameter, square in found:
+            near = square.to(device)
+            squares[parameter] = near if squares[parameter] is zero else squares[parameter] + near
+            if self._layout.parameters[parameter].group >= 0:
+                total += near
         options = [
             (key, float(value) if isinstance(value, Tensor) else value)
             for group in self.param_groups
@@ -169,7 +175,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         text = repr((options, self.scaling))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
-        return Payload(digest.view(torch.uint8), torch.stack([total, *squares]))
+        values = torch.stack([total, *squares])
+        return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
