@@ -160,7 +160,7 @@ class Collectives:
             return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
 
         def finish() -> None:
-            land(received.split(length))
+            land(received.split(length) if direct else [received])
             self._pool.give(received)
 
         record = self._record("reduce", "reduce-scatter", what, names, sent, Purpose.GRADIENTS)

@@ -92,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer = reducer
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
+        self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
         self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
         if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
@@ -191,8 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "load a checkpoint"
             )
         if self.early and not update.begun:
-            ahead = self._cuts.of(self._labels(ahead=True))
-            self.early.require_same(lambda index: [self._rule(label) for label in ahead[index]])
+            self.early.require_same(lambda index: [self._rule(label) for label in self._cuts_ahead()[index]])
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
@@ -204,6 +204,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in update.touched:
                 self.steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._cuts.of(self._labels()), strict=True)
+        fetches = any(state.bucket.shelf.away for state in self._reducer.buckets)
+        rules: dict[Label, tuple[Rule, Noise | None]] = {}
         for state, spans_of in itertools.islice(work, update.stepped, None):
             index = state.bucket.layout.index
             if index in self.early:
@@ -211,8 +213,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 self.early.wait()  # a tier serves one thread
                 state.bucket.shelf.take()
-                self.fetch(index + 1)
-                step_bucket(state, self._parts(spans_of), update, way, whole=self._reducer.rules.gathers)
+                if fetches:
+                    self.fetch(index + 1)
+                for label in spans_of.keys() - rules.keys():
+                    rules[label] = self._rule(label)
+                parts = [(*rules[label], spans) for label, spans in spans_of.items()]
+                step_bucket(state, parts, update, way, whole=self._reducer.rules.gathers)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
@@ -225,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
             return  # it waits for the step, which is an error then
         if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
-            parts = self._parts(self._cuts.of(self._labels(ahead=True))[index])
+            parts = self._parts(self._cuts_ahead()[index])
             then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
             self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
 
@@ -414,6 +420,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return norm
         stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
         return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.loss_scale)
+
+    def _cuts_ahead(self) -> list[dict[Label, Spans]]:
+        """Per bucket what the coming step steps, if that touches everything: found once per step."""
+        if self._ahead is None or self._ahead[0] != self.steps:
+            self._ahead = list(self.steps), self._cuts.of(self._labels(ahead=True))
+        return self._ahead[1]
 
     def _labels(self, *, ahead: bool = False) -> list[Label | None]:
         """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""
