@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardengine.bucket import Arena, Bucket
+from shardengine.bucket import Arena, Bucket, mark_weights
 from shardengine.collectives import Collectives, Pending
 from shardengine.errors import InternalError
 from shardengine.layout import Layout
@@ -193,6 +193,7 @@ class Unit:
         pins = []
         for arena in self.arenas:
             fresh = arena.flat.new_empty(arena.layout.length)
+            mark_weights(fresh)
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
