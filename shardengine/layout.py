@@ -23,7 +23,7 @@ what makes results independent of the layout. Padding is zero, belongs to the la
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -197,6 +197,14 @@ class Layout:
     def buckets(self) -> tuple[BucketLayout, ...]:
         """The trainable buckets; ``buckets[i].index == i``."""
         return tuple(bucket for arena in self.arenas for bucket in arena.buckets if bucket.index >= 0)
+
+    @cached_property
+    def arenas_of(self) -> Mapping[int, tuple[ArenaLayout, ...]]:
+        """The arenas of each unit that has some, in order."""
+        found: dict[int, tuple[ArenaLayout, ...]] = {}
+        for arena in self.arenas:
+            found[arena.unit] = (*found.get(arena.unit, ()), arena)
+        return found
 
     def names_in(self, bucket: BucketLayout) -> tuple[str, ...]:
         """Names of the parameters that overlap ``bucket``."""
