@@ -1,8 +1,8 @@
 """What Python does per step, in ms: of thin models beside DDP and FSDP2, and of the layouts of large ones.
 
-``python -m benchmarks.host_time`` prints two tables and writes ``benchmarks/results/host_time-<machine>.json``. It wants
-an idle machine and less than 6 minutes. One process is rank 0 of eight in a process group that carries nothing, so that
-no time is spent on other ranks.
+``python -m benchmarks.host_time`` prints two tables and writes ``benchmarks/results/host_time-<machine>.json``. It
+wants an idle machine and less than 6 minutes. One process is rank 0 of eight in a process group that carries nothing,
+so that no time is spent on other ranks.
 
     thin      blocks like Llama's, 16 wide, so that a block computes next to nothing; a bucket, and at stage 3 a unit,
               per block. Rows are ms per block that forward, backward and step take longer than the same model in a
@@ -17,6 +17,7 @@ is the median of paired differences with its 95% interval.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -26,7 +27,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -126,6 +126,7 @@ class _Ours:
             {
                 "train_micro_batch_size_per_gpu": 1,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                "reproducible": True,  # what the group "fake" leaves of a reduce-scatter is undefined
                 "zero_optimization": zero,
             },
             mesh=mesh,
@@ -145,7 +146,7 @@ class _Ours:
 def _ddp(layers: int) -> Loop:
     """Its own all-reduce wants a result, which this process group has not: a hook returns the bucket at once."""
 
-    def keep(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def keep(bucket: Any) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -178,7 +179,7 @@ def run(loop: Loop, x: Tensor) -> list[float]:
     times.append(time.process_time())
     loop.step()
     times.append(time.process_time())
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def measure_thin(layers: int, rounds: int, mesh: Mesh) -> dict[str, dict[str, list[float]]]:

@@ -96,7 +96,7 @@ def lines_per_step(stage: str, zero: dict[str, Any], options: dict[str, Any]) ->
         batch = torch.ones(2, WIDTH)
         for _ in range(3):
             step(engine, batch)
-        found.append(executed(lambda engine=engine, batch=batch: step(engine, batch)))
+        found.append(executed(functools.partial(step, engine, batch)))
         assert len(engine._core.layout.buckets) >= layers
         engine.close()
     return found
@@ -183,8 +183,8 @@ def test_a_gather_costs_the_same_however_many_units_are_ahead() -> None:
         for unit in range(units):
             prediction.demand(unit)
         prediction.end()
-        while (unit := prediction.upcoming()) is not None:
-            prediction.start(unit, 5)
+        while (upcoming := prediction.upcoming()) is not None:
+            prediction.start(upcoming, 5)
         assert prediction.elements_ahead == 5 * units
 
         def gather(prediction: Prediction = prediction) -> None:
@@ -204,5 +204,5 @@ def test_a_buffer_is_found_at_the_same_cost_however_many_are_idle() -> None:
         for taken in [buffers.take(64) for _ in range(idle)]:
             buffers.give(taken)
         buffers.give(buffers.take(64))
-        counts.append(sum(executed(lambda buffers=buffers: buffers.take(64)).values()))
+        counts.append(sum(executed(functools.partial(buffers.take, 64)).values()))
     assert counts[0] == counts[1]
