@@ -31,6 +31,7 @@ from shardengine.errors import UsageError
 from shardengine.streams import CopyStream, is_apart
 
 _ALIGN_BYTES = 64
+_FEW = 64
 
 
 class HostBuffers:
@@ -43,22 +44,29 @@ class HostBuffers:
     def __init__(self, *, pinned: bool) -> None:
         self.allocated_bytes = 0
         self._pinned = pinned
-        self._idle: list[Tensor] = []
+        self._idle: dict[int, list[Tensor]] = {}  # by size: blocks are alike, so there are few
         self._returned: deque[Tensor] = deque()  # by finalizers, which may run anywhere
 
     def take(self, count: int) -> Tensor:
         """At least ``count`` bytes with undefined contents."""
         while self._returned:
-            self._idle.append(self._returned.popleft())
-        fitting = [number for number, idle in enumerate(self._idle) if count <= idle.numel() <= 2 * count]
+            returned = self._returned.popleft()
+            self._idle.setdefault(returned.numel(), []).append(returned)
+        fitting = [size for size in self._idle if count <= size <= 2 * count]
         if fitting:
-            return self._idle.pop(min(fitting, key=lambda number: self._idle[number].numel()))
+            return self._take_idle(min(fitting))
         spared = 0
         while self._idle and spared < count:
-            spared += self._idle.pop(0).numel()
+            spared += self._take_idle(next(iter(self._idle))).numel()
         with torch.inference_mode(False):  # it is used again outside of the caller's
             buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
         self.allocated_bytes += count - spared
+        return buffer
+
+    def _take_idle(self, size: int) -> Tensor:
+        buffer = self._idle[size].pop()
+        if not self._idle[size]:
+            del self._idle[size]
         return buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -68,24 +76,26 @@ class HostBuffers:
     @property
     def idle_bytes(self) -> int:
         """Bytes of the buffers that nobody has taken."""
-        return sum(buffer.numel() for buffer in (*self._idle, *self._returned))
+        idle = sum(size * len(buffers) for size, buffers in self._idle.items())
+        return idle + sum(buffer.numel() for buffer in tuple(self._returned))
 
 
 class ActivationStore:
-    """Host memory for what blocks keep. ``weights`` tells the identities (``_cdata``) of storages that stay."""
+    """Host memory for what blocks keep. ``stays``: whether a storage is there anyway; asked for each saved tensor."""
 
-    def __init__(self, device: torch.device, weights: Callable[[], set[int]]) -> None:
+    def __init__(self, device: torch.device, stays: Callable[[torch.UntypedStorage], bool]) -> None:
         self.buffers = HostBuffers(pinned=is_apart(device))
         self.stream = CopyStream(device)
         self._device = device
-        self._weights = weights
+        self.stays = stays
         self._known: dict[_Key, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stretch]]] = {}
+        self._kept = _FEW
         self._latest: list[weakref.ref[_Stretch]] = []
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """What autograd saves inside goes to host memory; for one forward of one block."""
-        call = _Call(self, self._weights(), self._latest)
+        call = _Call(self, self._latest)
         try:
             with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
                 yield
@@ -110,8 +120,10 @@ class ActivationStore:
             if stretch is not None and alive() is storage:
                 return stretch, False
         stretch = _Stretch(self, source, before)
-        self._known = {at: pair for at, pair in self._known.items() if pair[1]() is not None}
         self._known[key] = weakref.ref(storage), weakref.ref(stretch)
+        if len(self._known) > 2 * self._kept:  # so that each entry is looked at about once
+            self._known = {at: pair for at, pair in self._known.items() if pair[1]() is not None}
+            self._kept = max(len(self._known), _FEW)
         return stretch, True
 
 
@@ -121,17 +133,16 @@ _Key = tuple[int, int, int, torch.dtype, int]
 class _Call:
     """One forward of one block: what it saves, and ``before``: what the call before it saved."""
 
-    def __init__(self, store: ActivationStore, weights: set[int], before: list[weakref.ref[_Stretch]]) -> None:
+    def __init__(self, store: ActivationStore, before: list[weakref.ref[_Stretch]]) -> None:
         self.stretches: list[weakref.ref[_Stretch]] = []
         self._store = store
-        self._weights = weights
         self._before = before
         self._sources: list[tuple[Tensor, int, _Stretch]] = []
 
     def pack(self, tensor: Tensor) -> _Packed:
         """For autograd: what stands in for ``tensor`` until backward."""
         version = tensor._version
-        if not self._store.moves(tensor) or tensor.untyped_storage()._cdata in self._weights:
+        if not self._store.moves(tensor) or self._store.stays(tensor.untyped_storage()):
             return _Packed(tensor, None, (), (), 0, version)
         offset, strides = int(tensor.storage_offset()), tensor.stride()
         last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))

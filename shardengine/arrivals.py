@@ -7,7 +7,7 @@ Must not know: the optimizer, how hooks are registered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shardengine.bucket import Bucket
 from shardengine.collectives import Pending
@@ -22,6 +22,10 @@ class Arrivals:
         self._hidden: set[int] = set()
         self._members = {member.index: member for member in members}
         self._buckets = {member.index: frozenset(_buckets_of(member)) for member in members}
+        self._in: dict[int, list[int]] = {}
+        for index, buckets in self._buckets.items():
+            for bucket in buckets:
+                self._in.setdefault(bucket, []).append(index)
         self._groups = [tuple(group) for group in groups]
 
     def depart(self, bucket: Bucket, pending: Pending) -> None:
@@ -51,21 +55,23 @@ class Arrivals:
         self._flights.clear()
         self._hidden.clear()
 
-    def is_hidden(self, parameter: int) -> bool:
-        """Whether the user's parameter is poison now."""
-        return parameter in self._hidden
+    @property
+    def hidden(self) -> Collection[int]:
+        """The parameters that are poison now."""
+        return self._hidden
 
     def _await(self, parameters: Iterable[int]) -> None:
+        landed: set[int] = set()
         for index in parameters:
             for bucket in sorted(self._buckets[index] & self._flights.keys()):
                 self._flights.pop(bucket).wait()
-        for index in [i for i in self._hidden if self._buckets[i].isdisjoint(self._flights)]:
-            self._members[index].show(self._members[index].view)
-            self._hidden.discard(index)
+                landed.update(self._in[bucket])
+        for index in landed & self._hidden:
+            if self._buckets[index].isdisjoint(self._flights):
+                self._members[index].show(self._members[index].view)
+                self._hidden.discard(index)
 
 
 def _buckets_of(member: Member) -> Iterable[int]:
     slot = member.arena.layout.slots[member.slot]
-    for bucket in member.arena.layout.buckets:
-        if bucket.start < slot.end and slot.start < bucket.end:
-            yield bucket.index
+    return (bucket.index for bucket in member.arena.layout.buckets_within(slot.start, slot.end))

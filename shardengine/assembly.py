@@ -18,7 +18,7 @@ from shardengine.accumulation import Window
 from shardengine.activation_offload import ActivationStore
 from shardengine.agreement import compare, settle_kernels, together
 from shardengine.arrivals import Arrivals
-from shardengine.bucket import BufferPool
+from shardengine.bucket import BufferPool, holds_weights
 from shardengine.collectives import Collectives
 from shardengine.config import Config
 from shardengine.core import Core
@@ -271,7 +271,9 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:
     if config.activation_checkpointing.enabled:
         offload = config.activation_checkpointing.cpu_offload
-        saving = ActivationStore(core.mesh.device, core.weight_storages).saving if offload else nullcontext
+        saving = ActivationStore(core.mesh.device, holds_weights).saving if offload else nullcontext
+        if offload:
+            core.mark_weights()
         blocks = partition.find_units(model, config.zero_optimization.units)
         core.guard.handles.extend(activations.attach(blocks, saving))
         core.guard.caching.extend(_without_caches(model))

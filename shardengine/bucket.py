@@ -66,6 +66,19 @@ def in_memory_order(tensor: Tensor, spec: ParameterSpec) -> Tensor:
     return tensor.permute(spec.order) if spec.order else tensor
 
 
+_MARK = "shardengine_weights"
+
+
+def mark_weights(tensor: Tensor) -> None:
+    """Write down, on the storage of ``tensor`` itself, that weights or buffers of a module lie in it."""
+    setattr(tensor.untyped_storage(), _MARK, True)
+
+
+def holds_weights(storage: torch.UntypedStorage) -> bool:
+    """Whether that was written down. Costs the same for any model, and is true for as long as the storage lives."""
+    return getattr(storage, _MARK, False)
+
+
 class Bucket:
     """A range of an arena: its ``full`` view (valid while the arena is allocated) and this rank's ``shard``.
 
@@ -244,6 +257,7 @@ class Arena:
         with torch.inference_mode(False):
             self.flat = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
             self.views = self.views_of(self.flat)
+        mark_weights(self.flat)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Per slot, the view with the parameter's shape of a tensor as long as the arena."""

@@ -122,16 +122,18 @@ class Collectives:
         if mesh.ranks == 1:
             return Pending()
         sent = _sendable(full)
-        slices = sent.chunk(mesh.ranks)
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
             group = mesh.gather
 
             def call() -> list[dist.Work]:
+                slices = sent.chunk(mesh.ranks)
                 return [dist.broadcast(part, src=r, group=group, async_op=True) for r, part in enumerate(slices)]
         else:
 
             def call() -> list[dist.Work]:
-                return [_all_gather_single(sent, slices[mesh.rank], group=mesh.gather, async_op=True)]
+                length = sent.numel() // mesh.ranks
+                own = sent[mesh.rank * length : (mesh.rank + 1) * length]
+                return [_all_gather_single(sent, own, group=mesh.gather, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         return self._issue(self._record("gather", "all-gather", what, names, size, purpose), call)
@@ -158,7 +160,7 @@ class Collectives:
             return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
 
         def finish() -> None:
-            land(received.split(length))
+            land(received.split(length) if direct else [received])
             self._pool.give(received)
 
         record = self._record("reduce", "reduce-scatter", what, names, sent, Purpose.GRADIENTS)

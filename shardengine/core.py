@@ -17,7 +17,7 @@ from torch import nn
 from shardengine import stages
 from shardengine.accumulation import Window
 from shardengine.arrivals import Arrivals
-from shardengine.bucket import Bucket, BufferPool, restore_poison
+from shardengine.bucket import Bucket, BufferPool, mark_weights, restore_poison
 from shardengine.collectives import Collectives, Pending
 from shardengine.ddp import BufferSync, Reducer
 from shardengine.errors import UsageError
@@ -79,17 +79,13 @@ class Core:
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
         self.adopt_written_weights()
-        for unit in self.units:
-            if unit.pinned:
-                continue
-            for member in unit.members:
-                hidden = self.arrivals is not None and self.arrivals.is_hidden(member.index)
-                if not member.is_shown(Weights.SHARDED if hidden else unit.state):
-                    raise UsageError(
-                        f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
-                        f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
-                        "memory that the engine does not own; call .to(), .half() and the like before initialize"
-                    )
+        hidden = () if self.arrivals is None else self.arrivals.hidden
+        for member in (member for unit in self.units if not unit.pinned for member in unit.misplaced(hidden)):
+            raise UsageError(
+                f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
+                f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
+                "memory that the engine does not own; call .to(), .half() and the like before initialize"
+            )
 
     def unfrozen(self) -> dict[str, nn.Parameter]:
         """The parameters that were frozen when the layout was made and are not now, by name."""
@@ -123,12 +119,10 @@ class Core:
         """Bytes that hold weights at this moment, by tier; frozen ones outside of arenas are included."""
         return weight_bytes(self.units) + Counter(device=sum(p.nbytes for p in self.partition.outside))
 
-    def weight_storages(self) -> set[int]:
-        """Identities (``_cdata``) of the storages of weights, frozen ones outside of arenas and buffers included."""
-        pins = [pin for unit in self.units for pin in unit.pins]
-        others = [*pins, *self.partition.outside, *self.buffers.named(persistent_only=False).values()]
-        arenas = {arena.storage_key for unit in self.units for arena in unit.arenas}
-        return arenas | {tensor.untyped_storage()._cdata for tensor in others}
+    def mark_weights(self) -> None:
+        """Write down where weights and buffers lie that are in no arena; arenas do so themselves."""
+        for tensor in (*self.partition.outside, *self.buffers.named(persistent_only=False).values()):
+            mark_weights(tensor)
 
     def sent(self) -> Counter[Purpose]:
         """Bytes sent so far, by purpose."""

@@ -22,8 +22,9 @@ what makes results independent of the layout. Padding is zero, belongs to the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardengine.errors import InternalError
@@ -102,17 +103,17 @@ class BucketLayout:
     end: int
     ranks: int
 
-    @property
+    @cached_property
     def label(self) -> str:
         """For errors."""
         return f"bucket {self.index}" if self.index >= 0 else f"frozen bucket {self.start} of arena {self.arena}"
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements, padding included."""
         return self.end - self.start
 
-    @property
+    @cached_property
     def slice_length(self) -> int:
         """Elements of one rank's slice."""
         return self.length // self.ranks
@@ -139,10 +140,29 @@ class ArenaLayout:
     slots: tuple[Slot, ...]
     buckets: tuple[BucketLayout, ...]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements, padding included."""
         return self.buckets[-1].end
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each slot starts, ascending."""
+        return tuple(slot.start for slot in self.slots)
+
+    def slots_within(self, start: int, end: int) -> tuple[Slot, ...]:
+        """The slots whose elements or padding lie in [start, end): found by bisection, so others cost nothing."""
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        return self.slots[first : bisect_left(self.starts, end)]
+
+    def buckets_within(self, start: int, end: int) -> tuple[BucketLayout, ...]:
+        """The buckets that overlap [start, end)."""
+        edges = self._edges
+        return self.buckets[max(bisect_right(edges, start) - 1, 0) : bisect_left(edges, end)]
+
+    @cached_property
+    def _edges(self) -> tuple[int, ...]:
+        return tuple(bucket.start for bucket in self.buckets)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -169,29 +189,54 @@ class Layout:
     parameters: tuple[ParameterSpec, ...]
     arenas: tuple[ArenaLayout, ...]
     ranks: int
+    _found: dict[tuple[int, int], tuple[tuple[Piece, ...], tuple[str, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def buckets(self) -> tuple[BucketLayout, ...]:
         """The trainable buckets; ``buckets[i].index == i``."""
         return tuple(bucket for arena in self.arenas for bucket in arena.buckets if bucket.index >= 0)
 
+    @cached_property
+    def arenas_of(self) -> Mapping[int, tuple[ArenaLayout, ...]]:
+        """The arenas of each unit that has some, in order."""
+        found: dict[int, tuple[ArenaLayout, ...]] = {}
+        for arena in self.arenas:
+            found[arena.unit] = (*found.get(arena.unit, ()), arena)
+        return found
+
     def names_in(self, bucket: BucketLayout) -> tuple[str, ...]:
         """Names of the parameters that overlap ``bucket``."""
-        return tuple(self.parameters[piece.parameter].name for piece in self.pieces(bucket))
+        return self._found_in(bucket)[1]
 
-    def pieces(self, bucket: BucketLayout) -> Iterator[Piece]:
+    def pieces(self, bucket: BucketLayout) -> tuple[Piece, ...]:
         """The parts of parameters in ``bucket``, without padding, in order."""
-        for slot in self.arenas[bucket.arena].slots:
+        return self._found_in(bucket)[0]
+
+    def _found_in(self, bucket: BucketLayout) -> tuple[tuple[Piece, ...], tuple[str, ...]]:
+        """Pieces and names, which every step asks for: found once per bucket."""
+        key = bucket.arena, bucket.start
+        if key not in self._found:
+            pieces = tuple(self._cut(bucket))
+            self._found[key] = pieces, tuple(self.parameters[piece.parameter].name for piece in pieces)
+        return self._found[key]
+
+    def _cut(self, bucket: BucketLayout) -> Iterator[Piece]:
+        for slot in self.arenas[bucket.arena].slots_within(bucket.start, bucket.end):
             start, end = max(slot.start, bucket.start), min(slot.end, bucket.end)
             if start < end:
                 yield Piece(slot.parameter, start, end, start - slot.start)
 
     def pieces_within(self, bucket: BucketLayout, interval: tuple[int, int]) -> Iterator[Piece]:
         """The parts of ``pieces`` that lie in ``interval`` (arena coordinates)."""
-        for piece in self.pieces(bucket):
+        pieces = self.pieces(bucket)
+        for number in range(bisect_right(pieces, interval[0], key=_end_of), len(pieces)):
+            piece = pieces[number]
             start, end = max(piece.start, interval[0]), min(piece.end, interval[1])
-            if start < end:
-                yield Piece(piece.parameter, start, end, piece.offset + start - piece.start)
+            if start >= end:
+                return
+            yield Piece(piece.parameter, start, end, piece.offset + start - piece.start)
 
     def segments(
         self, bucket: BucketLayout, interval: tuple[int, int], label: Callable[[int], Hashable | None]
@@ -202,7 +247,7 @@ class Layout:
         segment. Starts and ends are multiples of the alignment ([Note: Alignment]), padding rides with its parameter.
         """
         found: list[tuple[Hashable, int, int]] = []
-        for slot in self.arenas[bucket.arena].slots:
+        for slot in self.arenas[bucket.arena].slots_within(*interval):
             start, end = max(slot.start, interval[0]), min(slot.padded_end, interval[1])
             key = label(slot.parameter) if start < end else None
             if key is None:
@@ -218,6 +263,10 @@ class Layout:
         return sum(arena.length for arena in self.arenas if arena.trainable is trainable)
 
 
+def _end_of(piece: Piece) -> int:
+    return piece.end
+
+
 def alignment(itemsize: int) -> int:
     """Elements of ``itemsize`` bytes to which everything is aligned."""
     return max(ALIGN_ELEMENTS, -(-ALIGN_BYTES // itemsize))
@@ -231,9 +280,10 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layou
     """
     arenas: list[ArenaLayout] = []
     next_bucket = 0
-    units = sorted({spec.unit for spec in specs}, reverse=True)
-    for unit in units:
-        members = [i for i, spec in enumerate(specs) if spec.unit == unit]
+    members_of: dict[int, list[int]] = {}
+    for index, spec in enumerate(specs):
+        members_of.setdefault(spec.unit, []).append(index)
+    for unit, members in sorted(members_of.items(), reverse=True):
         keys = dict.fromkeys((specs[i].dtype, specs[i].itemsize, specs[i].trainable) for i in members)
         for dtype, itemsize, trainable in keys:
             chosen = [i for i in members if (specs[i].dtype, specs[i].trainable) == (dtype, trainable)]

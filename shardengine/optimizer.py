@@ -32,6 +32,7 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.in_backward import StepsInBackward
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.layout import Layout
+from shardengine.offload import HOST
 from shardengine.other_engines import read_from_optimizer
 from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
@@ -92,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer = reducer
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
+        self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
         self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
         if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
@@ -151,17 +153,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _payload(self) -> Payload:
         """This rank's part of the squared norm, in all and of each parameter, and a digest of the optimizer's options
         and loss scale, 4 bytes."""
+        found = [
+            (parameter, kernels.sum_of_squares(complete[start:end]))
+            for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True)
+            if (complete := state.complete) is not None
+            for parameter, start, end in parts
+        ]
         device = self._reducer.buckets[0].bucket.full.device
+        if all(square.device == HOST for _, square in found):
+            device = HOST  # added up where they are, and moved together
         zero = torch.zeros((), dtype=torch.float64, device=device)
         total, squares = zero.clone(), [zero] * len(self._layout.parameters)
-        for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True):
-            if (complete := state.complete) is None:
-                continue
-            for parameter, start, end in parts:
-                square = kernels.sum_of_squares(complete[start:end]).to(device)
-                squares[parameter] = square if squares[parameter] is zero else squares[parameter] + square
-                if self._counted(parameter) is not None:
-                    total += square
+        for parameter, square in found:
+            near = square.to(device)
+            squares[parameter] = near if squares[parameter] is zero else squares[parameter] + near
+            if self._layout.parameters[parameter].group >= 0:
+                total += near
         options = [
             (key, float(value) if isinstance(value, Tensor) else value)
             for group in self.param_groups
@@ -170,7 +177,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         text = repr((options, self.scaling))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
-        return Payload(digest.view(torch.uint8), torch.stack([total, *squares]))
+        values = torch.stack([total, *squares])
+        return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
@@ -185,8 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "load a checkpoint"
             )
         if self.early and not update.begun:
-            ahead = self._cuts.of(self._labels(ahead=True))
-            self.early.require_same(lambda index: [self._rule(label) for label in ahead[index]])
+            self.early.require_same(lambda index: [self._rule(label) for label in self._cuts_ahead()[index]])
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         self._opt_called = True  # torch's schedulers warn where no step came before theirs
@@ -198,6 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in update.touched:
                 self.steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._cuts.of(self._labels()), strict=True)
+        fetches = any(state.bucket.shelf.away for state in self._reducer.buckets)
+        rules: dict[Label, tuple[Rule, Noise | None]] = {}
         for state, spans_of in itertools.islice(work, update.stepped, None):
             index = state.bucket.layout.index
             if index in self.early:
@@ -205,8 +214,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 self.early.wait()  # a tier serves one thread
                 state.bucket.shelf.take()
-                self.fetch(index + 1)
-                step_bucket(state, self._parts(spans_of), update, way, whole=self._reducer.rules.gathers)
+                if fetches:
+                    self.fetch(index + 1)
+                for label in spans_of.keys() - rules.keys():
+                    rules[label] = self._rule(label)
+                parts = [(*rules[label], spans) for label, spans in spans_of.items()]
+                step_bucket(state, parts, update, way, whole=self._reducer.rules.gathers)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
@@ -219,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
             return  # it waits for the step, which is an error then
         if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
-            parts = self._parts(self._cuts.of(self._labels(ahead=True))[index])
+            parts = self._parts(self._cuts_ahead()[index])
             then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
             self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
 
@@ -414,6 +427,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return norm
         stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
         return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.loss_scale)
+
+    def _cuts_ahead(self) -> list[dict[Label, Spans]]:
+        """Per bucket what the coming step steps, if that touches everything: found once per step."""
+        if self._ahead is None or self._ahead[0] != self.steps:
+            self._ahead = list(self.steps), self._cuts.of(self._labels(ahead=True))
+        return self._ahead[1]
 
     def _labels(self, *, ahead: bool = False) -> list[Label | None]:
         """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""

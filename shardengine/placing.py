@@ -45,7 +45,7 @@ def place(
         units = []
         for index, (name, _) in enumerate(named):
             arenas, members = [], []
-            for arena_layout in (a for a in layout.arenas if a.unit == index):
+            for arena_layout in layout.arenas_of.get(index, ()):
                 arena, found = new_arena(partition, layout, arena_layout, mesh, homes)
                 masters = arena.is_stepped and which.master_of(arena.dtype)
                 _fill(arena, found, layout, collectives, masters=masters, whole_masters=whole_masters)

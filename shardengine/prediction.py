@@ -6,29 +6,54 @@ from collections.abc import Sequence
 
 
 class Prediction:
-    """The order of gathers in a pass, recorded, and replayed as a prediction."""
+    """The order of gathers in a pass, recorded, and replayed as a prediction.
+
+    It knows which units ahead are on their way (``start``), so that nobody has to go through them at every gather.
+    """
 
     def __init__(self) -> None:
+        self.elements_ahead = 0
         self._plan: list[int] = []
         self._recorded: list[int] = []
+        self._started: dict[int, int] = {}
         self._on_track = True
 
     def demand(self, unit: int) -> None:
         """``unit`` is needed now."""
         position = len(self._recorded)
         self._recorded.append(unit)
+        self.elements_ahead -= self._started.pop(unit, 0)
         if position >= len(self._plan) or self._plan[position] != unit:
             self._on_track = False
 
-    def ahead(self) -> Sequence[int]:
-        """The units predicted to be needed next; empty where the prediction failed."""
-        return self._plan[len(self._recorded) :] if self._on_track else ()
+    def ahead(self, most: int | None = None) -> Sequence[int]:
+        """The units predicted to be needed next, at most so many; empty where the prediction failed."""
+        position = len(self._recorded)
+        return self._plan[position : None if most is None else position + most] if self._on_track else ()
+
+    def upcoming(self) -> int | None:
+        """The first unit ahead that is not on its way; None where there is none, or the plan returns to one that is."""
+        position = len(self._recorded) + len(self._started)
+        if not self._on_track or position >= len(self._plan) or self._plan[position] in self._started:
+            return None
+        return self._plan[position]
+
+    def start(self, unit: int, elements: int) -> None:
+        """``upcoming``, with so many elements, is on its way until it is needed."""
+        self._started[unit] = elements
+        self.elements_ahead += elements
+
+    def stop(self) -> None:
+        """Nothing ahead is on its way any more."""
+        self._started.clear()
+        self.elements_ahead = 0
 
     def end(self) -> None:
         """The pass is over: what was recorded (if anything ran) is the next prediction."""
         if self._recorded:
             self._plan = self._recorded
         self._recorded, self._on_track = [], True
+        self.stop()
 
 
 class Predictions:

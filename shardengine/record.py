@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,8 +46,7 @@ class Record(NamedTuple):
     @property
     def subject(self) -> str:
         """The bucket with its parameters, or what is exchanged."""
-        names = _shorten(self.names)
-        return f"{self.what} ({names})" if self.what and names else self.what or names
+        return _subject(self.what, self.names)
 
     @property
     def title(self) -> str:
@@ -65,6 +65,13 @@ class Record(NamedTuple):
     def waiting(self, rank: int) -> Waiting:
         """For the other ranks, while this one waits."""
         return Waiting(self.describe(rank), f"{self.group} {self.place} {self.operation} {self.subject}")
+
+
+@functools.lru_cache(maxsize=65536)
+def _subject(what: str, names: tuple[str, ...]) -> str:
+    """Made once: every step moves the same buckets."""
+    shown = _shorten(names)
+    return f"{what} ({shown})" if what and shown else what or shown
 
 
 def _shorten(names: Sequence[str], limit: int = 4) -> str:

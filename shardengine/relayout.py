@@ -271,7 +271,7 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
     """``old`` in the new layout ([Note: Moving by intervals]), which is emptied."""
     found, plan, homes = planned.partition, planned.layout, planned.homes
     arenas, members = [], []
-    for arena_layout in (a for a in plan.arenas if a.unit == old.index):
+    for arena_layout in plan.arenas_of.get(old.index, ()):
         arena, shown = placing.new_arena(found, plan, arena_layout, core.mesh, homes)
         arenas.append(arena)
         members += shown

@@ -92,6 +92,7 @@ class Schedule:
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
         self._predictions = Predictions()
+        self._fetches = any(arena.homes.weights is not None for unit in units for arena in unit.arenas)
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
@@ -333,6 +334,7 @@ class Schedule:
 
     def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
         self._predictions.of[self._grad_pass].end()
+        self._predictions.of[not self._grad_pass].stop()
         if not self._stage.moves_weights:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
@@ -383,7 +385,9 @@ class Schedule:
     def _prefetch(self) -> None:
         """Gather ahead, and bring the shards of the units after those from where they rest."""
         self._gather_ahead()
-        for index in self._predictions.of[self._grad_pass].ahead()[:_FETCHED_AHEAD]:
+        if not self._fetches:
+            return
+        for index in self._predictions.of[self._grad_pass].ahead(_FETCHED_AHEAD):
             if self.units[index].state is Weights.SHARDED:
                 self.units[index].fetch()
 
@@ -393,15 +397,13 @@ class Schedule:
         A prediction that returns to a unit ends there: what is needed again after the turn from forward to backward
         would otherwise be gathered as soon as it was resharded.
         """
-        budget = self._prefetch_elements
-        seen: set[int] = set()
-        for index in self._predictions.of[self._grad_pass].ahead():
-            unit = self.units[index]
-            if budget <= 0 or unit.state is Weights.FULL or index in seen:
+        prediction = self._predictions.of[self._grad_pass]
+        while (index := prediction.upcoming()) is not None:
+            unit, budget = self.units[index], self._prefetch_elements - prediction.elements_ahead
+            if budget <= 0 or unit.state is Weights.FULL:
                 return
-            seen.add(index)
             if unit.state is Weights.SHARDED:
-                if budget < unit.elements and budget < self._prefetch_elements:
+                if budget < unit.elements and prediction.elements_ahead:
                     return
                 self._gather(unit)
-            budget -= unit.elements
+            prediction.start(index, unit.elements)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardengine.bucket import Arena, Bucket
+from shardengine.bucket import Arena, Bucket, mark_weights
 from shardengine.collectives import Collectives, Pending
 from shardengine.errors import InternalError
 from shardengine.layout import Layout
@@ -56,11 +56,6 @@ class Member:
         """Its view of the arena."""
         return self.arena.views[self.slot]
 
-    def is_shown(self, state: Weights) -> bool:
-        """Whether the user's parameter shows what ``show`` gave it last, with the unit in ``state``."""
-        expected = self.view if state is Weights.FULL else self.arena.poisons[self.slot]
-        return self.parameter.data_ptr() == expected.data_ptr() and self.parameter.dtype is expected.dtype
-
 
 class Unit:
     """One module's arenas. ``index`` 0 is the root: everything that is in no block."""
@@ -72,14 +67,12 @@ class Unit:
         self.members = members
         self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
         self.names = {arena.layout.index: [layout.names_in(b.layout) for b in arena.buckets] for arena in arenas}
+        self.elements = sum(arena.layout.length for arena in arenas)
+        """Of all arenas, padding included."""
+        self._by_slot = [(arena, _in_slots(arena, members)) for arena in arenas]
         self.state = Weights.FULL
         self._pending: list[Pending] = []
         self._pins: list[Tensor] | None = None
-
-    @property
-    def elements(self) -> int:
-        """Elements of all arenas, padding included."""
-        return sum(arena.layout.length for arena in self.arenas)
 
     @property
     def has_frozen(self) -> bool:
@@ -149,15 +142,13 @@ class Unit:
         self._pending.clear()
         self._move(Weights.FULL)
         if not self.pinned:
-            for member in self.members:
-                member.show(member.view)
+            self.show()
 
     def reshard(self, *, abandon: bool = False) -> None:
         """FULL → SHARDED: free the full weights. ``abandon``: views of them live on outside (bucket.Arena.release)."""
         self._move(Weights.SHARDED)
         if not self.pinned:
-            for member in self.members:
-                member.show(member.arena.poisons[member.slot])
+            self.show()
         for arena in self.arenas:
             arena.release(abandon=abandon)
 
@@ -183,15 +174,26 @@ class Unit:
 
     def show(self) -> None:
         """Show the user's parameters what they are without a pin: weights or poison."""
-        for member in self.members:
-            full = self.state is Weights.FULL
-            member.show(member.view if full else member.arena.poisons[member.slot])
+        full = self.state is Weights.FULL
+        for arena, members in self._by_slot:
+            for member, tensor in zip(members, arena.views if full else arena.poisons, strict=True):
+                member.parameter.data = tensor
+
+    def misplaced(self, hidden: Collection[int] = ()) -> Iterator[Member]:
+        """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
+        full = self.state is Weights.FULL
+        for arena, members in self._by_slot:
+            for member, view, poison in zip(members, arena.views, arena.poisons, strict=True):
+                expected, shown = view if full and member.index not in hidden else poison, member.parameter
+                if shown.data_ptr() != expected.data_ptr() or shown.dtype is not expected.dtype:
+                    yield member
 
     def pin(self, collectives: Collectives) -> None:
         """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the arenas."""
         pins = []
         for arena in self.arenas:
             fresh = arena.flat.new_empty(arena.layout.length)
+            mark_weights(fresh)
             for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
@@ -223,6 +225,11 @@ class Unit:
         if (self.state, target) not in _LEGAL:
             raise InternalError(f"unit {self.name!r}: illegal move from {self.state.name} to {target.name}")
         self.state = target
+
+
+def _in_slots(arena: Arena, members: Sequence[Member]) -> list[Member]:
+    """Those in ``arena``, in the order of its slots."""
+    return sorted((member for member in members if member.arena is arena), key=lambda member: member.slot)
 
 
 def weight_bytes(units: Sequence[Unit]) -> Counter[str]:

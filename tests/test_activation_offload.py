@@ -18,7 +18,8 @@ from tests.parts import CPU
 
 
 def offload(*weights: Tensor) -> ActivationStore:
-    return ActivationStore(CPU, lambda: {weight.untyped_storage()._cdata for weight in weights})
+    kept = {weight.untyped_storage()._cdata for weight in weights}
+    return ActivationStore(CPU, lambda storage: storage._cdata in kept)
 
 
 def kept(home: ActivationStore) -> int:

@@ -175,14 +175,14 @@ def test_a_writable_pin_reaches_the_full_weights_of_a_replicated_unit() -> None:
     assert parameters[0].data_ptr() == next(m for m in unit.members if m.index == 0).view.data_ptr()
 
 
-def test_a_member_knows_whether_its_parameter_still_shows_what_it_was_given() -> None:
+def test_a_unit_knows_whose_parameter_shows_no_longer_what_it_was_given() -> None:
     unit, parameters = make_unit(SPECS)
     (member,) = [m for m in unit.members if m.index == 0]
-    assert member.is_shown(Weights.FULL) and not member.is_shown(Weights.SHARDED)
+    assert not list(unit.misplaced()) and list(unit.misplaced({0})) == [member]
     parameters[0].data = parameters[0].data.clone()
-    assert not member.is_shown(Weights.FULL)
+    assert list(unit.misplaced()) == [member]
     unit.detach_shards()
-    assert member.is_shown(Weights.SHARDED)
+    assert not list(unit.misplaced())
 
 
 def test_a_unit_knows_its_trainable_parameters_and_its_storages() -> None:

@@ -17,7 +17,7 @@ class BufferSync:
     """Broadcasts the buffers of ``module``, one flat message per dtype."""
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
-        self._module = module
+        self._named = list(module.named_modules())  # the engine refuses a module that was added or replaced since
         self._collectives = collectives
 
     def broadcast(self, *, persistent_only: bool) -> None:
@@ -37,7 +37,9 @@ class BufferSync:
     def named(self, *, persistent_only: bool) -> dict[str, Tensor]:
         """Buffers by name; without those that are not in the state dict where ``persistent_only``."""
         found: dict[str, Tensor] = {}
-        for prefix, module in self._module.named_modules():
+        for prefix, module in self._named:
+            if not module._buffers:
+                continue
             for name, buffer in module.named_buffers(recurse=False):
                 if not (persistent_only and name in module._non_persistent_buffers_set):
                     found[f"{prefix}.{name}" if prefix else name] = buffer

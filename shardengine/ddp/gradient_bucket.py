@@ -45,7 +45,7 @@ from torch import Tensor
 from shardengine.bucket import Bucket, BufferPool, in_memory_order
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.layout import Layout
+from shardengine.layout import Layout, ParameterSpec
 from shardengine.offload import HOST
 from shardengine.transit import Transit
 
@@ -86,36 +86,35 @@ class LocalSum:
         self._waiting: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
         self._bucket = bucket
+        self._layout = layout
         self._pool = pool
-        self._pieces = {
-            piece.parameter: (piece, layout.parameters[piece.parameter]) for piece in layout.pieces(bucket.layout)
-        }
+        pieces, start = layout.pieces(bucket.layout), bucket.layout.start
+        self._parts = {piece.parameter: (piece.offset, piece.offset + piece.end - piece.start) for piece in pieces}
+        self._places = {piece.parameter: piece.start - start for piece in pieces}  # ascending
 
     def add(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """``gradient`` waits to be added, or copied where it is the first; dtype: of a sum that is begun."""
+        """``gradient``, a whole one as ``flat_gradient`` makes it, waits to be added, or copied where it is the first;
+        dtype: of a sum that is begun."""
         if parameter in self._waiting:
             self.settle(dtype)
-        piece, spec = self._pieces[parameter]
-        part = in_memory_order(gradient.detach(), spec).contiguous()
-        if piece.end - piece.start < gradient.numel():
-            part = part.view(-1)[piece.offset : piece.offset + piece.end - piece.start]
+        first, end = self._parts[parameter]
+        part = gradient if end - first == gradient.numel() else gradient[first:end]
         self._waiting[parameter], self._versions[parameter] = part, part._version
 
     def settle(self, dtype: torch.dtype) -> Tensor:
         """Move what waits into the sum, zeros where this rank has no gradient. dtype: of a sum that is begun here."""
         waiting, self._waiting = self._waiting, {}
         self._require_unchanged(waiting)
-        tensor, start = self.tensor, self._bucket.layout.start
-        place = {parameter: self._pieces[parameter][0].start - start for parameter in waiting}
+        tensor, place = self.tensor, self._places
+        order = [parameter for parameter in place if parameter in waiting]
         if tensor is None:
             tensor = self.tensor = self._pool.take(self._bucket.layout.length, dtype, self._bucket.full.device)
-            order = sorted(waiting, key=place.__getitem__)
             flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor)
         elif waiting:
             for parameter in waiting.keys() - self.filled:  # its first contribution comes later than others'
                 count = waiting[parameter].numel()
                 flatten([waiting[parameter]], [0], tensor[place[parameter] : place[parameter] + count])
-            order = sorted(waiting.keys() & self.filled, key=place.__getitem__)
+            order = [parameter for parameter in order if parameter in self.filled]
             flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor, add=True)
         self.filled |= waiting.keys()
         return tensor
@@ -123,7 +122,7 @@ class LocalSum:
     def _require_unchanged(self, waiting: dict[int, Tensor]) -> None:
         for parameter, part in waiting.items():
             if part._version != self._versions[parameter]:
-                name = self._pieces[parameter][1].name
+                name = self._layout.parameters[parameter].name
                 raise UsageError(
                     f"the gradient of {name!r} was changed in place after the engine took it (rank "
                     f"{self._bucket.rank}): expected a hook to copy what it keeps, gradient.clone(), before it "
@@ -146,6 +145,11 @@ class LocalSum:
         if (tensor := self.hand_over()) is not None:
             self._pool.give(tensor)
         self._waiting.clear()
+
+
+def flat_gradient(gradient: Tensor, spec: ParameterSpec) -> Tensor:
+    """A parameter's gradient as its elements lie in memory: 1-D, contiguous; ``gradient``'s own memory if possible."""
+    return in_memory_order(gradient.detach(), spec).contiguous().view(-1)
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
@@ -352,9 +356,12 @@ class GradientBucket:
 
     def storages(self) -> dict[int, tuple[str, int]]:
         """What holds gradients at this moment: identity of the storage → (where it is, its bytes)."""
-        here = [self.partial.tensor, self.late.tensor, self.whole]
-        here += [*self.partial.waiting, *self.late.waiting]
-        resting = [self.total, self.complete, self.earlier]
-        where = dict.fromkeys((t for t in resting if t is not None), "cpu" if self.leaves else "device")
-        where |= dict.fromkeys((t for t in here if t is not None), "device")
-        return {t.untyped_storage()._cdata: (place, t.untyped_storage().nbytes()) for t, place in where.items()}
+        here = (self.partial.tensor, self.late.tensor, self.whole, *self.partial.waiting, *self.late.waiting)
+        found: dict[int, tuple[str, int]] = {}
+        for tensors, place in (((self.total, self.complete, self.earlier), "cpu" if self.leaves else "device"),
+                               (here, "device")):  # fmt: skip
+            for tensor in tensors:
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    found[storage._cdata] = place, storage.nbytes()
+        return found

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardengine.bucket import Bucket, BufferPool
 from shardengine.collectives import Collectives, Pending
 from shardengine.ddp.early_use import EarlyUse
-from shardengine.ddp.gradient_bucket import GradientBucket, Rules
+from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
@@ -183,6 +183,7 @@ class Reducer:
             name = states[0].name_of(parameter)
             raise UsageError(f"parameter {name!r} has a sparse gradient: expected a dense one; use sparse=False")
         self.used.add(parameter)
+        gradient = flat_gradient(gradient, self.views.layout.parameters[parameter])
         again, synchronise = parameter in states[0].ready, self._mode.synchronise
         for state in states:
             if again and synchronise:
@@ -278,7 +279,7 @@ class Reducer:
         all_values, rows = self._collectives.exchange_values(values, sent, "the gradient norm and used parameters")
         digests, payloads, packed = rows.split([8, host.numel(), sent.numel() - 8 - host.numel()], dim=1)
         self._collectives.require_same(digests)
-        union = torch.stack([_unpack(row, len(flags)) for row in packed]).any(dim=0)
+        union = _unpack(packed, len(flags)).any(dim=0)
         return all_values, payloads, frozenset(union.nonzero().view(-1).tolist())
 
     def _join(self, state: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
@@ -369,5 +370,5 @@ def _pack(flags: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:
-    """Bits → booleans."""
-    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(-1)[:count].bool()
+    """Bits, a row per rank → booleans, [rows, count]."""
+    return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).view(len(packed), -1)[:, :count].bool()
