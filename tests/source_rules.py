@@ -20,7 +20,7 @@ IMPORT_ORDER = (
     "errors", "version", "placement", "accumulation", "trace", "host_memory", "loss_scale",
     "stages", "layout", "config_kinds", "config_foreign", "config_keys", "config_reader", "config_sections", "config",
     "precision",
-    "rendezvous", "mesh", "faults", "record", "history", "lr_schedules", "launcher", "kernels", "lion", "streams",
+    "rendezvous", "mesh", "board", "positions", "faults", "record", "history", "lr_schedules", "launcher", "kernels", "lion", "streams",
     "offload", "bucket", "transit", "activation_offload", "activations", "guard",
     "collectives", "agreement",
     "ddp",
