@@ -180,7 +180,8 @@ class Faults:
                 gone = {rank: bye for rank, bye in byes.items() if not bye.closes}
                 elsewhere = {rank: bye for rank, bye in byes.items() if bye.issued != mine.issued}
                 if gone:
-                    return _list({rank: bye.text for rank, bye in gone.items()})
+                    told = {rank: f" ({notice.verb}: {notice.text})" for rank, notice in self.standing().items()}
+                    return _list({rank: bye.text + told.get(rank, "") for rank, bye in gone.items()})
                 if elsewhere:
                     counts = f"in the midst of other collectives: {mine.issued} here,"
                     return _list({rank: f"{bye.text}, {counts} {bye.issued} there" for rank, bye in elsewhere.items()})
@@ -383,16 +384,12 @@ class Watch:
         except Unreachable:
             return  # said when the wait has failed
         self._news = news
-        raised = {rank: notice for rank, notice in ripe.items() if not notice.gave_up}
-        self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe and not raised})
-        for rank, notice in sorted((raised or ripe).items()):
-            raise CommunicationError(
-                f"rank {rank} {notice.verb}: {notice.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
-                "cause, then call engine.reset() on every rank, or start the ranks again"
-            )
+        self._say({rank: notice for rank, notice in ripe.items() if not notice.gave_up})
         if stuck:
             places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
             raise MismatchError(f"ranks wait for each other: {', '.join(places)}; none of them can end. {_SAME}")
+        self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
+        self._say(ripe)
 
     def look_for_goodbyes(self) -> None:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
@@ -411,6 +408,13 @@ class Watch:
         """Who will not issue what this rank waits for."""
         return {rank: bye for rank, bye in self._faults.goodbyes().items() if self._waiting.needs(bye.issued)
                 and not (bye.closes and self._faults.is_closing)}  # fmt: skip
+
+    def _say(self, told: dict[int, Notice]) -> None:
+        for rank, notice in sorted(told.items()):
+            raise CommunicationError(
+                f"rank {rank} {notice.verb}: {notice.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
+                "cause, then call engine.reset() on every rank, or start the ranks again"
+            )
 
     def _say_left(self, left: dict[int, Goodbye]) -> None:
         if left:
