@@ -332,7 +332,7 @@ class Faults:
         """For errors: where this rank is."""
         if not self._place:
             return f"rank {self._mesh.rank} goes on"
-        return f"this rank ({self._mesh.rank}) " + (f"is in {self._place}" if self._inside else f"has left {self._place}")
+        return f"this rank ({self._mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
 
     @property
     def is_closing(self) -> bool:
@@ -469,7 +469,7 @@ def _list(said: dict[int, str]) -> str:
     parts = []
     for text in texts:
         ranks = [rank for rank in sorted(said) if said[rank] == text]
-        parts.append(f"rank {', '.join(map(str, ranks))} {text}")
+        parts.append(f"rank {ranks[0]} {text}" + (f" (and so ranks {ranks[1:]})" if ranks[1:] else ""))
     return "; ".join(parts)
 
 
