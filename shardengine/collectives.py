@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardengine.bucket import BufferPool
 from shardengine.errors import CommunicationError, MismatchError
-from shardengine.faults import Faults, Notice
+from shardengine.faults import Faults
 from shardengine.history import History, first_difference
 from shardengine.mesh import Mesh
 from shardengine.record import Purpose, Record
@@ -329,7 +329,7 @@ def _settle(work: dist.Work, record: Record, faults: Faults) -> None:
             watch.look_for_goodbyes()
             raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
     except (CommunicationError, MismatchError) as error:
-        faults.tell(Notice(str(error), gave_up=True))
+        faults.give_up(str(error))
         raise
     watch.end()
 

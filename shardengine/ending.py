@@ -25,9 +25,10 @@ def part(core: Core, *, owned: bool, saves: bool) -> str:
     """
     faults = core.collectives.faults
     faults.leave("has closed its engine", closes=True)
-    if not (core.stage.moves_weights or saves or (owned and core.mesh.made_default_group)):
+    together = core.stage.moves_weights or saves or (owned and core.mesh.made_default_group)
+    if not together and not faults.gave_up:
         return ""
-    said = faults.await_leaving()
+    said = f"this one gave up: {faults.gave_up}" if faults.gave_up else faults.await_leaving()
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
 
 
@@ -56,10 +57,11 @@ def dissolve(core: Core, *, owned: bool = False, alone: str = "") -> None:
                 _leave_weights(core)
         finally:
             core.tiers.close()
-        core.reducer.release()  # what is in flight after a fault may have no end but the timeout
         if alone:
             _log.warning("%s", alone)
-        orderly = not alone
+            return
+        core.reducer.release()  # what is in flight after a fault may have no end but the timeout
+        orderly = True
 
 
 def _leave_weights(core: Core) -> None:

@@ -79,6 +79,7 @@ class Faults:
         self._inside = False
         self._posted = False
         self._farewell: Goodbye | None = None
+        self.gave_up = ""
         self._told: Notice | None = None
         self._known = 0
         self._calls: Counter[str] = Counter()
@@ -127,6 +128,11 @@ class Faults:
         """The others know of ``error``, which is raised now: there is nothing more to tell."""
         self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
 
+    def give_up(self, reason: str) -> None:
+        """A wait has failed, so that something is in flight which may never end."""
+        self.gave_up = reason
+        self.tell(Notice(reason, gave_up=True))
+
     def tell(self, notice: Notice) -> None:
         """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
         if self._mesh.ranks == 1:
@@ -153,17 +159,18 @@ class Faults:
     def leave(self, what: str, *, closes: bool = False, error: BaseException | None = None, wait: bool = True) -> None:
         """Say what this rank has done, so that it takes part in nothing any more ([Note: Goodbyes]).
 
-        closes: it goes to ``await_leaving`` · error: why · wait: until it is said.
+        closes: it goes to ``await_leaving``, unless it gave up before · error: why · wait: until it is said.
         """
         said = self._farewell is not None and not self._farewell.closes
         if self._mesh.ranks == 1 or not self.issued or said or self._process != os.getpid():
             return
         reason = "" if error is None else f" ({type(error).__name__}: {error})"
+        reason = f" (gave up: {self.gave_up})" if self.gave_up else reason
         without = "" if closes else ", without engine.close()" if self._progress is not None else ""
         after = self._after()
         text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
         counts = {group: self.issued[group] for group in self.issued if group != "all"}
-        self._farewell = Goodbye(text, closes, error is not None, counts)
+        self._farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts)
         with suppress(Unreachable):
             self._board.write(f"bye/{self._voice}", json.dumps(asdict(self._farewell)), wait=wait)
 
@@ -180,8 +187,7 @@ class Faults:
                 gone = {rank: bye for rank, bye in byes.items() if not bye.closes}
                 elsewhere = {rank: bye for rank, bye in byes.items() if bye.issued != mine.issued}
                 if gone:
-                    told = {rank: f" ({notice.verb}: {notice.text})" for rank, notice in self.standing().items()}
-                    return _list({rank: bye.text + told.get(rank, "") for rank, bye in gone.items()})
+                    return _list({rank: bye.text for rank, bye in gone.items()})
                 if elsewhere:
                     counts = f"in the midst of other collectives: {mine.issued} here,"
                     return _list({rank: f"{bye.text}, {counts} {bye.issued} there" for rank, bye in elsewhere.items()})
