@@ -44,6 +44,7 @@ POST_AFTER_S = 1.0
 STANDS_S = 3.0
 LINGER_S = 5.0
 _GRACE_S = 2.0
+_UNHEARD_S = 10.0
 _TEXT_LIMIT = 2000
 _STORE = "the process group's store, through which ranks tell each other what happened"
 _SAME = "Give every rank the same number of batches, and make the same calls on every rank"
@@ -179,7 +180,8 @@ class Faults:
         mine, others = self._farewell, set(range(self._mesh.ranks)) - {self._mesh.rank}
         if mine is None or not others:
             return ""
-        deadline, pause = time.monotonic() + self._mesh.timeout_s, 0.001
+        heard = time.monotonic()
+        deadline, pause = heard + self._mesh.timeout_s, 0.001
         watch = self.watch(Waiting("", "", "close", 0))
         while True:
             try:
@@ -196,19 +198,18 @@ class Faults:
                 ripe = {rank: notice for rank, notice in watch.ripe().items() if rank not in byes}
                 if ripe:
                     return _list({rank: f"{notice.verb}: {notice.text}" for rank, notice in ripe.items()})
-                lost = ""
-            except Unreachable as error:
-                byes, lost = {}, str(error)
-            if time.monotonic() > deadline or (lost and self._mesh.store() is None):
+                heard = time.monotonic()
+            except Unreachable:
+                byes = {}
+            if time.monotonic() > min(deadline, heard + _UNHEARD_S):
                 return self.describe(others - byes.keys())
             time.sleep(pause)
             pause = min(0.25, 1.5 * pause)
 
-    def linger(self) -> None:
-        """The store ends with this process: wait until the others have left, too, or for ``LINGER_S``."""
+    def linger(self, deadline: float) -> None:
+        """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
         if self._farewell is None or not self._hosts:
             return
-        deadline = time.monotonic() + LINGER_S
         with suppress(Unreachable):
             while len(self.goodbyes()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -513,5 +514,6 @@ def _end() -> None:
         voices = list(_open)
         for voice in voices:
             voice.end_with_process(error)
+        deadline = time.monotonic() + LINGER_S
         for voice in [*voices, *_last]:
-            voice.linger()
+            voice.linger(deadline)
