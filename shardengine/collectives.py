@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardengine.bucket import BufferPool
 from shardengine.errors import CommunicationError, MismatchError
-from shardengine.faults import Faults, Notice
+from shardengine.faults import Faults
 from shardengine.history import History, first_difference
 from shardengine.mesh import Mesh
 from shardengine.record import Purpose, Record
@@ -100,9 +100,12 @@ class Collectives:
 
     def use(self, mesh: Mesh) -> None:
         """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
+        before: Faults | None = getattr(self, "faults", None)
         self.mesh = mesh
         self.faults = Faults(mesh)
-        self._places: Counter[str] = Counter()
+        if before is not None:
+            self.faults.succeed(before)
+        self._places = self.faults.issued
         self.history = History(("gather", "reduce"))
 
     @property
@@ -325,9 +328,10 @@ def _settle(work: dist.Work, record: Record, faults: Faults) -> None:
         try:
             work.wait()
         except RuntimeError as error:
+            watch.look_for_goodbyes()
             raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
-    except CommunicationError as error:
-        faults.tell(Notice(str(error), gave_up=True))
+    except (CommunicationError, MismatchError) as error:
+        faults.give_up(str(error))
         raise
     watch.end()
 

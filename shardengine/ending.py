@@ -1,21 +1,44 @@
 """The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a fault.
 
 Must not know: what the engine was used for.
+
+[Note: Together or not] The end has collectives where weights are gathered, where a save has to be told of on all ranks,
+and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains would
+take the gathers of an end for its own.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from shardengine.core import Core
+from shardengine.errors import CommunicationError
+
+_log = logging.getLogger(__name__)
 
 
-def dissolve(core: Core, *, owned: bool = False) -> None:
+def part(core: Core, *, owned: bool, saves: bool) -> str:
+    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Together or not]).
+
+    "" where all that follows may be collective; otherwise why not. owned: as in ``dissolve`` · saves: some are to tell.
+    """
+    faults = core.collectives.faults
+    faults.leave("has closed its engine", closes=True)
+    together = core.stage.moves_weights or saves or (owned and core.mesh.made_default_group)
+    if not together and not faults.gave_up:
+        return ""
+    said = f"this one gave up: {faults.gave_up}" if faults.gave_up else faults.await_leaving()
+    return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
+
+
+def dissolve(core: Core, *, owned: bool = False, alone: str = "") -> None:
     """Take the hooks off and give every parameter whole weights in memory of its own; collective.
 
     Who holds a view of the old memory keeps it. Weights that are parked, for which there was no room, become the
     parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
-    let go of before the error is raised. owned: the process groups end, too.
+    let go of before the error is raised. owned: the process groups end, too. alone: why the other ranks are not here;
+    ``CommunicationError`` where weights would have to be gathered.
     """
     core.guard.unhook()
     core.reducer.early.finish()
@@ -29,9 +52,14 @@ def dissolve(core: Core, *, owned: bool = False) -> None:
         last.callback(core.reducer.drop)
         try:
             with core.collectives.faults.announced("close", lambda error: "gathering the weights"):
+                if alone and core.stage.moves_weights:
+                    raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
                 _leave_weights(core)
         finally:
             core.tiers.close()
+        if alone:
+            _log.warning("%s", alone)
+            return
         core.reducer.release()  # what is in flight after a fault may have no end but the timeout
         orderly = True
 

@@ -110,6 +110,7 @@ class Engine(Phases):
         self._report = Report()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank)
         attached.add(model)
+        recovery.say_when_let_go(self)
 
     def _build(
         self,
@@ -417,16 +418,21 @@ class Engine(Phases):
         return self.train(False)
 
     def close(self) -> None:
-        """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective."""
+        """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective.
+
+        CommunicationError where weights are sharded and another rank does not close its engine at this place.
+        """
         if self.module not in attached:
             return
+        alone = ending.part(self._core, owned=self._owns_mesh, saves=self._saves is not None)
         try:
             unpark(self._core)
-            self.wait_for_checkpoint()
+            if not alone:
+                self.wait_for_checkpoint()
         finally:
             self._core.require_hidden()
             try:
-                ending.dissolve(self._core, owned=self._owns_mesh)
+                ending.dissolve(self._core, owned=self._owns_mesh, alone=alone)
             finally:
                 attached.discard(self.module)
                 self._monitors.close()

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
+from shardengine.faults import say_goodbyes
 from shardengine.rendezvous import LAUNCHED, loopback
 
 _GRACE_S = 5.0
@@ -166,6 +167,7 @@ def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: byt
         dist.init_process_group("nccl" if gpus >= ranks else "gloo", store=store, rank=rank, world_size=ranks)
         fn, args = pickle.loads(payload)
         value = pickle.dumps(fn(*args))
+        say_goodbyes("has returned from the launched function")
         dist.barrier()
         dist.destroy_process_group()
         report = _Report(rank, value)

@@ -14,11 +14,13 @@ torchrun with gloo (the new group meets the addresses of the old one in the laun
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -52,7 +54,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who takes part. Groups are None at world size 1, where nothing is sent."""
+    """Who takes part. Groups are None at world size 1, where nothing is sent.
+
+    voices: numbers for those who speak over these groups; every rank takes them in the same order.
+    """
 
     rank: int
     ranks: int
@@ -63,6 +68,7 @@ class Mesh:
     backend: str = "none"
     made_default_group: bool = False
     timeout_s: float = 600.0
+    voices: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
@@ -75,7 +81,7 @@ class Mesh:
             self._keep()
         if orderly and self.made_default_group:
             dist.barrier()
-            atexit.register(_leave)  # not after a fault: a group in the middle of a collective may never come back
+            _orderly.set()  # not after a fault: a group in the middle of a collective may never come back
         self._drop_groups()
 
     def renew(self, *, owned: bool) -> Mesh:
@@ -90,7 +96,7 @@ class Mesh:
             self._keep()
             self._drop_groups()
         gather, reduce, control = _new_groups(self.backend, self.timeout_s)
-        return replace(self, gather=gather, reduce=reduce, control=control)
+        return replace(self, gather=gather, reduce=reduce, control=control, voices=itertools.count())
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -146,6 +152,7 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
         _join("nccl" if nccl else "gloo", timedelta(seconds=timeout_s))
+        atexit.register(_leave)  # before that of faults, which needs the store and so comes first at the end
         made = True
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
@@ -205,8 +212,12 @@ def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
     return part
 
 
+_orderly = threading.Event()
+"""Whether the last engine of a process group that ``build`` made has ended in good order."""
+
+
 def _leave() -> None:
-    if dist.is_initialized():
+    if _orderly.is_set() and dist.is_initialized():
         dist.destroy_process_group()
 
 

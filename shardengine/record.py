@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardengine.faults import Waiting
+from shardengine.positions import Waiting
 
 
 class Purpose(enum.Enum):
@@ -64,7 +64,9 @@ class Record(NamedTuple):
 
     def waiting(self, rank: int) -> Waiting:
         """For the other ranks, while this one waits."""
-        return Waiting(self.describe(rank), f"{self.group} {self.place} {self.operation} {self.subject}")
+        key = f"{self.group} {self.place} {self.operation} {self.subject}"
+        shape = f"{self.operation} {self.sent}"
+        return Waiting(self.describe(rank), key, self.group, self.place, shape)
 
 
 @functools.lru_cache(maxsize=65536)

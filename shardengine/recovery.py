@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import functools
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from shardengine.agreement import compare, describe, together
+from shardengine.collectives import Collectives
 from shardengine.core import Core
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.inspection import Inspection, attached
@@ -108,14 +110,32 @@ def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T
             context.__exit__(None, None, None)
 
 
-def _telling(engine: Inspection, call: str) -> AbstractContextManager[None]:
+@contextmanager
+def _telling(engine: Inspection, call: str) -> Iterator[None]:
     """``Faults.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
     if engine.module not in attached:
-        return nullcontext()  # closed: the call says so, and nobody waits for it
+        yield  # closed: the call says so, and nobody waits for it
+        return
     core = engine._core
     kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
     where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
-    return core.collectives.faults.announced(where, lambda error: _raised_in(error, core, engine.module), kind)
+    faults = core.collectives.faults
+    try:
+        with faults.announced(where, lambda error: _raised_in(error, core, engine.module), kind):
+            yield
+    finally:
+        faults.note(engine.global_steps, engine._window.micro_batches)
+
+
+def say_when_let_go(engine: Inspection) -> None:
+    """Tell the other ranks when ``engine`` is garbage-collected without having been closed."""
+    weakref.finalize(engine, _let_go, engine._core.collectives).atexit = False  # that is told apart
+
+
+def _let_go(collectives: Collectives) -> None:
+    faults = collectives.faults
+    if not faults.is_closing:
+        faults.leave("has let go of its engine", wait=False)  # in the midst of anything
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Where ranks stand, and whether that can end. Must not know: how it is told, which collectives there are.
+
+[Note: In vain] Collectives of a group are matched by their order alone. So a rank that waits for number n of a group
+waits for every rank that has issued fewer than n of it. That is in vain where such a rank has left, and where such
+ranks wait for each other in a ring. A rank that computes, loads data or stands in something of the user's says
+nothing, and nothing follows from that: it may be slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank waits for. key: equal on the ranks that wait for the same collective.
+
+    group, place: the collective is that number of that group · shape: equal on all ranks for one collective ·
+    voice: whose groups · issued: collectives by group · where: the call of the engine
+    """
+
+    text: str
+    key: str
+    group: str = ""
+    place: int = 0
+    shape: str = ""
+    voice: int = 0
+    issued: dict[str, int] = field(default_factory=dict)
+    where: str = ""
+
+    def needs(self, other: Mapping[str, int]) -> bool:
+        """Whether a rank that has issued ``other`` collectives by group has still to issue this one."""
+        return self.place > other.get(self.group, 0)
+
+    def never_meets(self, other: Waiting) -> bool:
+        """Whether both are the same number of one group, but different collectives."""
+        return bool(self.place) and (self.group, self.place) == (other.group, other.place) and self.shape != other.shape
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The last that a rank says. closes: in ``engine.close()``, where all meet · failed: it had an error.
+
+    issued: its collectives by group.
+    """
+
+    text: str
+    closes: bool = False
+    failed: bool = False
+    issued: dict[str, int] = field(default_factory=dict)
+
+
+def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
+    """The shortest ring of ranks, from ``rank`` on, each of which waits for the next ([Note: In vain]); {}: none.
+
+    waits: of all ranks that wait. They wait for nothing else meanwhile, so that none of them can go on.
+    """
+    start = waits[rank]
+    paths = [[rank]]
+    seen: set[int] = set()
+    for path in paths:
+        last = waits[path[-1]]
+        for other, its in waits.items():
+            if its.voice != start.voice or other == path[-1]:
+                continue
+            if not (last.needs(its.issued) or last.never_meets(its)):
+                continue
+            if other == rank:
+                return {each: waits[each] for each in path}
+            if other not in seen:
+                seen.add(other)
+                paths.append([*path, other])
+    return {}
