@@ -13,8 +13,8 @@ no more memory. The stretch begins at a multiple of 64 bytes, so that it is alig
 stretch (a mask that all blocks are given) share one copy while their storage lives and is not written to.
 
 Not copied: weights and module buffers, which are there anyway, tensors that are not on the device, and those that are
-not plain strided ones. Weights and buffers are known by a mark on their storage (``bucket.mark_weights``), so a model of
-any size costs a block the same; a buffer that the user has replaced since initialize has none and is copied.
+not plain strided ones. Weights and buffers are known by a mark on their storage (``bucket.mark_weights``), so a model
+of any size costs a block the same; a buffer that the user has replaced since initialize has none and is copied.
 """
 
 from __future__ import annotations
