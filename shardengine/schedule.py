@@ -43,12 +43,13 @@ with grad, or the first use of a gradient that a parameter shows: then nothing m
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardengine.accumulation import Window
+from shardengine.calls import Call, Calls, Line
 from shardengine.collectives import Collectives
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
@@ -91,7 +92,11 @@ class Schedule:
         self._prefetch_elements = prefetch
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
+        if stage.moves_weights:
+            reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
         self._predictions = Predictions()
+        self._calls = Calls()
+        self._inside: set[int] = set()
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
@@ -118,6 +123,15 @@ class Schedule:
         """Whether forwards of unit ``index`` matter now: not in a recomputation."""
         return not self._holds[index].calls
 
+    def depth_of(self, index: int) -> int:
+        """How many forwards of unit ``index`` are open."""
+        return self._holds[index].depth
+
+    @property
+    def line(self) -> Line | None:
+        """What the running forward of the outermost module has called so far, or the last one."""
+        return self._calls.lines[-1] if self._calls.lines else None
+
     # Events of forward. ``grad``: whether autograd records.
 
     def enter(self, module: object, grad: bool) -> None:
@@ -133,6 +147,9 @@ class Schedule:
         self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
+        self._inside.clear()
+        if grad:
+            self._calls.enter(module)
         for hold in self._holds:
             hold.depth = 0
         root = self.units[0]
@@ -160,22 +177,42 @@ class Schedule:
         self._grad_pass = True
         return True
 
-    def before_forward(self, index: int) -> int:
-        """Unit ``index`` begins a forward: it must be full. Returns its depth, 0 where this call is not observed."""
+    def before_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
+        """Unit ``index`` begins a forward: it must be full. Returns the call, None where this one is not observed.
+
+        differentiable: whether one of its inputs needs a gradient.
+        """
         if not self.observes(index):
-            return 0
+            return None
+        call = self._begin_call(index, grad=grad, differentiable=differentiable)
         hold = self._holds[index]
         hold.depth += 1
         if not self.units[index].pinned:
             self._demand(index)
         hold.since = now()
-        return hold.depth
+        return call
+
+    def _begin_call(self, index: int, *, grad: bool, differentiable: bool) -> Call:
+        if self.in_backward:
+            found = self._calls.computed_again(index) if grad else None
+            if found is None:
+                return Call(index)
+            self._leave_behind(self._calls.approach(found))
+            found.computed = True
+            return found
+        nested = bool(self._inside)
+        self._inside.add(index)
+        if nested or not self._grad_pass or not (self.trains(index) or differentiable):
+            return Call(index)
+        return self._calls.begin(index, grad=grad, differentiable=differentiable)
 
     def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
         """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
         hold = self._holds[index]
         self._trace("forward", index, hold)
         hold.depth = max(0, hold.depth - 1)
+        if not hold.depth:
+            self._inside.discard(index)
         hold.kept |= keep
         self._lend(index, views)
         recomputed = grad and self.in_backward  # its backward comes next
@@ -199,12 +236,14 @@ class Schedule:
         self._backward = Backward.ANNOUNCED if announced else Backward.UNANNOUNCED
         self.root_reached()
 
-    def root_reached(self) -> None:
-        """A gradient reached what the outermost module returned: the root must be full.
+    def root_reached(self, line: Line | None = None) -> None:
+        """A gradient reached what the outermost module returned: the root must be full. line: what that forward called.
 
         Where the engine does not know of this backward yet, and it is the window's last, it hears of its end.
         """
         self._refuse_retired()
+        if line is not None:
+            self._leave_behind(self._calls.turn_to(line))
         if self._backward is Backward.NONE and self._window.is_boundary and self._window.synchronises:
             self._await_end()
         if self._stage.moves_weights:
@@ -223,41 +262,87 @@ class Schedule:
 
         torch.autograd.Variable._execution_engine.queue_callback(over)
 
-    def backward_reached(self, index: int, call: int, *, announced: bool) -> None:
-        """A gradient reached the outputs of call ``call`` of unit ``index``; announced: ``backward_over`` will come."""
+    def backward_reached(self, index: int, call: Call, *, announced: bool) -> None:
+        """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``backward_over`` will come."""
         self._refuse_retired()
         hold = self._holds[index]
-        if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over:
+        if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over or self._calls.is_late(call):
             return
+        if self._backward is Backward.NONE and self._collects(index):
+            self._begin_unannounced()
+        self._leave_behind(self._calls.approach(call))
         hold.kept |= torch.is_grad_enabled()  # create_graph: backward through this backward announces nothing
         if not announced:
             hold.silent.add(call)
         if not hold.calls:
             hold.fired.clear()
         hold.calls.add(call)
+        call.reached = True
         self._demand(index)
         hold.since = now()
+        if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
+            self._reducer.admit(index)
 
-    def backward_over(self, index: int, call: int) -> None:
-        """A gradient of an input of call ``call`` is known: its weights are not needed any more."""
+    def _collects(self, index: int) -> bool:
+        """Whether the running backward accumulates a gradient of a parameter of unit ``index``."""
+        unit = self.units[index]
+        return any(_is_due(m.parameter) for m in unit.members if m.index in unit.trainable)
+
+    def backward_over(self, index: int, call: Call) -> None:
+        """A gradient of an input of ``call`` is known: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
             self._trace("backward", index, hold)
-            hold.finish({call})
-            self._let_go(index)
+            self._end_call(call)
+
+    def _end_call(self, call: Call) -> None:
+        """The backward of ``call`` is over: of its unit's gradients nothing more comes, unless by other calls."""
+        hold = self._holds[call.unit]
+        hold.finish({call})
+        if call.line is not None:
+            hold.depth = 0  # of recomputations that were broken off
+            self._calls.over(call)
+            if self._calls.is_last(call) and not self._may_grow(call):
+                self._reducer.close(call.unit)
+        if not self._calls.is_followed(call):
+            self._let_go(call.unit)
+
+    def _may_grow(self, call: Call) -> bool:
+        """Whether an earlier forward's backward, which is to come in this run, brings more gradients of the unit."""
+        if not self._calls.waits_for_others(call):
+            return False
+        unit, fired = self.units[call.unit], self._holds[call.unit].fired
+        due = (m.parameter for m in unit.members if m.index in unit.trainable and m.index not in fired)
+        return call.replayed or any(_is_due(parameter) for parameter in due)
+
+    def _leave_behind(self, groups: Iterable[Sequence[Call]]) -> None:
+        """Calls that backward has left behind, also those through which it did not come on this rank: others may have
+        gathered their units, and wait for this rank's part of them."""
+        for group in groups:
+            for call in group:
+                if call.replayed and not (call.computed or call.over):
+                    self._demand(call.unit)
+            for call in reversed(group):
+                if not call.reached:
+                    self._demand(call.unit)
+                if not call.over:
+                    self._end_call(call)
 
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has accumulated ``gradient`` of a parameter."""
         self._take(parameter, gradient)
         self._reducer.views.expect_more(parameter)
 
+    def _begin_unannounced(self) -> None:
+        if self._reducer.rules.scaled:
+            raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
+        self.begin_backward(announced=False)
+        if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
+            self._reducer.views.expect(self.settle)
+
     def _take(self, parameter: int, gradient: Tensor) -> None:
         if self._backward is Backward.NONE:
-            if self._reducer.rules.scaled:
-                raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
-            self.begin_backward(announced=False)
-            if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
-                self._reducer.views.expect(self.settle)
+            self._begin_unannounced()
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
@@ -273,17 +358,20 @@ class Schedule:
         hold.fired.add(parameter)
         complete = not unit.has_frozen and len(hold.fired) == len(unit.trainable)
         if hold.calls and hold.calls <= hold.silent and complete:
-            hold.finish(set(hold.calls))
-            self._let_go(unit.index)
+            for call in list(hold.calls):
+                self._end_call(call)
 
     def backward_failed(self) -> None:
         """The backward that was begun raised."""
         self._backward = Backward.NONE
+        self._calls.forget()
         self._window.backward_failed()
 
     def end_backward(self) -> None:
         """The sweep: every unit goes to rest, what was not reduced is reduced."""
         self._backward = Backward.NONE
+        if self._stage.moves_weights:
+            self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
         self._reducer.sweep()
         if self._reducer.window_complete:
@@ -297,6 +385,7 @@ class Schedule:
     def rest(self) -> None:
         """Outside of any pass: bring every unit to rest (after a forward that had no backward, or that failed)."""
         self._backward = Backward.NONE
+        self._calls.forget()
         self._rest(spare_kept=False)
 
     def recover(self) -> None:
@@ -305,6 +394,7 @@ class Schedule:
         for unit in self.units:
             unit.recover()
         self._predictions = Predictions()
+        self._calls.forget()
 
     def retire(self) -> None:
         """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
@@ -405,3 +495,14 @@ class Schedule:
                     return
                 self._gather(unit)
             budget -= unit.elements
+
+
+def _is_due(parameter: nn.Parameter) -> bool:
+    """Whether the running backward accumulates into ``parameter``, or has done so."""
+    if not parameter.requires_grad or torch._C._current_graph_task_id() < 0:
+        return False
+    try:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # of a parameter for which autograd.grad was asked
+        return False
