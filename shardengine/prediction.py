@@ -15,8 +15,6 @@ class Prediction:
 
     def demand(self, unit: int) -> None:
         """``unit`` is needed now."""
-        if self._recorded and self._recorded[-1] == unit:
-            return  # it is there
         position = len(self._recorded)
         self._recorded.append(unit)
         if position >= len(self._plan) or self._plan[position] != unit:
