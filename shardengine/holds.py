@@ -15,8 +15,8 @@ class Hold:
 
     depth: forwards of it that are open · calls: those whose backward has begun and is not over · silent: those of them
     whose end nobody will announce · over: whose backward is over, with the run of autograd in which it was · fired: its
-    parameters that got their gradient since it is held in backward · kept, unheard: until the window ends · owes: it is
-    full only because it is unheard · lent: a view of its weights was handed out · since: when the open forward or backward began, for the trace.
+    parameters that got their gradient since it is held in backward · kept: until the window ends · lent: a view of its
+    weights was handed out · since: when the open forward or backward began, for the trace.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,8 @@ class Hold:
         self.over: set[tuple[Call, int]] = set()
         self.fired: set[int] = set()
         self.kept = False
-        self.unheard = False
-        self.owes = False
         self.lent = False
         self.since = 0
-
-    @property
-    def stays(self) -> bool:
-        """Whether it stays full until the window ends."""
-        return self.kept or self.unheard
 
     def finish(self, calls: set[Call]) -> None:
         """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
@@ -48,4 +41,4 @@ class Hold:
         self.silent.clear()
         self.over.clear()
         self.fired.clear()
-        self.kept = self.unheard = self.owes = self.lent = False
+        self.kept = self.lent = False

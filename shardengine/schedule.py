@@ -10,10 +10,9 @@ forward may have no backward. So nothing is counted down that must reach zero:
   over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is let go when all its
   parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
-- kept: an output is a view of its weights, or a graph of the backward itself was recorded through it (create_graph).
-  Kept units stay until the window ends: another backward may need them
-- unheard: nobody would tell us when its backward comes (no output with a graph). It stays as well, but other ranks may
-  have resharded it: when it is needed next, this rank owes its part of the gather, and gathers it, too
+- kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
+  Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
+  backward itself was recorded (create_graph)
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
@@ -174,7 +173,7 @@ class Schedule:
         if self._grad_pass:
             return True
         expected = self._backward_expected
-        self._end_pass(lambda unit, hold: expected and (unit.index == 0 or hold.stays or bool(hold.calls)))
+        self._end_pass(lambda unit, hold: expected and (unit.index == 0 or hold.kept or bool(hold.calls)))
         self._grad_pass = True
         return True
 
@@ -214,7 +213,7 @@ class Schedule:
         hold.depth = max(0, hold.depth - 1)
         if not hold.depth:
             self._inside.discard(index)
-        hold.unheard |= keep
+        hold.kept |= keep
         self._lend(index, views)
         recomputed = grad and self.in_backward  # its backward comes next
         if not hold.depth and not recomputed and (not grad or self._stage.reshards_after_forward):
@@ -420,7 +419,7 @@ class Schedule:
         self._outermost.clear()
         self._backward_expected = False
         self._grad_pass = True
-        self._end_pass(lambda unit, hold: spare_kept and hold.stays)
+        self._end_pass(lambda unit, hold: spare_kept and hold.kept)
 
     def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
         self._predictions.of[self._grad_pass].end()
@@ -428,7 +427,6 @@ class Schedule:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
             if spare(unit, hold):
-                hold.owes |= hold.unheard
                 continue
             if unit.state is Weights.GATHERING:
                 unit.await_full()
@@ -437,11 +435,8 @@ class Schedule:
             hold.clear()
 
     def _demand(self, index: int) -> None:
-        unit, hold = self.units[index], self._holds[index]
+        unit = self.units[index]
         self._predictions.demand(self._grad_pass, index)
-        if hold.owes and unit.state is Weights.FULL:
-            unit.reshard()
-        hold.owes = False
         if unit.state is Weights.SHARDED:
             self._gather(unit)
         self._prefetch()
@@ -460,9 +455,6 @@ class Schedule:
         """Reshard unit ``index`` unless something holds it; then there is room to gather ahead."""
         unit, hold = self.units[index], self._holds[index]
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not Weights.FULL:
-            return
-        if hold.unheard:
-            hold.owes = True
             return
         unit.reshard()
         self._prefetch()
