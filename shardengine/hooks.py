@@ -251,7 +251,7 @@ class _UnitHooks:
                 _NodeEvents.of(node).reached.append(
                     lambda: self._schedule.backward_reached(self._index, call, announced=announced)
                 )
-            keep = not nodes and (differentiable or self._schedule.trains(self._index))
+            keep = not outputs and (differentiable or self._schedule.trains(self._index))
         self._schedule.after_forward(self._index, grad, keep, outputs)
 
 

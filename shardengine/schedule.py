@@ -10,7 +10,7 @@ forward may have no backward. So nothing is counted down that must reach zero:
   over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is let go when all its
   parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
-- kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
+- kept: nobody would tell us when its backward comes (no tensor came out), or an output is a view of its weights.
   Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
   backward itself was recorded (create_graph)
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
