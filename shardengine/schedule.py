@@ -27,11 +27,25 @@ prefetching off for the rest of the pass; it changes time, never results.
     leave               outermost module, without grad: everything is resharded
     begin_backward      the micro-batch is counted, the reducer is armed, the root is gathered if it is not there
     root_reached        as begin_backward, for the weights only: a gradient reached the outermost module's output
-    backward_reached    as before_forward
+    backward_reached    what came after it in forward is over; then as before_forward
     gradient_ready      the reducer takes the gradient; the first one outside of begin_backward begins one unannounced
-    backward_over       the unit is resharded, unless held
-    end_backward        everything is resharded, the reducer's sweep; after the window's last backward: ``on_complete``
+    backward_over       the unit is closed and resharded, unless held or called elsewhere
+    end_backward        all calls are over, everything is resharded, the reducer's sweep; after the window's last backward: ``on_complete``
     settle              ends an unannounced backward
+
+[Note: Sweep of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
+before it joins that gather. Ranks meet calls of units in one order, the reverse of forward (calls: [Note: Order of
+calls]). When backward comes to a call, those after it are over, and then, in this order:
+
+- one through which it did not come (a detached part, a frozen one) is served: its unit is gathered, because others
+  gather it, and let go. Where the next call to come is of the same unit, that stays
+- when the last outstanding call of a unit is over, the unit is closed: what is left of its buckets is launched, zeros
+  included, before anything else is gathered. A gradient that comes after that is a late one
+- the unit of the call is gathered, and admitted if no other call of it is outstanding: its buckets may be launched
+
+A rank that waits for the reduction of a unit has issued all gathers up to that unit; the others reach the end of that
+unit without it, and launch there. What comes out of two forwards in one backward stays open until the earlier one's
+calls are over, where autograd still has gradients to accumulate. Within a unit's call nothing is gathered.
 
 [Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
 one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited

@@ -9,6 +9,11 @@ Where every rank needs the whole gradient (``Rules.gathers``), complete slices a
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
 even where ranks finish parameters in different orders or do not use some. The order is the layout's in the first
 backward, and afterwards the order in which rank 0's buckets became ready.
+
+[Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
+waited for a reduction. So a bucket is launched only when its unit was admitted, from where on this rank's gathers for it
+are issued, and a unit that is closed is launched with zeros for what did not come. The root belongs to no place in
+backward: its buckets are launched last, in the sweep.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def nothing(blocks: Any, x: Tensor, at: At, used: Used) -> Tensor:
 
 
 def again(blocks: Any, x: Tensor, at: At, used: Used) -> Tensor:
-    """A block three times, twice in a row, with other experts each time; rank 1 detaches the last call, 2 the second."""
+    """A block three times, twice in a row, with other experts each time; rank 1 detaches the last, 2 the second."""
     x = blocks[0](x, used(at, 0))
     x = blocks[1](x, used(at, 1))
     y = blocks[0](x, used(At(at.step + 1, at.rank, at.micro), 2))
