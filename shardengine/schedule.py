@@ -111,6 +111,7 @@ class Schedule:
         self._predictions = Predictions()
         self._calls = Calls()
         self._inside: set[int] = set()
+        self._met = -1  # the unit that backward needed last
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
@@ -333,9 +334,6 @@ class Schedule:
         """Calls that backward has left behind, also those through which it did not come on this rank: others may have
         gathered their units, and wait for this rank's part of them."""
         for group in groups:
-            for call in group:
-                if call.replayed and not (call.computed or call.over):
-                    self._demand(call.unit)
             for call in reversed(group):
                 if not call.reached:
                     self._demand(call.unit)
@@ -450,7 +448,10 @@ class Schedule:
 
     def _demand(self, index: int) -> None:
         unit = self.units[index]
-        self._predictions.demand(self._grad_pass, index)
+        turned = not self._outermost  # no forward is open, but recomputations
+        if not turned or self._met != index:  # a recomputed unit is needed once
+            self._predictions.demand(self._grad_pass, index)
+        self._met = index if turned else -1
         if unit.state is Weights.SHARDED:
             self._gather(unit)
         self._prefetch()
