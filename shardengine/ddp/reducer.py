@@ -11,8 +11,8 @@ even where ranks finish parameters in different orders or do not use some. The o
 backward, and afterwards the order in which rank 0's buckets became ready.
 
 [Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
-waited for a reduction. So a bucket is launched only when its unit was admitted, from where on this rank's gathers for it
-are issued, and a unit that is closed is launched with zeros for what did not come. The root belongs to no place in
+waited for a reduction. So a bucket is launched only when its unit was admitted: this rank's gathers up to it are
+issued. And a unit that is closed is launched with zeros for what did not come. The root belongs to no place in
 backward: its buckets are launched last, in the sweep.
 """
 
