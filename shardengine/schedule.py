@@ -30,7 +30,7 @@ prefetching off for the rest of the pass; it changes time, never results.
     backward_reached    what came after it in forward is over; then as before_forward
     gradient_ready      the reducer takes the gradient; the first one outside of begin_backward begins one unannounced
     backward_over       the unit is closed and resharded, unless held or called elsewhere
-    end_backward        all calls are over, everything is resharded, the reducer sweeps; at the end of a window ``on_complete``
+    end_backward        all calls are over, everything is resharded, the sweep of the rest; then maybe ``on_complete``
     settle              ends an unannounced backward
 
 [Note: Sweep of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
