@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from shardengine.calls import Call
+
 
 class Hold:
     """Why a unit may not be resharded now (schedule: [Note: Holds]).
@@ -19,15 +21,15 @@ class Hold:
 
     def __init__(self) -> None:
         self.depth = 0
-        self.calls: set[int] = set()
-        self.silent: set[int] = set()
-        self.over: set[tuple[int, int]] = set()
+        self.calls: set[Call] = set()
+        self.silent: set[Call] = set()
+        self.over: set[tuple[Call, int]] = set()
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
         self.since = 0
 
-    def finish(self, calls: set[int]) -> None:
+    def finish(self, calls: set[Call]) -> None:
         """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
         self.over |= {(call, torch._C._current_graph_task_id()) for call in calls}
         self.calls -= calls

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -30,12 +29,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardengine.arrivals import Arrivals
+from shardengine.calls import Call
 from shardengine.casting import cast_inputs
 from shardengine.ddp import taken
 from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
-
-_calls = itertools.count(1)
 
 
 class _Hook:
@@ -219,8 +217,9 @@ def _leave(schedule: Schedule) -> Callable[..., None]:
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
         tensors = list(tensors_in(output))
         if schedule.leave(module, tensors) and torch.is_grad_enabled():
+            reached = functools.partial(schedule.root_reached, schedule.line)
             for node in _nodes_of(tensors):
-                _NodeEvents.of(node).reached.append(schedule.root_reached)
+                _NodeEvents.of(node).reached.append(reached)
 
     return _Hook(leave)
 
@@ -251,22 +250,22 @@ class _NodeEvents:
 class _UnitHooks:
     """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last.
 
-    A call is (number, whether an input has a graph, whether an input's node will say when its backward is over).
+    With each call: whether an input has a graph, whether an input's node will say when its backward is over.
     """
 
     def __init__(self, schedule: Schedule, index: int) -> None:
         self._schedule = schedule
         self._index = index
-        self._open: list[tuple[int, bool, bool]] = []
+        self._open: list[tuple[Call, bool, bool]] = []
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        depth = self._schedule.before_forward(self._index)
-        if depth <= 1:
-            self._open.clear()
-        if not depth or not torch.is_grad_enabled():
-            return
-        call = next(_calls)
+        grad = torch.is_grad_enabled()
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        call = self._schedule.before_forward(self._index, grad=grad, differentiable=bool(inputs))
+        if call is None or self._schedule.depth_of(self._index) <= 1:
+            self._open.clear()
+        if call is None or not grad:
+            return
         nodes = {t.grad_fn for t in inputs if t.grad_fn is not None}
         self._open.append((call, bool(inputs), bool(nodes)))
         for node in nodes:
@@ -279,13 +278,13 @@ class _UnitHooks:
         outputs = list(tensors_in(output))
         keep = False
         if grad:
-            call, differentiable, announced = self._open.pop() if self._open else (next(_calls), True, False)
+            call, differentiable, announced = self._open.pop() if self._open else (Call(self._index), True, False)
             nodes = _nodes_of(outputs)
             for node in nodes:
                 _NodeEvents.of(node).reached.append(
                     lambda: self._schedule.backward_reached(self._index, call, announced=announced)
                 )
-            keep = not nodes and (differentiable or self._schedule.trains(self._index))
+            keep = not outputs and (differentiable or self._schedule.trains(self._index))
         self._schedule.after_forward(self._index, grad, keep, outputs)
 
 

@@ -62,8 +62,11 @@ class Predictions:
     def __init__(self) -> None:
         self.of = {True: Prediction(), False: Prediction()}
         self.last = 0
+        self._met = -1
 
-    def demand(self, grad: bool, unit: int) -> None:
-        """``unit`` is needed now."""
+    def demand(self, grad: bool, unit: int, *, turned: bool = False) -> None:
+        """``unit`` is needed now. turned: in backward, where one that is computed again is needed once."""
+        if not turned or self._met != unit:
+            self.of[grad].demand(unit)
+        self._met = unit if turned else -1
         self.last = unit
-        self.of[grad].demand(unit)

@@ -10,7 +10,7 @@ forward may have no backward. So nothing is counted down that must reach zero:
   over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is let go when all its
   parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
-- kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
+- kept: nobody would tell us when its backward comes (no tensor came out), or an output is a view of its weights.
   Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
   backward itself was recorded (create_graph)
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
@@ -27,11 +27,25 @@ prefetching off for the rest of the pass; it changes time, never results.
     leave               outermost module, without grad: everything is resharded
     begin_backward      the micro-batch is counted, the reducer is armed, the root is gathered if it is not there
     root_reached        as begin_backward, for the weights only: a gradient reached the outermost module's output
-    backward_reached    as before_forward
+    backward_reached    what came after it in forward is over; then as before_forward
     gradient_ready      the reducer takes the gradient; the first one outside of begin_backward begins one unannounced
-    backward_over       the unit is resharded, unless held
-    end_backward        everything is resharded, the reducer's sweep; after the window's last backward: ``on_complete``
+    backward_over       the unit is closed and resharded, unless held or called elsewhere
+    end_backward        all calls are over, everything is resharded, the sweep of the rest; then maybe ``on_complete``
     settle              ends an unannounced backward
+
+[Note: Sweep of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
+before it joins that gather. Ranks meet calls of units in one order, the reverse of forward (calls: [Note: Order of
+calls]). When backward comes to a call, those after it are over, and then, in this order:
+
+- one through which it did not come (a detached part, a frozen one) is served: its unit is gathered, because others
+  gather it, and let go. Where the next call to come is of the same unit, that stays
+- when the last outstanding call of a unit is over, the unit is closed: what is left of its buckets is launched, zeros
+  included, before anything else is gathered. A gradient that comes after that is a late one
+- the unit of the call is gathered, and admitted if no other call of it is outstanding: its buckets may be launched
+
+A rank that waits for the reduction of a unit has issued all gathers up to that unit; the others reach the end of that
+unit without it, and launch there. What comes out of two forwards in one backward stays open until the earlier one's
+calls are over, where autograd still has gradients to accumulate. Within a unit's call nothing is gathered.
 
 [Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
 one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited
@@ -43,12 +57,13 @@ with grad, or the first use of a gradient that a parameter shows: then nothing m
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardengine.accumulation import Window
+from shardengine.calls import Call, Calls, Line
 from shardengine.collectives import Collectives
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
@@ -91,8 +106,11 @@ class Schedule:
         self._prefetch_elements = prefetch
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
+        if stage.moves_weights:
+            reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
         self._predictions = Predictions()
         self._fetches = any(arena.homes.weights is not None for unit in units for arena in unit.arenas)
+        self._calls = Calls()
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
@@ -119,6 +137,15 @@ class Schedule:
         """Whether forwards of unit ``index`` matter now: not in a recomputation."""
         return not self._holds[index].calls
 
+    def depth_of(self, index: int) -> int:
+        """How many forwards of unit ``index`` are open."""
+        return self._holds[index].depth
+
+    @property
+    def line(self) -> Line | None:
+        """What the running forward of the outermost module has called so far, or the last one."""
+        return self._calls.lines[-1] if self._calls.lines else None
+
     # Events of forward. ``grad``: whether autograd records.
 
     def enter(self, module: object, grad: bool) -> None:
@@ -134,6 +161,9 @@ class Schedule:
         self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
+        self._calls.inside.clear()
+        if grad:
+            self._calls.enter(module)
         for hold in self._holds:
             hold.depth = 0
         root = self.units[0]
@@ -161,22 +191,42 @@ class Schedule:
         self._grad_pass = True
         return True
 
-    def before_forward(self, index: int) -> int:
-        """Unit ``index`` begins a forward: it must be full. Returns its depth, 0 where this call is not observed."""
+    def before_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
+        """Unit ``index`` begins a forward: it must be full. Returns the call, None where this one is not observed.
+
+        differentiable: whether one of its inputs needs a gradient.
+        """
         if not self.observes(index):
-            return 0
+            return None
+        call = self._begin_call(index, grad=grad, differentiable=differentiable)
         hold = self._holds[index]
         hold.depth += 1
         if not self.units[index].pinned:
             self._demand(index)
         hold.since = now()
-        return hold.depth
+        return call
+
+    def _begin_call(self, index: int, *, grad: bool, differentiable: bool) -> Call:
+        if self.in_backward:
+            found = self._calls.computed_again(index) if grad else None
+            if found is None:
+                return Call(index)
+            self._leave_behind(self._calls.approach(found))
+            found.computed = True
+            return found
+        nested = bool(self._calls.inside)
+        self._calls.inside.add(index)
+        if nested or not self._grad_pass or not (self.trains(index) or differentiable):
+            return Call(index)
+        return self._calls.begin(index, grad=grad, differentiable=differentiable)
 
     def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
         """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
         hold = self._holds[index]
         self._trace("forward", index, hold)
         hold.depth = max(0, hold.depth - 1)
+        if not hold.depth:
+            self._calls.inside.discard(index)
         hold.kept |= keep
         self._lend(index, views)
         recomputed = grad and self.in_backward  # its backward comes next
@@ -200,12 +250,14 @@ class Schedule:
         self._backward = Backward.ANNOUNCED if announced else Backward.UNANNOUNCED
         self.root_reached()
 
-    def root_reached(self) -> None:
-        """A gradient reached what the outermost module returned: the root must be full.
+    def root_reached(self, line: Line | None = None) -> None:
+        """A gradient reached what the outermost module returned: the root must be full. line: what that forward called.
 
         Where the engine does not know of this backward yet, and it is the window's last, it hears of its end.
         """
         self._refuse_retired()
+        if line is not None:
+            self._leave_behind(self._calls.turn_to(line))
         if self._backward is Backward.NONE and self._window.is_boundary and self._window.synchronises:
             self._await_end()
         if self._stage.moves_weights:
@@ -224,41 +276,84 @@ class Schedule:
 
         torch.autograd.Variable._execution_engine.queue_callback(over)
 
-    def backward_reached(self, index: int, call: int, *, announced: bool) -> None:
-        """A gradient reached the outputs of call ``call`` of unit ``index``; announced: ``backward_over`` will come."""
+    def backward_reached(self, index: int, call: Call, *, announced: bool) -> None:
+        """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``backward_over`` will come."""
         self._refuse_retired()
         hold = self._holds[index]
-        if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over:
+        if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over or self._calls.is_late(call):
             return
+        if self._backward is Backward.NONE and self._collects(index):
+            self._begin_unannounced()
+        self._leave_behind(self._calls.approach(call))
         hold.kept |= torch.is_grad_enabled()  # create_graph: backward through this backward announces nothing
         if not announced:
             hold.silent.add(call)
         if not hold.calls:
             hold.fired.clear()
         hold.calls.add(call)
+        call.reached = True
         self._demand(index)
         hold.since = now()
+        if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
+            self._reducer.admit(index)
 
-    def backward_over(self, index: int, call: int) -> None:
-        """A gradient of an input of call ``call`` is known: its weights are not needed any more."""
+    def _collects(self, index: int) -> bool:
+        """Whether the running backward accumulates a gradient of a parameter of unit ``index``."""
+        unit = self.units[index]
+        return any(_is_due(m.parameter) for m in unit.members if m.index in unit.trainable)
+
+    def backward_over(self, index: int, call: Call) -> None:
+        """A gradient of an input of ``call`` is known: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
             self._trace("backward", index, hold)
-            hold.finish({call})
-            self._let_go(index)
+            self._end_call(call)
+
+    def _end_call(self, call: Call) -> None:
+        """The backward of ``call`` is over: of its unit's gradients nothing more comes, unless by other calls."""
+        hold = self._holds[call.unit]
+        hold.finish({call})
+        if call.line is not None:
+            hold.depth = 0  # of recomputations that were broken off
+            self._calls.over(call)
+            if self._calls.is_last(call) and not self._may_grow(call):
+                self._reducer.close(call.unit)
+        if not self._calls.is_followed(call):
+            self._let_go(call.unit)
+
+    def _may_grow(self, call: Call) -> bool:
+        """Whether an earlier forward's backward, which is to come in this run, brings more gradients of the unit."""
+        if not self._calls.waits_for_others(call):
+            return False
+        unit, fired = self.units[call.unit], self._holds[call.unit].fired
+        due = (m.parameter for m in unit.members if m.index in unit.trainable and m.index not in fired)
+        return call.replayed or any(_is_due(parameter) for parameter in due)
+
+    def _leave_behind(self, groups: Iterable[Sequence[Call]]) -> None:
+        """Calls that backward has left behind, also those through which it did not come on this rank: others may have
+        gathered their units, and wait for this rank's part of them."""
+        for group in groups:
+            for call in reversed(group):
+                if not call.reached:
+                    self._demand(call.unit)
+                if not call.over:
+                    self._end_call(call)
 
     def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has accumulated ``gradient`` of a parameter."""
         self._take(parameter, gradient)
         self._reducer.views.expect_more(parameter)
 
+    def _begin_unannounced(self) -> None:
+        if self._reducer.rules.scaled:
+            raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
+        self.begin_backward(announced=False)
+        if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
+            self._reducer.views.expect(self.settle)
+
     def _take(self, parameter: int, gradient: Tensor) -> None:
         if self._backward is Backward.NONE:
-            if self._reducer.rules.scaled:
-                raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
-            self.begin_backward(announced=False)
-            if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
-                self._reducer.views.expect(self.settle)
+            self._begin_unannounced()
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
@@ -274,17 +369,20 @@ class Schedule:
         hold.fired.add(parameter)
         complete = not unit.has_frozen and len(hold.fired) == len(unit.trainable)
         if hold.calls and hold.calls <= hold.silent and complete:
-            hold.finish(set(hold.calls))
-            self._let_go(unit.index)
+            for call in list(hold.calls):
+                self._end_call(call)
 
     def backward_failed(self) -> None:
         """The backward that was begun raised."""
         self._backward = Backward.NONE
+        self._calls.forget()
         self._window.backward_failed()
 
     def end_backward(self) -> None:
         """The sweep: every unit goes to rest, what was not reduced is reduced."""
         self._backward = Backward.NONE
+        if self._stage.moves_weights:
+            self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
         self._reducer.sweep()
         if self._reducer.window_complete:
@@ -298,6 +396,7 @@ class Schedule:
     def rest(self) -> None:
         """Outside of any pass: bring every unit to rest (after a forward that had no backward, or that failed)."""
         self._backward = Backward.NONE
+        self._calls.forget()
         self._rest(spare_kept=False)
 
     def recover(self) -> None:
@@ -306,6 +405,7 @@ class Schedule:
         for unit in self.units:
             unit.recover()
         self._predictions = Predictions()
+        self._calls.forget()
 
     def retire(self) -> None:
         """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
@@ -348,7 +448,7 @@ class Schedule:
 
     def _demand(self, index: int) -> None:
         unit = self.units[index]
-        self._predictions.demand(self._grad_pass, index)
+        self._predictions.demand(self._grad_pass, index, turned=not self._outermost)
         if unit.state is Weights.SHARDED:
             self._gather(unit)
         self._prefetch()
@@ -407,3 +507,14 @@ class Schedule:
                     return
                 self._gather(unit)
             prediction.start(index, unit.elements)
+
+
+def _is_due(parameter: nn.Parameter) -> bool:
+    """Whether the running backward accumulates into ``parameter``, or has done so."""
+    if not parameter.requires_grad or torch._C._current_graph_task_id() < 0:
+        return False
+    try:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a parameter for which autograd.grad was asked
+        return False

@@ -27,7 +27,7 @@ IMPORT_ORDER = (
     "collectives", "agreement",
     "ddp",
     "unit", "arrivals", "partition", "placing", "footprint",
-    "prediction", "holds", "schedule",
+    "prediction", "calls", "holds", "schedule",
     "casting", "hooks", "optimizer_forms", "update", "in_backward", "cuts", "optimizer",
     "core", "assembly", "ending", "formulas", "overflow", "gathered", "whole", "relayout", "inspection", "recovery",
     "checkpoint", "checkpointing", "parking", "interchange",

@@ -9,12 +9,17 @@ Where every rank needs the whole gradient (``Rules.gathers``), complete slices a
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
 even where ranks finish parameters in different orders or do not use some. The order is the layout's in the first
 backward, and afterwards the order in which rank 0's buckets became ready.
+
+[Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
+waited for a reduction. So a bucket is launched only when its unit was admitted: this rank's gathers up to it are
+issued. And a unit that is closed is launched with zeros for what did not come. The root belongs to no place in
+backward: its buckets are launched last, in the sweep.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,15 +73,36 @@ class _Mode:
 
 
 class _Order:
-    """The order in which buckets are launched ([Note: Launch order])."""
+    """The order in which buckets are launched ([Note: Launch order]). units: of each bucket, or () for no matter."""
 
-    def __init__(self, count: int) -> None:
-        self._order = list(range(count))
+    def __init__(self, count: int, units: Sequence[int] = ()) -> None:
+        self.units = units
+        self._order = self._root_last(list(range(count)))
         self._seen: list[int] | None = []
         self._position = 0
+        self._admitted: set[int] = set()
+
+    def _root_last(self, order: list[int]) -> list[int]:
+        return sorted(order, key=lambda index: self.units[index] == 0) if self.units else order
+
+    def of_unit(self, unit: int) -> list[int]:
+        """The buckets of ``unit``."""
+        return [index for index, each in enumerate(self.units) if each == unit]
+
+    def admit(self, unit: int) -> None:
+        """The buckets of ``unit`` may be launched."""
+        self._admitted.add(unit)
+
+    def admits_unit(self, unit: int) -> bool:
+        """Whether ``unit`` was admitted, or nothing waits for that."""
+        return not self.units or unit in self._admitted
+
+    def admits(self, index: int) -> bool:
+        """Whether bucket ``index`` may be launched before backward is over."""
+        return not self.units or self.units[index] in self._admitted
 
     def note_ready(self, index: int) -> None:
-        """Bucket ``index`` became ready."""
+        """Bucket ``index`` is ready and may be launched."""
         if self._seen is not None:
             self._seen.append(index)
 
@@ -95,6 +121,7 @@ class _Order:
     def restart(self) -> None:
         """A new backward begins."""
         self._position = 0
+        self._admitted.clear()
         if self._seen is not None:
             self._seen = []
 
@@ -104,7 +131,7 @@ class _Order:
             return
         mine = torch.tensor(list(dict.fromkeys(self._seen + self._order)), dtype=torch.int64)
         rank0 = collectives.exchange(mine.view(torch.uint8), "the order of buckets")[0]
-        self._order = rank0.contiguous().view(torch.int64).tolist()
+        self._order = self._root_last(rank0.contiguous().view(torch.int64).tolist())
         self._seen = None
 
 
@@ -194,8 +221,46 @@ class Reducer:
             if not synchronise and state.is_ready:
                 state.partial.settle(self._dtype_of_partial(state))
             elif state.is_ready and not again:
-                self._order.note_ready(state.bucket.layout.index)
+                self._note_ready(state.bucket.layout.index)
                 self._launch_ready()
+
+    def divide(self, unit_of: Mapping[int, int]) -> None:
+        """Weights are gathered in backward, unit by unit: ``unit_of`` each parameter, the root's is 0.
+
+        From now on a unit's buckets are launched when it was admitted, the root's in the sweep.
+        """
+        units = [unit_of[next(iter(state.pieces))] for state in self.buckets]
+        self._order = _Order(len(self.buckets), units if any(units) else ())
+
+    def admit(self, unit: int) -> None:
+        """Every rank that is where this one is has gathered ``unit`` for the last time in this backward, or is about
+        to: what is ready of it may be launched."""
+        if self._order.admits_unit(unit):
+            return
+        self._order.admit(unit)
+        if self._mode.armed and self._mode.synchronise:
+            for index in self._order.of_unit(unit):
+                if self.buckets[index].is_ready:
+                    self._note_ready(index)
+            self._launch_ready()
+
+    def close(self, unit: int) -> None:
+        """This backward brings no more gradients of ``unit`` on this rank: what did not come is zero."""
+        if not self._mode.armed or not self._mode.synchronise:
+            return
+        incomplete = [index for index in self._order.of_unit(unit) if not self.buckets[index].is_ready]
+        for index in incomplete:
+            self.buckets[index].ready |= self.buckets[index].pieces.keys()
+        if self._order.admits_unit(unit):
+            for index in incomplete:
+                self._note_ready(index)
+            self._launch_ready()
+        else:
+            self.admit(unit)
+
+    def _note_ready(self, index: int) -> None:
+        if self._order.admits(index):
+            self._order.note_ready(index)
 
     def sweep(self) -> None:
         """After a backward: launch what is left (zeros for what this rank did not use), wait, close the window."""
@@ -237,7 +302,7 @@ class Reducer:
         self._in_flight.clear()
         self._spill.drop()
         self.way_back.drop()
-        self._order = _Order(len(self.buckets))
+        self._order = _Order(len(self.buckets), self._order.units)
         self.early.predictable = False
         self.release()
 
@@ -307,7 +372,7 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         for index in self._order.left():
-            if not self.buckets[index].is_ready:
+            if not self.buckets[index].is_ready or not self._order.admits(index):
                 return
             self._launch(self.buckets[index])
             self._order.advance()
