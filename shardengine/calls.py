@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class Call:
         self.line = line
         self.place = 0 if line is None else len(line.calls)
         self.group: list[Call] = [self]
-        self.number = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.number = torch._C._autograd._get_sequence_nr()
         self.replayed = replayed
         self.renew()
 
@@ -114,7 +115,7 @@ class Calls:
 
     def computed_again(self, unit: int) -> Call | None:
         """The call that is computed again where ``unit`` begins a forward in backward; None where none is known."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return None
         for line in self.lines:

@@ -518,6 +518,6 @@ def _is_due(parameter: nn.Parameter) -> bool:
         return False
     try:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # of a parameter for which autograd.grad was asked
         return False
