@@ -72,9 +72,14 @@ class Unit:
         self.members = members
         self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
         self.names = {arena.layout.index: [layout.names_in(b.layout) for b in arena.buckets] for arena in arenas}
+        self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = Weights.FULL
         self._pending: list[Pending] = []
         self._pins: list[Tensor] | None = None
+
+    def name_of(self, parameter: int) -> str:
+        """The name of a parameter of it, given by its index in the layout."""
+        return self._names[parameter]
 
     @property
     def elements(self) -> int:
