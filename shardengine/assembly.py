@@ -25,7 +25,7 @@ from shardengine.config import Config
 from shardengine.core import Core
 from shardengine.ddp import BufferSync, Reducer, Rules, no_payload
 from shardengine.errors import ConfigError, UsageError
-from shardengine.footprint import Footprint, outside_bytes, tell_choice
+from shardengine.footprint import Footprint, outside_bytes, tell_choice, tell_window
 from shardengine.granularity import is_lookup
 from shardengine.guard import Guard
 from shardengine.layout import Layout
@@ -99,6 +99,8 @@ def _assemble(
     homes = tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     if collectives.mesh.rank == 0:
         tell_choice(tiers, footprint, homes)
+        if stage.moves_weights:
+            tell_window(footprint, found, _classes_of(model))
     with collectives.faults.announced("initialize", lambda error: "placing the weights"):
         units = placing.place(
             found,
@@ -271,6 +273,11 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
             )
 
     core.guard.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+
+
+def _classes_of(model: nn.Module) -> dict[str, str]:
+    """Each parameter's name → the class of the module that has it."""
+    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
 
 
 def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:

@@ -112,6 +112,12 @@ class Schedule:
         return self.units[self._predictions.last]
 
     @property
+    def gathered_once(self) -> set[int]:
+        """The units that the last pass gathered once: the root, that of the turn, those whose backward reads nothing."""
+        spared = {index for index, hold in enumerate(self._holds) if hold.forward_only}
+        return spared | {0} | ({self.turn.last} if self.turn.last is not None else set())
+
+    @property
     def in_backward(self) -> bool:
         """Whether autograd runs now, so that a forward is a recomputation."""
         return self._backward is Backward.ANNOUNCED or torch._C._current_graph_task_id() >= 0
