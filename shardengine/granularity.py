@@ -5,8 +5,9 @@ Must not know: parameters' places, hooks, stages. It changes nothing on the mode
 [Note: Granularity] A unit costs a collective for each gather, and its weights are whole while it runs. The walk goes
 from the model down and stops at modules that are worth one:
 
-- modules of which the same container has several of one class are units (blocks), unless one of them is more than a
-  quarter of the model and can be split (two towers, a stage of a convolutional network);
+- modules of which the same container has several of one class (of the attributes of any other module: those that differ
+  in a number, as block1 and block2) are units, blocks, unless one of them is more than a quarter of the model and can
+  be split (two towers, a stage of a convolutional network);
 - other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
   are split into their children, and what cannot be split is a unit as it is: embeddings and heads, mostly;
 - what is tiny stays in the unit around it, or in the root.
@@ -31,7 +32,7 @@ _LARGEST = 1 << 24
 """Elements above which a module without repetition is split in a model of any size: about the prefetch's default."""
 _LEAST_SPLIT = 1 << 20
 """Elements of a repeated module up to which it is left whole."""
-_TINY_PARTS, _TINY = 16, 1 << 16
+_TINY_PARTS, _TINY = 10, 1 << 16
 """A single module, or a group of repeated ones, below this part of the model and so many elements is no unit."""
 _TINY_BLOCK_PARTS, _TINY_BLOCK = 256, 1 << 14
 """The same for each of a group."""
@@ -67,12 +68,14 @@ class _Walk:
 
     def _split(self, module: nn.Module) -> None:
         """Decide on the children of ``module``, which is no unit."""
-        groups: dict[type[nn.Module], list[nn.Module]] = {}
+        groups: dict[tuple[type[nn.Module], str], list[nn.Module]] = {}
+        holds = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
         for name, child in module.named_children():
             if _is_of_experts(name, child):
                 continue
             if self._sizes[id(child)] or class_of(child).__name__ in self._classes:
-                groups.setdefault(class_of(child), []).append(child)
+                stem = "" if holds else name.strip("_0123456789")
+                groups.setdefault((class_of(child), stem), []).append(child)
         for group in groups.values():
             total = sum(self._sizes[id(child)] for child in group)
             for child in group:
