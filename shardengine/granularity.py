@@ -5,7 +5,7 @@ Must not know: parameters' places, hooks, stages. It changes nothing on the mode
 [Note: Granularity] A unit costs a collective for each gather, and its weights are whole while it runs. The walk goes
 from the model down and stops at modules that are worth one:
 
-- modules of which the same container has several of one class (of the attributes of any other module: those that differ
+- modules of which the same container has several of one class and about one size (of the attributes of any other module: those that differ
   in a number, as block1 and block2) are units, blocks, unless one of them is more than a quarter of the model and can
   be split (two towers, a stage of a convolutional network);
 - other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
@@ -19,7 +19,7 @@ split, because ranks route to different ones, and all ranks must gather the same
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -32,10 +32,12 @@ _LARGEST = 1 << 24
 """Elements above which a module without repetition is split in a model of any size: about the prefetch's default."""
 _LEAST_SPLIT = 1 << 20
 """Elements of a repeated module up to which it is left whole."""
-_TINY_PARTS, _TINY = 10, 1 << 16
-"""A single module, or a group of repeated ones, below this part of the model and so many elements is no unit."""
+_TINY = 1 << 16
+"""Elements below which a single module, or all of a group of repeated ones, is no unit in a large model."""
+_TINY_PARTS, _TINY_GROUP_PARTS = 10, 64
+"""The same for small models: below this part of the model."""
 _TINY_BLOCK_PARTS, _TINY_BLOCK = 256, 1 << 14
-"""The same for each of a group."""
+"""The same for each one of a group, in small and in large models."""
 _SPLIT_OF_TORCH = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 """torch's modules that call their children."""
 
@@ -61,6 +63,7 @@ class _Walk:
         self._largest = min(total // _PARTS, _LARGEST)
         self._largest_block = max(total // _BLOCK_PARTS, _LEAST_SPLIT)
         self._tiny = min(total // _TINY_PARTS, _TINY)
+        self._tiny_group = min(total // _TINY_GROUP_PARTS, _TINY)
         self._tiny_block = min(total // _TINY_BLOCK_PARTS, _TINY_BLOCK)
         self._seen = {id(model)}
         self.chosen: set[int] = set()
@@ -81,7 +84,13 @@ class _Walk:
             for child in group:
                 if id(child) not in self._seen:
                     self._seen.add(id(child))
-                    self._decide(child, alike=len(group) > 1, group=total)
+                    self._decide(child, alike=self._has_like(child, group), group=total)
+
+    def _has_like(self, module: nn.Module, group: Sequence[nn.Module]) -> bool:
+        """Whether another one of ``group`` has between half and twice the elements of ``module``."""
+        size = self._sizes[id(module)]
+        others = (self._sizes[id(other)] for other in group if other is not module)
+        return any(size <= 2 * other and other <= 2 * size for other in others)
 
     def _decide(self, module: nn.Module, *, alike: bool, group: int) -> None:
         """``module`` is a unit, or split, or left to what is around it. group: elements of it and those alike."""
@@ -92,7 +101,7 @@ class _Walk:
             self._split(module)
         elif size > (self._largest_block if alike else self._largest) and self._splits(module):
             self._split(module)
-        elif group >= max(self._tiny, 1) and size >= (self._tiny_block if alike else self._tiny):
+        elif (group >= self._tiny_group and size >= self._tiny_block) if alike else size >= self._tiny:
             self.chosen.add(id(module))
 
     def _splits(self, module: nn.Module) -> bool:
