@@ -41,7 +41,7 @@ class Setting:
         return self.volume().trainable
 
     def volume(self) -> Volume:
-        """The same number, split as the formulas of the stages want it: the last block is there when backward begins."""
+        """The same number, split as the formulas want it: the last block is still there when backward begins."""
         h = self.hidden
         block = 12 * h * h + 13 * h
         root = (self.vocabulary + self.sequence) * h + 2 * h

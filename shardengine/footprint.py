@@ -143,7 +143,8 @@ class Footprint:
         widest = max((arena.itemsize for arena in self.layout.arenas), default=0)
         ahead = max(self.prefetch * widest, units[largest]) if self.prefetch else 0
         work = units[largest] if self.stage.reshards_after_forward else blocks
-        return LiveWindow(root, blocks, len(units), largest, units[largest], min(units.values(), default=0), work, ahead)
+        smallest = min(units.values(), default=0)
+        return LiveWindow(root, blocks, len(units), largest, units[largest], smallest, work, ahead)
 
     def _window_bytes(self, homes: Homes) -> float:
         """Bytes of whole weights beside those at rest; at one rank these are whole themselves, unless they are away."""
@@ -159,8 +160,8 @@ class LiveWindow:
     [Note: Live window] The root, the unit at work, and what is gathered ahead of it: up to the prefetch's elements, at
     least one unit. Units that are kept until their backward (``stage3_reshard_after_forward: false``) are all at work.
 
-    root, blocks: of the root and of all units together · count: of units · number: of the largest unit, 0 where there is
-    none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered ahead
+    root, blocks: of the root and of all units together · count: of units · number: of the largest unit, 0 where
+    there is none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered ahead
     """
 
     root: int
@@ -221,15 +222,15 @@ def tell_window(footprint: Footprint, partition: Partition, classes: Mapping[str
     if 2 * (window.root + 2 * window.largest) > window.whole:
         names = ", ".join(f"{spec.name} ({classes[spec.name]})" for spec in in_root)
         cure = (
-            "list the classes of smaller modules in zero_optimization.units; what several modules share, and what belongs "
-            f"to no smaller module, stays in the root: {names}"
+            "list the classes of smaller modules in zero_optimization.units; what several modules share, and what "
+            f"belongs to no smaller module, stays in the root: {names}"
         )
     else:
         most = (window.whole // 2 - window.root - window.largest) // max(window.ahead // footprint.prefetch, 1)
         cure = f"set zero_optimization.stage3_prefetch_bucket_size to {most} elements or less"
     _log.warning(
-        "stage 3 has %d of %d bytes of weights whole at one moment (the root with %d, %s, gathered ahead up to %d), which "
-        "is more than half: %s",
+        "stage 3 has %d of %d bytes of weights whole at one moment (the root with %d, %s, gathered ahead up to %d), "
+        "which is more than half: %s",
         window.bytes,
         window.whole,
         window.root,

@@ -5,16 +5,16 @@ Must not know: parameters' places, hooks, stages. It changes nothing on the mode
 [Note: Granularity] A unit costs a collective for each gather, and its weights are whole while it runs. The walk goes
 from the model down and stops at modules that are worth one:
 
-- modules of which the same container has several of one class and about one size (of the attributes of any other module: those that differ
-  in a number, as block1 and block2) are units, blocks, unless one of them is more than a quarter of the model and can
-  be split (two towers, a stage of a convolutional network);
+- modules of which the same container has several of one class and about one size (of the attributes of any other
+  module: those that differ in a number, as block1 and block2) are units, blocks, unless one of them is more than a
+  quarter of the model and can be split (two towers, a stage of a convolutional network);
 - other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
   are split into their children, and what cannot be split is a unit as it is: embeddings and heads, mostly;
 - what is tiny stays in the unit around it, or in the root.
 
 A module whose own forward is not called cannot be a unit: containers, and children of torch's own modules, which read
-their weights (``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer``). Containers of experts are not
-split, because ranks route to different ones, and all ranks must gather the same.
+their weights (``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer``). Containers of experts
+are not split, because ranks route to different ones, and all ranks must gather the same.
 """
 
 from __future__ import annotations
@@ -94,12 +94,10 @@ class _Walk:
 
     def _decide(self, module: nn.Module, *, alike: bool, group: int) -> None:
         """``module`` is a unit, or split, or left to what is around it. group: elements of it and those alike."""
-        size = self._sizes[id(module)]
+        size, largest = self._sizes[id(module)], self._largest_block if alike else self._largest
         if class_of(module).__name__ in self._classes:
             self.chosen.add(id(module))
-        elif not is_called(module):
-            self._split(module)
-        elif size > (self._largest_block if alike else self._largest) and self._splits(module):
+        elif not is_called(module) or (size > largest and self._splits(module)):
             self._split(module)
         elif (group >= self._tiny_group and size >= self._tiny_block) if alike else size >= self._tiny:
             self.chosen.add(id(module))

@@ -13,9 +13,10 @@ forward may have no backward. So nothing is counted down that must reach zero:
 - kept: nobody would tell us when its backward comes (no output with a graph), or an output is a view of its weights.
   Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
   backward itself was recorded (create_graph)
-- the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is needed
-  at once (the head, mostly), and is not gathered again
-- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit gathered, and kept
+- the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is
+  needed at once (the head, mostly), and is not gathered again
+- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit gathered and
+  kept
 - a backward that does not read the weights (``Hold.forward_only``) gathers nothing
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
@@ -113,7 +114,7 @@ class Schedule:
 
     @property
     def gathered_once(self) -> set[int]:
-        """The units that the last pass gathered once: the root, that of the turn, those whose backward reads nothing."""
+        """The units that the last pass gathered once: the root, that of the turn, those whose backward reads none."""
         spared = {index for index, hold in enumerate(self._holds) if hold.forward_only}
         return spared | {0} | ({self.turn.last} if self.turn.last is not None else set())
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +49,9 @@ class Attributes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for number in range(1, 5):
-            setattr(self, f"block{number}", nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH)))
+        self.block1, self.block2, self.block3, self.block4 = (
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH)) for _ in range(4)
+        )
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,10 +96,9 @@ class Convolutional(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 4, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
-        widths = (4, 4, 8, 16)
-        for number in range(1, 4):
-            before, after = widths[number - 1], widths[number]
-            setattr(self, f"layer{number}", nn.Sequential(Residual(before, after), Residual(after, after)))
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(Residual(before, after), Residual(after, after)) for before, after in ((4, 4), (4, 8), (8, 16))
+        )
         self.fc = nn.Linear(16, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -448,15 +447,15 @@ def count_gathers(micros: int) -> list[list[str]]:
             steps[-1].append(name)
             original(*args)
 
-        unit.gather = gather  # type: ignore[method-assign]
+        unit.gather = gather  # type: ignore
     for step in range(2):
         steps.append([])
         for micro in range(micros):
             engine.backward(loss_of(engine, step, dist.get_rank(), micro))
             engine.step()
-    steps = [list(row) for row in steps]  # closing gathers everything once more
+    found = [list(row) for row in steps]  # closing gathers everything once more
     engine.close()
-    return steps
+    return found
 
 
 def test_the_embedding_is_gathered_for_forward_only_and_the_head_once(pools: Pools) -> None:

@@ -260,8 +260,9 @@ def _by_tier(memory: Mapping[str, float], kind: str) -> str:
 def _units(memory: Mapping[str, float]) -> str:
     """What is gathered as one, and how much of the weights is whole at one moment."""
     smallest, largest = size(memory["smallest_unit_bytes"]), size(memory["largest_unit_bytes"])
+    sizes = largest if smallest == largest else f"{smallest} to {largest}"
     return (
-        f"{memory['units']:.0f} of {largest if smallest == largest else f'{smallest} to {largest}'} and a root of {size(memory['root_bytes'])}; "
+        f"{memory['units']:.0f} of {sizes} and a root of {size(memory['root_bytes'])}; "
         f"live window at most {size(memory['live_window_bytes'])}"
     )
 
