@@ -161,7 +161,8 @@ class LiveWindow:
     least one unit. Units that are kept until their backward (``stage3_reshard_after_forward: false``) are all at work.
 
     root, blocks: of the root and of all units together · count: of units · number: of the largest unit, 0 where
-    there is none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered ahead
+    there is none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered
+    ahead
     """
 
     root: int

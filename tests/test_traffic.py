@@ -101,7 +101,8 @@ class Sizes:
     """Bytes with padding. Where weights are sharded a block has a storage of its own, frozen ones too.
 
     sent: of all gradients, in the dtype of the wire; trained: of the weights that have one. twice: of units that
-    forward and backward gather; once: of the root, of embeddings and of the last unit, which is there when backward begins.
+    forward and backward gather; once: of the root, of embeddings and of the last unit, which is there when backward
+    begins.
     """
 
     sent: int

@@ -89,6 +89,9 @@ class Residual(nn.Module):
         return torch.relu(y + (x if self.down is None else self.down(x)))
 
 
+WIDTHS = ((4, 4), (4, 8), (8, 16))
+
+
 class Convolutional(nn.Module):
     """Stages of two blocks each, that grow."""
 
@@ -97,7 +100,7 @@ class Convolutional(nn.Module):
         self.conv1 = nn.Conv2d(1, 4, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
         self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(Residual(before, after), Residual(after, after)) for before, after in ((4, 4), (4, 8), (8, 16))
+            nn.Sequential(Residual(before, after), Residual(after, after)) for before, after in WIDTHS
         )
         self.fc = nn.Linear(16, WIDTH)
 
