@@ -292,8 +292,8 @@ def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:
             told.add(number)
             _log.warning(
                 "parameter %r is read outside of the forward of its unit %r, which is therefore gathered and kept "
-                "until the window of micro-batches ends; to have it there anyway, leave it out of zero_optimization.units: "
-                "list there the classes of the modules that are to be gathered one by one",
+                "until the window of micro-batches ends; to have it there anyway, leave it out of "
+                "zero_optimization.units: list there the classes of the modules that are to be gathered one by one",
                 names[parameter],
                 core.units[number].name,
             )

@@ -10,11 +10,13 @@ from the model down and stops at modules that are worth one:
   quarter of the model and can be split (two towers, a stage of a convolutional network);
 - other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
   are split into their children, and what cannot be split is a unit as it is: embeddings and heads, mostly;
+- a small module in which nothing is repeated is left whole, because it may choose among its parts by its data, and all
+  ranks must gather the same;
 - what is tiny stays in the unit around it, or in the root.
 
 A module whose own forward is not called cannot be a unit: containers, and children of torch's own modules, which read
 their weights (``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer``). Containers of experts
-are not split, because ranks route to different ones, and all ranks must gather the same.
+are not split for the same reason: ranks route to different ones.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ _BLOCK_PARTS = 4
 _LARGEST = 1 << 24
 """Elements above which a module without repetition is split in a model of any size: about the prefetch's default."""
 _LEAST_SPLIT = 1 << 20
-"""Elements of a repeated module up to which it is left whole."""
+"""Elements up to which a repeated module is left whole, and one in which nothing is repeated."""
 _TINY = 1 << 16
 """Elements below which a single module, or all of a group of repeated ones, is no unit in a large model."""
 _TINY_PARTS, _TINY_GROUP_PARTS = 10, 64
 """The same for small models: below this part of the model."""
 _TINY_BLOCK_PARTS, _TINY_BLOCK = 256, 1 << 14
 """The same for each one of a group, in small and in large models."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SPLIT_OF_TORCH = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 """torch's modules that call their children."""
 
@@ -71,20 +74,24 @@ class _Walk:
 
     def _split(self, module: nn.Module) -> None:
         """Decide on the children of ``module``, which is no unit."""
+        for group in self._groups(module):
+            total = sum(self._sizes[id(child)] for child in group)
+            for child in group:
+                if id(child) not in self._seen:
+                    self._seen.add(id(child))
+                    self._decide(child, alike=self._has_like(child, group), group=total)
+
+    def _groups(self, module: nn.Module) -> Collection[list[nn.Module]]:
+        """The children of ``module`` that have weights, those that may be repeated together."""
         groups: dict[tuple[type[nn.Module], str], list[nn.Module]] = {}
-        holds = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+        holds = isinstance(module, _CONTAINERS)
         for name, child in module.named_children():
             if _is_of_experts(name, child):
                 continue
             if self._sizes[id(child)] or class_of(child).__name__ in self._classes:
                 stem = "" if holds else name.strip("_0123456789")
                 groups.setdefault((class_of(child), stem), []).append(child)
-        for group in groups.values():
-            total = sum(self._sizes[id(child)] for child in group)
-            for child in group:
-                if id(child) not in self._seen:
-                    self._seen.add(id(child))
-                    self._decide(child, alike=self._has_like(child, group), group=total)
+        return groups.values()
 
     def _has_like(self, module: nn.Module, group: Sequence[nn.Module]) -> bool:
         """Whether another one of ``group`` has between half and twice the elements of ``module``."""
@@ -111,8 +118,15 @@ class _Walk:
             return False
         if any(_is_of_experts(name, child) for name, child in module.named_children()):
             return False
+        if self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules()):
+            return False
         below = sum(self._sizes[id(child)] for child in module.children())
         return 2 * below > self._sizes[id(module)]
+
+    def _repeats(self, module: nn.Module) -> bool:
+        """Whether ``module`` is or has one of several, as far as can be told: what else it does may depend on the data."""
+        named = class_of(module).__name__ in self._classes
+        return named or isinstance(module, _CONTAINERS) or any(len(group) > 1 for group in self._groups(module))
 
 
 def is_called(module: nn.Module) -> bool:
