@@ -124,7 +124,7 @@ class _Walk:
         return 2 * below > self._sizes[id(module)]
 
     def _repeats(self, module: nn.Module) -> bool:
-        """Whether ``module`` is or has one of several, as far as can be told: what else it does may depend on the data."""
+        """Whether ``module`` is a container, or has several of a kind: else what it calls may depend on the data."""
         named = class_of(module).__name__ in self._classes
         return named or isinstance(module, _CONTAINERS) or any(len(group) > 1 for group in self._groups(module))
 
