@@ -72,7 +72,7 @@ def bound(setting: Setting, rates: Rates, compute: float, *, weights_away: bool 
     """
     volume = setting.volume()
     count = volume.trainable
-    fetched = 2 * volume.unit + volume.root if weights_away else count
+    fetched = 2 * volume.twice + volume.once if weights_away else count
     bucket = min(BUCKET, count)
     back = 0.0 if weights_away else LOW * bucket / rates.to_device
     return Bound(

@@ -41,11 +41,12 @@ class Setting:
         return self.volume().trainable
 
     def volume(self) -> Volume:
-        """The same number, split into blocks and root as the formulas of the stages want it."""
+        """The same number, split as the formulas want it: the last block is still there when backward begins."""
         h = self.hidden
-        blocks = self.layers * (12 * h * h + 13 * h)
+        block = 12 * h * h + 13 * h
         root = (self.vocabulary + self.sequence) * h + 2 * h
-        return Volume(trainable=blocks + root, unit=blocks, root=root)
+        twice, once = (self.layers - 1) * block, block + root
+        return Volume(trainable=twice + once, twice=twice, once=once)
 
 
 def make_model(setting: Setting, *, own: bool = False, seed: int = 0) -> nn.Module:

@@ -5,6 +5,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -24,7 +25,8 @@ from shardengine.config import Config
 from shardengine.core import Core
 from shardengine.ddp import BufferSync, Reducer, Rules, no_payload
 from shardengine.errors import ConfigError, UsageError
-from shardengine.footprint import Footprint, outside_bytes, tell_choice
+from shardengine.footprint import Footprint, outside_bytes, tell_choice, tell_window
+from shardengine.granularity import is_lookup
 from shardengine.guard import Guard
 from shardengine.layout import Layout
 from shardengine.mesh import Mesh
@@ -34,6 +36,8 @@ from shardengine.precision import Precision
 from shardengine.schedule import Schedule
 from shardengine.streams import is_apart
 from shardengine.unit import Unit
+
+_log = logging.getLogger(__name__)
 
 
 def _look(
@@ -96,6 +100,8 @@ def _assemble(
     homes = tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     if collectives.mesh.rank == 0:
         tell_choice(tiers, footprint, homes)
+        if stage.moves_weights:
+            tell_window(footprint, found, _classes_of(model))
     with collectives.faults.announced("initialize", lambda error: "placing the weights"):
         units = placing.place(
             found,
@@ -256,7 +262,11 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
         core.guard.marked = model
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    for module, index in modules.items():
+        if is_lookup(module):
+            core.schedule.read_in_forward_only(index)
     core.guard.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+    _watch(core, model, modules)
 
     def refuse() -> None:
         if not core.guard.open and not all(unit.pinned for unit in core.units):
@@ -266,6 +276,33 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
             )
 
     core.guard.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+
+
+def _classes_of(model: nn.Module) -> dict[str, str]:
+    """Each parameter's name → the class of the module that has it."""
+    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
+
+
+def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:
+    """Weights that rest sharded are found by who reads them, also outside of their unit's forward."""
+    unit_of = {id(member.parameter): unit.index for unit in core.units for member in unit.members}
+    names = core.partition.first_names()
+    told: set[int] = set()
+
+    def tell(_name: str, parameter: int) -> None:
+        number = unit_of[parameter]
+        if core.mesh.rank == 0 and number not in told:
+            told.add(number)
+            _log.warning(
+                "parameter %r is read outside of the forward of its unit %r, which is therefore gathered and kept "
+                "until the window of micro-batches ends; to have it there anyway, leave it out of "
+                "zero_optimization.units: list there the classes of the modules that are to be gathered one by one",
+                names[parameter],
+                core.units[number].name,
+            )
+
+    core.guard.handles.extend(hooks.attach_reads(core.schedule, modules, unit_of, tell))
+    core.partition.places[:] = partition.places_of(model)
 
 
 def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:

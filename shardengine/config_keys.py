@@ -137,7 +137,7 @@ _ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
     "reduce_bucket_size": (COUNT, 12_500_000, "Elements of a gradient bucket, at most."),
     "stage3_prefetch_bucket_size": (SIZE, 12_500_000, "Elements gathered ahead; 0 = no prefetch, else >= one unit."),
     "stage3_reshard_after_forward": (BOOL, True, "Free a unit's weights between its forward and its backward pass."),
-    "units": (UNITS, "auto", "Class names of the modules that are gathered as one."),
+    "units": (UNITS, "auto", 'Class names of the modules that are gathered as one; "auto" finds them.'),
 }
 _ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
     "enabled": (BOOL, False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights."),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -132,20 +133,56 @@ class Footprint:
         rests = 0 if leaves else self._resting_bytes(arena, away=away) * bucket.length * fraction
         return max(0.0, held - rests)
 
-    def _window_bytes(self, homes: Homes) -> float:
-        """Bytes of whole weights where they rest sharded: the root, the block at work and what is gathered ahead."""
-        if not self.stage.moves_weights or (self.layout.ranks == 1 and homes.weights is None):
-            return 0.0
+    def live_window(self) -> LiveWindow:
+        """Bytes of whole weights where they rest sharded ([Note: Live window])."""
         units: Counter[int] = Counter()
         for arena in self.layout.arenas:
             units[arena.unit] += arena.length * arena.itemsize
-        root = units.pop(0, 0)
-        blocks, largest = sum(units.values()), max(units.values(), default=0)
-        if not self.stage.reshards_after_forward:
-            return root + blocks
+        root, blocks = units.pop(0, 0), sum(units.values())
+        largest = max(units, key=lambda unit: units[unit], default=0)
         widest = max((arena.itemsize for arena in self.layout.arenas), default=0)
-        ahead = max(self.prefetch * widest, largest) if self.prefetch else 0
-        return root + min(blocks, largest + ahead)
+        ahead = max(self.prefetch * widest, units[largest]) if self.prefetch else 0
+        work = units[largest] if self.stage.reshards_after_forward else blocks
+        smallest = min(units.values(), default=0)
+        return LiveWindow(root, blocks, len(units), largest, units[largest], smallest, work, ahead)
+
+    def _window_bytes(self, homes: Homes) -> float:
+        """Bytes of whole weights beside those at rest; at one rank these are whole themselves, unless they are away."""
+        if not self.stage.moves_weights or (self.layout.ranks == 1 and homes.weights is None):
+            return 0.0
+        return self.live_window().bytes
+
+
+@dataclass(frozen=True)
+class LiveWindow:
+    """What is whole at one moment of a pass, at most, in bytes; and the units that decide it.
+
+    [Note: Live window] The root, the unit at work, and what is gathered ahead of it: up to the prefetch's elements, at
+    least one unit. Units that are kept until their backward (``stage3_reshard_after_forward: false``) are all at work.
+
+    root, blocks: of the root and of all units together · count: of units · number: of the largest unit, 0 where
+    there is none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered
+    ahead
+    """
+
+    root: int
+    blocks: int
+    count: int
+    number: int
+    largest: int
+    smallest: int
+    work: int
+    ahead: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.root + min(self.blocks, self.work + self.ahead)
+
+    @property
+    def whole(self) -> int:
+        """All weights."""
+        return self.root + self.blocks
 
 
 def wire_of(rules: Rules, arena: ArenaLayout) -> torch.dtype:
@@ -171,3 +208,34 @@ def tell_choice(tiers: Tiers, footprint: Footprint, homes: Homes) -> None:
             footprint.on_device(homes),
             tiers.device_memory,
         )
+
+
+def tell_window(footprint: Footprint, partition: Partition, classes: Mapping[str, str]) -> None:
+    """Warn where stage 3 has more than half of the weights whole at one moment. classes: parameter name → module class.
+
+    Not where weights are kept on purpose, nor where one rank holds all of them anyway.
+    """
+    stage, window = footprint.stage, footprint.live_window()
+    if not stage.reshards_after_forward or footprint.layout.ranks == 1 or 2 * window.bytes <= window.whole:
+        return
+    in_root = sorted((spec for spec in partition.specs if not spec.unit), key=lambda spec: -spec.numel)[:3]
+    largest = f"unit {partition.units[window.number - 1][0]!r} of {window.largest}" if window.number else "no unit"
+    if 2 * (window.root + 2 * window.largest) > window.whole:
+        names = ", ".join(f"{spec.name} ({classes[spec.name]})" for spec in in_root)
+        cure = (
+            "list the classes of smaller modules in zero_optimization.units; what several modules share, and what "
+            f"belongs to no smaller module, stays in the root: {names}"
+        )
+    else:
+        most = (window.whole // 2 - window.root - window.largest) // max(window.ahead // footprint.prefetch, 1)
+        cure = f"set zero_optimization.stage3_prefetch_bucket_size to {most} elements or less"
+    _log.warning(
+        "stage 3 has %d of %d bytes of weights whole at one moment (the root with %d, %s, gathered ahead up to %d), "
+        "which is more than half: %s",
+        window.bytes,
+        window.whole,
+        window.root,
+        largest,
+        window.ahead,
+        cure,
+    )

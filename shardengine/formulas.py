@@ -40,12 +40,12 @@ def homes_of(core: Core) -> Homes:
 
 def predicted_traffic(core: Core, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included."""
-    sent = 0.0
+    sent, once = 0.0, core.schedule.gathered_once
     for arena in core.layout.arenas:
         volume = stages.Volume(
             trainable=arena.length if arena.trainable else 0,
-            unit=arena.length if arena.unit else 0,
-            root=0 if arena.unit else arena.length,
+            twice=0 if arena.unit in once else arena.length,
+            once=arena.length if arena.unit in once else 0,
         )
         sent += core.stage.bytes_sent(
             volume,

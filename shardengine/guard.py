@@ -6,11 +6,16 @@ Must not know: why something was changed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
-from shardengine.activations import Checkpointed
+
+class Handle(Protocol):
+    """Something that was put on the module."""
+
+    def remove(self) -> None:
+        """Take it off."""
 
 
 @dataclass
@@ -32,7 +37,7 @@ class Guard:
     caching: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     parked: set[str] = field(default_factory=set)
-    handles: list[RemovableHandle | Checkpointed] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
     barriers: list[RemovableHandle] = field(default_factory=list)
 
     def unhook(self) -> None:

@@ -16,7 +16,8 @@ class Hold:
     depth: forwards of it that are open · calls: those whose backward has begun and is not over · silent: those of them
     whose end nobody will announce · over: whose backward is over, with the run of autograd in which it was · fired: its
     parameters that got their gradient since it is held in backward · kept: until the window ends · lent: a view of its
-    weights was handed out · since: when the open forward or backward began, for the trace.
+    weights was handed out · since: when the open forward or backward began, for the trace · forward_only: its backward
+    does not read its weights, always (an embedding's).
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class Hold:
         self.kept = False
         self.lent = False
         self.since = 0
+        self.forward_only = False
 
     def finish(self, calls: set[Call]) -> None:
         """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
@@ -42,3 +44,19 @@ class Hold:
         self.over.clear()
         self.fired.clear()
         self.kept = self.lent = False
+
+
+class Turn:
+    """The unit whose forward ended last, which waits for what comes: another unit's turn, or its own backward.
+
+    waiting: it, while it waits · last: the one with which the last pass turned from forward to backward.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: int | None = None
+        self.last: int | None = None
+
+    def take(self) -> int | None:
+        """What has waited, and does so no longer."""
+        waiting, self.waiting = self.waiting, None
+        return waiting

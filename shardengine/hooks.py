@@ -224,6 +224,57 @@ def _leave(schedule: Schedule) -> Callable[..., None]:
     return _Hook(leave)
 
 
+class Watched:
+    """The parameters of one module whose weights rest sharded: says when somebody asks for one of them by its name.
+
+    ``nn.Module`` looks a parameter up in this dict (``module.weight``), also where another module's forward asks. What
+    iterates over parameters does not. Compiled code does not either: its look-ups become inputs of the graph.
+    """
+
+    class _Parameters(dict[str, nn.Parameter | None]):
+        __slots__ = ("announce",)
+        announce: Callable[[str], None]
+
+        def __getitem__(self, name: str) -> nn.Parameter | None:
+            if not torch.compiler.is_compiling():
+                self.announce(name)
+            return dict.__getitem__(self, name)
+
+        def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+            return dict, (dict(self),)
+
+    def __init__(self, module: nn.Module, announce: Callable[[str], None]) -> None:
+        self._module = module
+        watched = self._Parameters(module._parameters)
+        watched.announce = announce
+        vars(module)["_parameters"] = watched
+
+    def remove(self) -> None:
+        """The module has an ordinary dict again."""
+        vars(self._module)["_parameters"] = dict(self._module._parameters)
+
+
+def attach_reads(
+    schedule: Schedule, units: Mapping[nn.Module, int], unit_of: Mapping[int, int], tell: Callable[[str, int], None]
+) -> list[Watched]:
+    """Let reads of weights outside of their unit's forward find them whole.
+
+    unit_of: id(parameter) → its unit · tell: called with (name in the module, id(parameter)) at each such read.
+    """
+
+    def announcer(module: nn.Module) -> Callable[[str], None]:
+        def announce(name: str) -> None:
+            parameter = module._parameters.get(name)
+            number = unit_of.get(id(parameter), 0)
+            if number and schedule.read(number):
+                tell(name, id(parameter))
+
+        return announce
+
+    parts = {part for unit in units for part in unit.modules() if any(p is not None for p in part._parameters.values())}
+    return [Watched(part, announcer(part)) for part in parts]
+
+
 class _NodeEvents:
     """The one pre-hook of an autograd node; it lives as long as the node does (in ``Node.metadata``)."""
 

@@ -136,12 +136,17 @@ class Inspection:
         (docs/limits.md), and ``tier_buffer_bytes`` what stands in host memory between a disk and the step.
         ``offload_ratio`` is no number of bytes but the part of the optimizer that is away, as given or as
         ``"ratio": "auto"`` chose it.
+
+        ``units`` counts the modules that are gathered as one, ``largest_unit_bytes``, ``smallest_unit_bytes`` and
+        ``root_bytes`` are their weights when they are whole, and ``live_window_bytes`` what is whole at one moment of a
+        pass, at most. Where weights rest whole there is no unit, and the root is everything.
         """
         pool = self._core.pool
         buffer_bytes = pool.bytes_on(self.device)
         states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
         footprint, homes = formulas.footprint_of(self._core, self.config, states), formulas.homes_of(self._core)
         predicted = footprint.at_rest(homes)
+        window = footprint.live_window()
         measured = self._report.model_state_bytes or self._live_bytes()
         return {
             "predicted_model_state_bytes": predicted["device"],
@@ -158,6 +163,11 @@ class Inspection:
             "predicted_buffer_bytes": footprint.buffers(homes),
             "tier_buffer_bytes": self._core.tiers.buffer_bytes,
             "offload_ratio": footprint.part_away(homes),
+            "units": window.count,
+            "root_bytes": window.root,
+            "largest_unit_bytes": window.largest,
+            "smallest_unit_bytes": window.smallest,
+            "live_window_bytes": window.bytes,
         }
 
     def traffic(self) -> dict[str, Any]:

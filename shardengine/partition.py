@@ -2,19 +2,22 @@
 
 Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 
-[Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, repeated blocks are
-units: the classes that the config names, else those of Hugging Face's ``_no_split_modules``, else the children of
-ModuleLists with two or more children of one class. The outermost match wins. ``torch.compile(block)`` is a module
+[Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, units are the modules
+of the classes that the config names; else those of Hugging Face's ``_no_split_modules``, and what the walk of
+``granularity.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module
 around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
 parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
 anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the arenas.
+
+What is recomputed in backward (``activations.py``), and what waits for stepped weights, are the repeated blocks alone:
+those classes, else the children of ModuleLists with two or more children of one class.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from shardengine.agreement import describe
 from shardengine.config_kinds import nearest
 from shardengine.errors import UsageError
+from shardengine.granularity import automatic_units, class_of
 from shardengine.layout import ParameterSpec
 from shardengine.precision import Precision
 
@@ -76,7 +80,7 @@ def analyse(
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     _check(parameters, all_names, dtypes, scaled=which.trains_fp16)
     _check_sparse(model)
-    units, unit_of = find_blocks(model, setting) if shards_weights else ([], {})
+    units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
     numbers = _numbers(parameters)
     specs = [
@@ -84,14 +88,18 @@ def analyse(
         for p in inside
     ]
     chosen = {id(p) for p in inside}
-    places = [
+    outside = [p for p in parameters if id(p) not in chosen]
+    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model))
+
+
+def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
+    """``Partition.places``, as they are now."""
+    return [
         (f"{prefix}.{key}" if prefix else key, holder, key, value)
         for prefix, module in model.named_modules()
         for holder in (module._parameters, module._modules)
         for key, value in holder.items()
     ]
-    outside = [p for p in parameters if id(p) not in chosen]
-    return Partition(names, inside, specs, outside, units, list(model.modules()), places)
 
 
 def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled: bool) -> Partition:
@@ -163,27 +171,33 @@ def find_blocks(model: nn.Module, setting: str | tuple[str, ...]) -> tuple[list[
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The unit modules with their names, outermost first match, in registration order ([Note: Units])."""
+    """The repeated blocks, or the modules of the classes that ``setting`` names; outermost match ([Note: Units])."""
     classes = set(setting) if not isinstance(setting, str) else _no_split_classes(model)
-    present = {_class_of(module).__name__ for module in model.modules()}
+    present = {class_of(module).__name__ for module in model.modules()}
     if not isinstance(setting, str) and (missing := sorted(classes - present)):
         raise UsageError(
             f"zero_optimization.units names {', '.join(missing)}, but the model has no module of that class; "
             f"the nearest one that it has is {nearest(missing[0], present)}"
         )
-    found: dict[str, nn.Module] = {}
     repeated = set() if classes & present else _repeated_children(model)
+    return _outermost(model, lambda module: class_of(module).__name__ in classes or id(module) in repeated)
+
+
+def sharded_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The modules that are gathered as one, with their names, in registration order ([Note: Units])."""
+    if not isinstance(setting, str):
+        return find_units(model, setting)
+    chosen = automatic_units(model, _no_split_classes(model))
+    return _outermost(model, lambda module: id(module) in chosen)
+
+
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """The modules below ``model`` that are ``wanted``, with their names, without those inside of another one."""
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inner = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inner and (_class_of(module).__name__ in classes or id(module) in repeated):
+        if name and not any(name.startswith(f"{outer}.") for outer in found) and wanted(module):
             found[name] = module
     return list(found.items())
-
-
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``; where ``torch.compile`` wrapped it, of the module inside."""
-    inner = module._modules.get("_orig_mod")
-    return type(module) if inner is None else _class_of(inner)
 
 
 def _no_split_classes(model: nn.Module) -> set[str]:
@@ -197,8 +211,8 @@ def _repeated_children(model: nn.Module) -> set[int]:
     chosen: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            counts = Counter(_class_of(child) for child in module)
-            chosen.update(id(child) for child in module if counts[_class_of(child)] > 1)
+            counts = Counter(class_of(child) for child in module)
+            chosen.update(id(child) for child in module if counts[class_of(child)] > 1)
     return chosen
 
 

@@ -13,6 +13,11 @@ forward may have no backward. So nothing is counted down that must reach zero:
 - kept: nobody would tell us when its backward comes (no tensor came out), or an output is a view of its weights.
   Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
   backward itself was recorded (create_graph)
+- the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is
+  needed at once (the head, mostly), and is not gathered again
+- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit gathered and
+  kept
+- a backward that does not read the weights (``Hold.forward_only``) gathers nothing
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
@@ -23,7 +28,8 @@ prefetching off for the rest of the pass; it changes time, never results.
     event               what happens
     enter               outermost module: a pass opens, the root is gathered
     before_forward      the unit is gathered, the next ones are gathered ahead
-    after_forward       the unit is resharded (3k: stays), unless held
+    after_forward       the unit waits to be resharded (3k: stays), unless held
+    read                the unit is gathered and kept, unless its own forward is open
     leave               outermost module, without grad: everything is resharded
     begin_backward      the micro-batch is counted, the reducer is armed, the root is gathered if it is not there
     root_reached        as begin_backward, for the weights only: a gradient reached the outermost module's output
@@ -67,7 +73,7 @@ from shardengine.calls import Call, Calls, Line
 from shardengine.collectives import Collectives
 from shardengine.ddp import Reducer
 from shardengine.errors import UsageError
-from shardengine.holds import Hold
+from shardengine.holds import Hold, Turn
 from shardengine.prediction import Predictions
 from shardengine.record import Purpose
 from shardengine.stages import Stage
@@ -117,12 +123,19 @@ class Schedule:
         self._backward = Backward.NONE
         self._window = window
         self._awaited_task = -1
+        self.turn = Turn()
         self.on_complete: Callable[[], object] = lambda: None
 
     @property
     def demanded(self) -> Unit:
         """The unit that was needed last."""
         return self.units[self._predictions.last]
+
+    @property
+    def gathered_once(self) -> set[int]:
+        """The units that the last pass gathered once: the root, that of the turn, those whose backward reads none."""
+        spared = {index for index, hold in enumerate(self._holds) if hold.forward_only}
+        return spared | {0} | ({self.turn.last} if self.turn.last is not None else set())
 
     @property
     def in_backward(self) -> bool:
@@ -229,9 +242,31 @@ class Schedule:
             self._calls.inside.discard(index)
         hold.kept |= keep
         self._lend(index, views)
-        recomputed = grad and self.in_backward  # its backward comes next
-        if not hold.depth and not recomputed and (not grad or self._stage.reshards_after_forward):
+        recomputed = grad and self.in_backward and not hold.forward_only  # its backward comes next
+        if hold.depth or recomputed or (grad and not self._stage.reshards_after_forward):
+            return
+        if self._grad_pass and not self.in_backward and self._stage.reshards_after_forward:
+            self._end_wait(but=index)
+            self.turn.waiting = index
+        else:
             self._let_go(index)
+
+    def read(self, index: int) -> bool:
+        """A weight of unit ``index`` is read; whether that is outside of the unit's forward, and inside of another one.
+
+        Its backward will not announce itself, so the unit is kept.
+        """
+        unit, hold = self.units[index], self._holds[index]
+        if hold.depth or not self._outermost or unit.pinned or self.in_backward:
+            return False
+        if not hold.kept or unit.state is not Weights.FULL:
+            hold.kept = True
+            self._demand(index)
+        return True
+
+    def read_in_forward_only(self, index: int) -> None:
+        """Once, at start: the backward of unit ``index`` does not read its weights."""
+        self._holds[index].forward_only = True
 
     # Events of backward
 
@@ -280,22 +315,29 @@ class Schedule:
         """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``backward_over`` will come."""
         self._refuse_retired()
         hold = self._holds[index]
+        if self.turn.waiting is not None and not hold.forward_only:
+            self.turn.last = index if self.turn.waiting == index else None
         if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over or self._calls.is_late(call):
             return
         if self._backward is Backward.NONE and self._collects(index):
             self._begin_unannounced()
         self._leave_behind(self._calls.approach(call))
+        call.reached = True
+        if not hold.forward_only:
+            self._hold_for_backward(index, call, announced=announced)
+        if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
+            self._reducer.admit(index)
+
+    def _hold_for_backward(self, index: int, call: Call, *, announced: bool) -> None:
+        hold = self._holds[index]
         hold.kept |= torch.is_grad_enabled()  # create_graph: backward through this backward announces nothing
         if not announced:
             hold.silent.add(call)
         if not hold.calls:
             hold.fired.clear()
         hold.calls.add(call)
-        call.reached = True
         self._demand(index)
         hold.since = now()
-        if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
-            self._reducer.admit(index)
 
     def _collects(self, index: int) -> bool:
         """Whether the running backward accumulates a gradient of a parameter of unit ``index``."""
@@ -334,7 +376,7 @@ class Schedule:
         gathered their units, and wait for this rank's part of them."""
         for group in groups:
             for call in reversed(group):
-                if not call.reached:
+                if not call.reached and not self._holds[call.unit].forward_only:
                     self._demand(call.unit)
                 if not call.over:
                     self._end_call(call)
@@ -358,11 +400,11 @@ class Schedule:
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
             return
-        if unit.state is not Weights.FULL and not unit.pinned:
+        if unit.state is not Weights.FULL and not unit.pinned and not self._holds[unit.index].forward_only:
             raise UsageError(
-                f"a parameter of unit {unit.name!r} received a gradient while its weights were sharded, so the "
-                "gradient was computed from NaN: expected its use inside the unit's forward, or the backward of a loss "
-                "on parameters inside the same `with engine.full_params():` as the loss"
+                f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
+                "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "
+                "or the backward of a loss on parameters inside the same `with engine.full_params():` as the loss"
             )
         self._reducer.on_gradient(parameter, gradient)
         hold = self._holds[unit.index]
@@ -435,6 +477,7 @@ class Schedule:
     def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
         self._predictions.of[self._grad_pass].end()
         self._predictions.of[not self._grad_pass].stop()
+        self.turn.take()
         if not self._stage.moves_weights:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
@@ -449,6 +492,7 @@ class Schedule:
     def _demand(self, index: int) -> None:
         unit = self.units[index]
         self._predictions.demand(self._grad_pass, index, turned=not self._outermost)
+        self._end_wait(but=index)
         if unit.state is Weights.SHARDED:
             self._gather(unit)
         self._prefetch()
@@ -463,13 +507,23 @@ class Schedule:
         if unit.state is Weights.GATHERING:
             unit.await_full()
 
+    def _end_wait(self, *, but: int) -> None:
+        """What waits since its forward is resharded, as another unit than ``but`` is needed."""
+        waiting = self.turn.take()
+        if waiting is not None and waiting != but:
+            self._reshard(waiting)
+
     def _let_go(self, index: int) -> None:
         """Reshard unit ``index`` unless something holds it; then there is room to gather ahead."""
+        if self._reshard(index):
+            self._prefetch()
+
+    def _reshard(self, index: int) -> bool:
         unit, hold = self.units[index], self._holds[index]
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not Weights.FULL:
-            return
+            return False
         unit.reshard()
-        self._prefetch()
+        return True
 
     def _trace(self, what: str, index: int, hold: Hold) -> None:
         trace = self._collectives.trace

@@ -70,9 +70,14 @@ class Unit:
         self.elements = sum(arena.layout.length for arena in arenas)
         """Of all arenas, padding included."""
         self._by_slot = [(arena, _in_slots(arena, members)) for arena in arenas]
+        self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = Weights.FULL
         self._pending: list[Pending] = []
         self._pins: list[Tensor] | None = None
+
+    def name_of(self, parameter: int) -> str:
+        """The name of a parameter of it, given by its index in the layout."""
+        return self._names[parameter]
 
     @property
     def has_frozen(self) -> bool:

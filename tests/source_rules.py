@@ -26,7 +26,7 @@ IMPORT_ORDER = (
     "offload", "bucket", "transit", "activation_offload", "activations", "guard",
     "collectives", "agreement",
     "ddp",
-    "unit", "arrivals", "partition", "placing", "footprint",
+    "unit", "arrivals", "granularity", "partition", "placing", "footprint",
     "prediction", "calls", "holds", "schedule",
     "casting", "hooks", "optimizer_forms", "update", "in_backward", "cuts", "optimizer",
     "core", "assembly", "ending", "formulas", "overflow", "gathered", "whole", "relayout", "inspection", "recovery",

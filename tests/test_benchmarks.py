@@ -270,7 +270,8 @@ def test_step_times_every_variant(tmp_path: Path) -> None:
         assert list(row["parts_ms"]) == list(PARTS) and row["parts_ms"]["backward"] > 0
     assert result["variants"]["ddp"]["ratio"]["median"] == 1.0
     assert result["variants"]["ddp"]["verdict"] == "not decided"
-    assert result["variants"]["ours-3"]["sent_bytes_per_step"] > result["variants"]["ours-0"]["sent_bytes_per_step"]
+    # its one block is there from forward to backward
+    assert result["variants"]["ours-3"]["sent_bytes_per_step"] == result["variants"]["ours-0"]["sent_bytes_per_step"]
     assert result["variants"]["compute"]["parts_ms"]["exposed communication"] == 0
     for reference in result["references"]:
         assert list(reference) == ["compute", "ddp"]

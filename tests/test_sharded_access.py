@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from shardengine.errors import UsageError
 from tests import cases, oracle
+from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
 from tests.special_losses import CASES
 
@@ -198,20 +199,24 @@ def test_a_deep_copy_of_whole_weights_is_an_ordinary_model(pools: Pools, stage: 
         assert first == twin == again != second
 
 
-def reads_in_forward(stage: str) -> list[bool]:
-    """A forward that reaches into another unit: NaN, no crash, no hang; then an ordinary step."""
-    engine = cases.make_engine(CASE.make(), cases.config_of(stage))
-    module: Any = engine.module
-    reach = module.blocks[0].register_forward_hook(lambda _m, _a, out: out + module.blocks[2].down.bias)
-    first = CASE.loss(engine, 0, engine.rank, 0)
-    reach.remove()
-    engine.zero_grad()
-    second = CASE.loss(engine, 0, engine.rank, 0)
-    engine.backward(second)
-    engine.step()
+def reads_in_forward(stage: str) -> dict[str, Any]:
+    """A forward that reaches into another unit, at every step."""
+    engine = cases.make_engine(CASE.make(), cases.config_of(stage, zero={"stage3_prefetch_bucket_size": 0}))
+    reach_into_a_later_block(engine.module)
+    result = cases.run_steps(engine, 2, CASE.loss)
     engine.close()
-    return [bool(first.isnan()), bool(second.isfinite())]
+    return result
 
 
-def test_a_forward_that_reaches_into_a_sharded_unit_sees_nan(pools: Pools) -> None:
-    assert pools(2).run(reads_in_forward, "3") == [[True, True]] * 2
+def reach_into_a_later_block(model: Any) -> None:
+    model.blocks[0].register_forward_hook(lambda _m, _a, out: out + model.blocks[2].down.bias)
+
+
+@pytest.mark.parametrize("stage", cases.STAGES)
+def test_a_forward_that_reaches_into_another_unit_reads_its_weights(pools: Pools, stage: str) -> None:
+    model = CASE.make()
+    reach_into_a_later_block(model)
+    truth = oracle.train(
+        model, CASE.loss, ranks=2, steps=2, kind="AdamW", groups=cases.groups_of(model, "AdamW"), clip=cases.CLIP
+    )
+    assert_equal_to_truth(pools(2).run(reads_in_forward, stage), truth, f"stage {stage}")

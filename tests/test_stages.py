@@ -105,16 +105,16 @@ def test_frozen_parameters_cost_their_weights_only() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("k", [1, 3])
 def test_bytes_sent_are_the_formulas_of_the_limits(ranks: int, k: int) -> None:
-    psi, blocks, root, gradient, weight = 10_000, 9_000, 1_500, 4, 2  # blocks + root > psi: 500 are frozen
+    psi, twice, once, gradient, weight = 10_000, 9_000, 1_500, 4, 2  # twice + once > psi: 500 are frozen
     ring = (ranks - 1) / ranks
     expected = {
         "0": 2 * ring * gradient * psi,
         "1": ring * (gradient + weight) * psi,
         "2": ring * (k * gradient + weight) * psi,
-        "3k": ring * k * (1 * weight * blocks + weight * root + gradient * psi),
-        "3": ring * k * (2 * weight * blocks + weight * root + gradient * psi),
+        "3k": ring * k * (1 * weight * twice + weight * once + gradient * psi),
+        "3": ring * k * (2 * weight * twice + weight * once + gradient * psi),
     }
-    volume = Volume(trainable=psi, unit=blocks, root=root)
+    volume = Volume(trainable=psi, twice=twice, once=once)
     for name, stage in STAGES.items():
         sent = stage.bytes_sent(volume, ranks, micro_batches=k, weight=weight, gradient=gradient)
         assert sent == pytest.approx(expected[name])
@@ -122,7 +122,7 @@ def test_bytes_sent_are_the_formulas_of_the_limits(ranks: int, k: int) -> None:
 
 def test_full_accumulation_sends_gradients_once_and_sharded_once_per_micro_batch() -> None:
     psi, k, ranks, ring = 1000, 3, 2, 0.5
-    volume = Volume(trainable=psi, unit=psi)
+    volume = Volume(trainable=psi, twice=psi)
     two_full = stages.select(2, gradient_accumulation="full")
     assert two_full.bytes_sent(volume, ranks, micro_batches=k) == ring * 8 * psi
     three_full = stages.select(3, gradient_accumulation="full")

@@ -28,7 +28,9 @@ from tests.sizes import padded
 
 Pools = Callable[[int], RankPool]
 
-BLOCK = re.compile(r"(?:transformer\.h|blocks)\.\d+(?=\.)")
+UNIT = re.compile(r"(?:transformer\.h|blocks|model\.layers)\.\d+(?=\.)|model\.embed_tokens|lm_head(?=\.)")
+LOOKUP = "model.embed_tokens"
+"""The unit whose backward reads no weights."""
 DEVICES = Path("/proc/net/dev")
 WIDE, DEEP = 320, 6
 
@@ -63,7 +65,7 @@ def make_model(name: str) -> nn.Module:
         return make_mixed()
     if name in ("wide", "recomputing"):
         torch.manual_seed(14)
-        return Wide() if name == "wide" else Wide(13, 3, recompute=True)
+        return Wide() if name == "wide" else Wide(13, 6, recompute=True)
     return cases.MODELS[name]()
 
 
@@ -98,29 +100,32 @@ def loss_of(model: Any, name: str, step: int, micro: int) -> Tensor:
 class Sizes:
     """Bytes with padding. Where weights are sharded a block has a storage of its own, frozen ones too.
 
-    sent: of all gradients, in the dtype of the wire; trained: of the weights that have one.
+    sent: of all gradients, in the dtype of the wire; trained: of the weights that have one. twice: of units that
+    forward and backward gather; once: of the root, of embeddings and of the last unit, which is there when backward
+    begins.
     """
 
     sent: int
     trained: int
-    blocks: int
-    root: int
+    twice: int
+    once: int
 
     @staticmethod
     def of(model: nn.Module, ranks: int, case: Case) -> Sizes:
         found: dict[tuple[str, bool, int], list[int]] = {}
         for name, parameter in model.named_parameters():
-            block = BLOCK.match(name) if case.stage.startswith("3") else None
+            unit = UNIT.match(name) if case.stage.startswith("3") else None
             itemsize = 2 if case.low else parameter.itemsize
-            key = (block.group() if block else "", parameter.requires_grad, itemsize)
+            key = (unit.group() if unit else "", parameter.requires_grad, itemsize)
             found.setdefault(key, []).append(parameter.numel())
         lengths = {key: padded(counts, ranks, key[2]) for key, counts in found.items()}
         wire = {None: 0, "fp32": 4, "bf16": 2, "fp16": 2}[case.wire]
+        last = max(unit for unit, _, _ in found if unit != LOOKUP) if case.model != "llama" else "lm_head"
         return Sizes(
             sent=sum(length * (wire or size) for (_, trainable, size), length in lengths.items() if trainable),
             trained=sum(length * size for (_, trainable, size), length in lengths.items() if trainable),
-            blocks=sum(length * size for (block, _, size), length in lengths.items() if block),
-            root=sum(length * size for (block, _, size), length in lengths.items() if not block),
+            twice=sum(length * size for (unit, _, size), length in lengths.items() if unit not in ("", LOOKUP, last)),
+            once=sum(length * size for (unit, _, size), length in lengths.items() if unit in ("", LOOKUP, last)),
         )
 
 
@@ -130,8 +135,8 @@ def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions
         "0": sizes.sent,  # here it is the complete gradient that is gathered
         "1": sizes.trained,
         "2": sizes.trained,
-        "3k": micros * (sizes.blocks + sizes.root),
-        "3": micros * (2 * sizes.blocks + sizes.root),
+        "3k": micros * (sizes.twice + sizes.once),
+        "3": micros * (2 * sizes.twice + sizes.once),
     }[stage]
     total = (ranks - 1) * (sizes.sent * reductions + weights)
     assert total % ranks == 0
@@ -312,9 +317,12 @@ def test_bytes_per_step_are_the_formula(pools: Pools, letter: str | None, ranks:
     assert_counts(pools, ranks, chosen)
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("frozen", 3), ("recomputing", 2)])
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("llama", 2), ("frozen", 3), ("recomputing", 2)])
 def test_tied_frozen_and_recomputed(pools: Pools, model: str, ranks: int) -> None:
-    """Tied weights travel once, frozen ones only where they are sharded, and a recomputation gathers nothing."""
+    """Tied weights travel once, frozen ones only where they are sharded, and a recomputation gathers nothing.
+
+    Llama's embedding and head are units: the former is gathered for its forward alone, the latter once for both.
+    """
     assert_counts(pools, ranks, [Case(stage, 2, None, model) for stage in cases.STAGES])
 
 

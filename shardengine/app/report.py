@@ -85,6 +85,8 @@ class Report:
             "model state": f"{_by_tier(engine.memory(), 'predicted')} per rank, predicted",
             "output": str(settings.output),
         }
+        if (memory := engine.memory())["units"]:
+            rows["units"] = _units(memory)
         if zero.offload_optimizer.ratio == "auto":
             rows["offload"] = f"ratio auto: {engine.memory()['offload_ratio']:.1%} of the optimizer is away"
         if settings.save_every:
@@ -256,6 +258,16 @@ def _by_tier(memory: Mapping[str, float], kind: str) -> str:
     text = size(memory[f"{kind}_model_state_bytes"])
     elsewhere = {"in host memory": memory[f"{kind}_host_bytes"], "on disk": memory[f"{kind}_disk_bytes"]}
     return text + "".join(f" + {size(count)} {where}" for where, count in elsewhere.items() if count)
+
+
+def _units(memory: Mapping[str, float]) -> str:
+    """What is gathered as one, and how much of the weights is whole at one moment."""
+    smallest, largest = size(memory["smallest_unit_bytes"]), size(memory["largest_unit_bytes"])
+    sizes = largest if smallest == largest else f"{smallest} to {largest}"
+    return (
+        f"{memory['units']:.0f} of {sizes} and a root of {size(memory['root_bytes'])}; "
+        f"live window at most {size(memory['live_window_bytes'])}"
+    )
 
 
 def _dtypes(engine: Engine) -> str:

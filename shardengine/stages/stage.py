@@ -15,13 +15,14 @@ from shardengine.placement import Operation, Placement, operation, wire_fraction
 class Volume:
     """Elements that travel in one step. Padding is counted: it is part of every bucket.
 
-    trainable: elements with a gradient · unit: elements in units (blocks), frozen ones included ·
-    root: elements of the root unit, frozen ones included.
+    trainable: elements with a gradient · twice: elements of units that are needed in forward and, after others, in
+    backward again · once: of the root, of the unit with which forward ends and backward begins, and of those whose
+    backward does not read them (embeddings). Both with frozen ones.
     """
 
     trainable: int
-    unit: int = 0
-    root: int = 0
+    twice: int = 0
+    once: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,5 +99,5 @@ class Stage:
             sent += weight * volume.trainable * gather
         if self.moves_weights:
             passes = 2 if self.reshards_after_forward else 1
-            sent += weight * (passes * volume.unit + volume.root) * micro_batches * gather
+            sent += weight * (passes * volume.twice + volume.once) * micro_batches * gather
         return sent

@@ -1,0 +1,154 @@
+"""Which modules are gathered as one where the config does not say: the walk from a model down to units of a good size.
+
+Must not know: parameters' places, hooks, stages. It changes nothing on the model.
+
+[Note: Granularity] A unit costs a collective for each gather, and its weights are whole while it runs. The walk goes
+from the model down and stops at modules that are worth one:
+
+- modules of which the same container has several of one class and about one size (of the attributes of any other
+  module: those that differ in a number, as block1 and block2) are units, blocks, unless one of them is more than a
+  quarter of the model and can be split (two towers, a stage of a convolutional network);
+- other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
+  are split into their children, and what cannot be split is a unit as it is: embeddings and heads, mostly;
+- a small module in which nothing is repeated is left whole, because it may choose among its parts by its data, and all
+  ranks must gather the same;
+- what is tiny stays in the unit around it, or in the root.
+
+A module whose own forward is not called cannot be a unit: containers, and children of torch's own modules, which read
+their weights (``nn.MultiheadAttention``, the fast path of ``nn.TransformerEncoderLayer``). Containers of experts
+are not split for the same reason: ranks route to different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+_PARTS = 8
+"""A module without repetition is split while it is more than this part of the model."""
+_BLOCK_PARTS = 4
+"""A repeated module is split while it is more than this part of the model, and more than ``_LEAST_SPLIT``."""
+_LARGEST = 1 << 24
+"""Elements above which a module without repetition is split in a model of any size: about the prefetch's default."""
+_LEAST_SPLIT = 1 << 20
+"""Elements up to which a repeated module is left whole, and one in which nothing is repeated."""
+_TINY = 1 << 16
+"""Elements below which a single module, or all of a group of repeated ones, is no unit in a large model."""
+_TINY_PARTS, _TINY_GROUP_PARTS = 10, 64
+"""The same for small models: below this part of the model."""
+_TINY_BLOCK_PARTS, _TINY_BLOCK = 256, 1 << 14
+"""The same for each one of a group, in small and in large models."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_SPLIT_OF_TORCH = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
+"""torch's modules that call their children."""
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``; where ``torch.compile`` wrapped it, of the module inside."""
+    inner = module._modules.get("_orig_mod")
+    return type(module) if inner is None else class_of(inner)
+
+
+def automatic_units(model: nn.Module, classes: Collection[str]) -> set[int]:
+    """id() of the modules that are units ([Note: Granularity]). classes: names of those that are never split."""
+    return _Walk(model, classes).chosen
+
+
+class _Walk:
+    """One walk. ``chosen``: id() of the units; ``_sizes``: id(module) → elements that only it would gather."""
+
+    def __init__(self, model: nn.Module, classes: Collection[str]) -> None:
+        self._classes = classes
+        self._sizes = _sizes(model)
+        total = self._sizes[id(model)]
+        self._largest = min(total // _PARTS, _LARGEST)
+        self._largest_block = max(total // _BLOCK_PARTS, _LEAST_SPLIT)
+        self._tiny = min(total // _TINY_PARTS, _TINY)
+        self._tiny_group = min(total // _TINY_GROUP_PARTS, _TINY)
+        self._tiny_block = min(total // _TINY_BLOCK_PARTS, _TINY_BLOCK)
+        self._seen = {id(model)}
+        self.chosen: set[int] = set()
+        self._split(model)
+
+    def _split(self, module: nn.Module) -> None:
+        """Decide on the children of ``module``, which is no unit."""
+        for group in self._groups(module):
+            total = sum(self._sizes[id(child)] for child in group)
+            for child in group:
+                if id(child) not in self._seen:
+                    self._seen.add(id(child))
+                    self._decide(child, alike=self._has_like(child, group), group=total)
+
+    def _groups(self, module: nn.Module) -> Collection[list[nn.Module]]:
+        """The children of ``module`` that have weights, those that may be repeated together."""
+        groups: dict[tuple[type[nn.Module], str], list[nn.Module]] = {}
+        holds = isinstance(module, _CONTAINERS)
+        for name, child in module.named_children():
+            if _is_of_experts(name, child):
+                continue
+            if self._sizes[id(child)] or class_of(child).__name__ in self._classes:
+                stem = "" if holds else name.strip("_0123456789")
+                groups.setdefault((class_of(child), stem), []).append(child)
+        return groups.values()
+
+    def _has_like(self, module: nn.Module, group: Sequence[nn.Module]) -> bool:
+        """Whether another one of ``group`` has between half and twice the elements of ``module``."""
+        size = self._sizes[id(module)]
+        others = (self._sizes[id(other)] for other in group if other is not module)
+        return any(size <= 2 * other and other <= 2 * size for other in others)
+
+    def _decide(self, module: nn.Module, *, alike: bool, group: int) -> None:
+        """``module`` is a unit, or split, or left to what is around it. group: elements of it and those alike."""
+        size, largest = self._sizes[id(module)], self._largest_block if alike else self._largest
+        if class_of(module).__name__ in self._classes:
+            self.chosen.add(id(module))
+        elif not is_called(module) or (size > largest and self._splits(module)):
+            self._split(module)
+        elif (group >= self._tiny_group and size >= self._tiny_block) if alike else size >= self._tiny:
+            self.chosen.add(id(module))
+
+    def _splits(self, module: nn.Module) -> bool:
+        """Whether ``module`` calls its children, and most of its weights are theirs."""
+        maker = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        if maker.__module__.split(".")[0] == "torch" and maker not in _SPLIT_OF_TORCH:
+            return "_orig_mod" in module._modules
+        if "parametrizations" in module._modules or isinstance(module, torch.jit.ScriptModule):
+            return False
+        if any(_is_of_experts(name, child) for name, child in module.named_children()):
+            return False
+        if self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules()):
+            return False
+        below = sum(self._sizes[id(child)] for child in module.children())
+        return 2 * below > self._sizes[id(module)]
+
+    def _repeats(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a container, or has several of a kind: else what it calls may depend on the data."""
+        named = class_of(module).__name__ in self._classes
+        return named or isinstance(module, _CONTAINERS) or any(len(group) > 1 for group in self._groups(module))
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether ``module`` has a forward: ModuleList, ModuleDict and the like only hold others."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding as torch has it: its backward asks for the ids, not for the weights."""
+    changed = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    return type(module) is nn.Embedding and module.max_norm is None and not changed
+
+
+def _is_of_experts(name: str, module: nn.Module) -> bool:
+    """Whether ``module``, registered as ``name``, holds modules of which each rank may call others."""
+    return "expert" in name.lower() and isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _sizes(model: nn.Module) -> dict[int, int]:
+    """id(module) → elements of the parameters in it, without those that several modules have."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in {id(p): p for p in module._parameters.values() if p is not None}:
+            owners[parameter] = owners.get(parameter, 0) + 1
+    return {id(module): sum(p.numel() for p in module.parameters() if owners[id(p)] == 1) for module in model.modules()}
