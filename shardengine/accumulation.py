@@ -12,6 +12,13 @@ from contextlib import contextmanager
 from shardengine.errors import UsageError
 
 
+class Forward:
+    """One forward of the outermost module. ``micro_batch``: the number of the one that its backward was, or None."""
+
+    def __init__(self) -> None:
+        self.micro_batch: int | None = None
+
+
 class Window:
     """Counts micro-batches. ``size``: how many make a step."""
 
@@ -66,6 +73,21 @@ class Window:
         if self._open and not self._ends:
             self.count()
         self._open, self._ends = True, self.is_boundary and self.synchronises
+
+    def claim(self, forward: Forward) -> None:
+        """The running backward is that of ``forward``. ``UsageError`` where another micro-batch of this window was, too.
+
+        Each of several losses of one forward would be counted as a micro-batch, and the window end too early.
+        """
+        if forward.micro_batch is None:
+            forward.micro_batch = self.total
+        place = forward.micro_batch - (self.total - self.done)
+        if self.size > 1 and 0 <= place < self.done:
+            raise UsageError(
+                f"backward of micro-batch {self.done + 1} of {self.size}: expected a loss of a new forward, came one "
+                f"of the forward whose backward was micro-batch {place + 1}; add the losses of one forward and call "
+                "engine.backward once, or set gradient_accumulation_steps to 1"
+            )
 
     def backward_failed(self) -> None:
         """The backward that was begun raised; its micro-batch does not count."""

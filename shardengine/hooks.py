@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardengine.accumulation import Forward
 from shardengine.arrivals import Arrivals
 from shardengine.calls import Call
 from shardengine.casting import cast_inputs
@@ -115,8 +116,9 @@ def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle
 
     def watch(_module: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not schedule.in_backward:
+            reached = functools.partial(schedule.root_reached, Forward())
             for node in _nodes_of(list(tensors_in(output))):
-                _NodeEvents.of(node).reached.append(schedule.root_reached)
+                _NodeEvents.of(node).reached.append(reached)
 
     return [
         module.register_forward_pre_hook(_Listener(settle), prepend=True),
@@ -217,7 +219,7 @@ def _leave(schedule: Schedule) -> Callable[..., None]:
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
         tensors = list(tensors_in(output))
         if schedule.leave(module, tensors) and torch.is_grad_enabled():
-            reached = functools.partial(schedule.root_reached, schedule.line)
+            reached = functools.partial(schedule.root_reached, Forward(), schedule.line)
             for node in _nodes_of(tensors):
                 _NodeEvents.of(node).reached.append(reached)
 

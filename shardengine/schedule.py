@@ -68,7 +68,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardengine.accumulation import Window
+from shardengine.accumulation import Forward, Window
 from shardengine.calls import Call, Calls, Line
 from shardengine.collectives import Collectives
 from shardengine.ddp import Reducer
@@ -285,12 +285,15 @@ class Schedule:
         self._backward = Backward.ANNOUNCED if announced else Backward.UNANNOUNCED
         self.root_reached()
 
-    def root_reached(self, line: Line | None = None) -> None:
-        """A gradient reached what the outermost module returned: the root must be full. line: what that forward called.
+    def root_reached(self, forward: Forward | None = None, line: Line | None = None) -> None:
+        """A gradient reached what the outermost module returned in ``forward``: the root must be full. line: what that
+        forward called.
 
         Where the engine does not know of this backward yet, and it is the window's last, it hears of its end.
         """
         self._refuse_retired()
+        if forward is not None and self._backward is not Backward.NONE:
+            self._window.claim(forward)
         if line is not None:
             self._leave_behind(self._calls.turn_to(line))
         if self._backward is Backward.NONE and self._window.is_boundary and self._window.synchronises:

@@ -347,3 +347,32 @@ def test_a_hook_that_changes_a_gradient_which_the_engine_has_taken_is_refused(st
     with pytest.raises(UsageError, match=r"gradient of 'out.bias' was changed in place .*\(rank 0\).*clone\(\)"):
         engine.backward(cases.loss_of(engine, 0, 0, 0))
     engine.close()
+
+
+@pytest.mark.parametrize("stage", cases.STAGES)
+def test_two_losses_of_one_forward_are_no_two_micro_batches(stage: str) -> None:
+    """They would be counted as two, and the window of two micro-batches end after one forward, in silence."""
+    engine = cases.make_engine(cases.Mlp(), cases.config_of(stage, 2))
+    output = engine(torch.ones(2, 7))
+    engine.backward(output.square().mean(), retain_graph=True)
+    with pytest.raises(UsageError, match=r"micro-batch 2 of 2: .* new forward, .* was micro-batch 1; add the losses"):
+        engine.backward(output.abs().mean())
+    engine.zero_grad()
+    for _ in range(2):  # each in the window's last micro-batch
+        engine.backward(engine(torch.ones(2, 7)).square().mean())
+    output = engine(torch.ones(2, 7))
+    engine.step()
+    assert engine.global_steps == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", cases.STAGES)
+def test_several_losses_of_the_last_micro_batch_and_of_forwards_before_them_train(stage: str) -> None:
+    engine = cases.make_engine(cases.Mlp(), cases.config_of(stage, 2))
+    first, second = engine(torch.ones(2, 7)), engine(torch.zeros(2, 7))
+    engine.backward(first.square().mean())
+    engine.backward(second.square().mean(), retain_graph=True)
+    engine.backward(second.abs().mean())
+    engine.step()
+    assert engine.global_steps == 1 and engine.was_step_applied()
+    engine.close()
