@@ -75,7 +75,7 @@ class Window:
         self._open, self._ends = True, self.is_boundary and self.synchronises
 
     def claim(self, forward: Forward) -> None:
-        """The running backward is that of ``forward``. ``UsageError`` where another micro-batch of this window was, too.
+        """The running backward is that of ``forward``. ``UsageError`` if another micro-batch of this window was, too.
 
         Each of several losses of one forward would be counted as a micro-batch, and the window end too early.
         """
