@@ -10,8 +10,8 @@ from the model down and stops at modules that are worth one:
   quarter of the model and can be split (two towers, a stage of a convolutional network);
 - other modules are units once they are at most an eighth of the model, and at most ``_LARGEST`` elements; larger ones
   are split into their children, and what cannot be split is a unit as it is: embeddings and heads, mostly;
-- a small module in which nothing is repeated is left whole, because it may choose among its parts by its data, and all
-  ranks must gather the same;
+- a small module or model in which nothing is repeated is left whole, because it may choose among its parts by its
+  data, and all ranks must gather the same;
 - what is tiny stays in the unit around it, or in the root.
 
 A module whose own forward is not called cannot be a unit: containers, and children of torch's own modules, which read
@@ -70,7 +70,8 @@ class _Walk:
         self._tiny_block = min(total // _TINY_BLOCK_PARTS, _TINY_BLOCK)
         self._seen = {id(model)}
         self.chosen: set[int] = set()
-        self._split(model)
+        if not self._may_choose(model):
+            self._split(model)
 
     def _split(self, module: nn.Module) -> None:
         """Decide on the children of ``module``, which is no unit."""
@@ -118,13 +119,17 @@ class _Walk:
             return False
         if any(_is_of_experts(name, child) for name, child in module.named_children()):
             return False
-        if self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules()):
+        if self._may_choose(module):
             return False
         below = sum(self._sizes[id(child)] for child in module.children())
         return 2 * below > self._sizes[id(module)]
 
+    def _may_choose(self, module: nn.Module) -> bool:
+        """Whether ``module`` is small, and nothing in it is repeated: what it calls may depend on the data."""
+        return self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules())
+
     def _repeats(self, module: nn.Module) -> bool:
-        """Whether ``module`` is a container, or has several of a kind: else what it calls may depend on the data."""
+        """Whether ``module`` is a container, or has several of a kind."""
         named = class_of(module).__name__ in self._classes
         return named or isinstance(module, _CONTAINERS) or any(len(group) > 1 for group in self._groups(module))
 

@@ -46,7 +46,8 @@ calls]). When backward comes to a call, those after it are over, and then, in th
 - one through which it did not come (a detached part, a frozen one) is served: its unit is gathered, because others
   gather it, and let go. Where the next call to come is of the same unit, that stays
 - when the last outstanding call of a unit is over, the unit is closed: what is left of its buckets is launched, zeros
-  included, before anything else is gathered. A gradient that comes after that is a late one
+  included, before anything else is gathered. A gradient that comes after that is a late one. Not so a unit that is
+  kept: what has read its weights elsewhere brings gradients of its own
 - the unit of the call is gathered, and admitted if no other call of it is outstanding: its buckets may be launched
 
 A rank that waits for the reduction of a unit has issued all gathers up to that unit; the others reach the end of that
@@ -243,9 +244,9 @@ class Schedule:
         hold.kept |= keep
         self._lend(index, views)
         recomputed = grad and self.in_backward and not hold.forward_only  # its backward comes next
-        if hold.depth or recomputed or (grad and not self._stage.reshards_after_forward):
-            return
-        if self._grad_pass and not self.in_backward and self._stage.reshards_after_forward:
+        if hold.depth or recomputed or (self._grad_pass and not self._stage.reshards_after_forward):
+            return  # also where this call had no grad: on another rank it may have had
+        if self._grad_pass and not self.in_backward:
             self._end_wait(but=index)
             self.turn.waiting = index
         else:
@@ -361,7 +362,7 @@ class Schedule:
         if call.line is not None:
             hold.depth = 0  # of recomputations that were broken off
             self._calls.over(call)
-            if self._calls.is_last(call) and not self._may_grow(call):
+            if self._calls.is_last(call) and not hold.kept and not self._may_grow(call):
                 self._reducer.close(call.unit)
         if not self._calls.is_followed(call):
             self._let_go(call.unit)

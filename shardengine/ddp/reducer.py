@@ -77,6 +77,9 @@ class _Order:
 
     def __init__(self, count: int, units: Sequence[int] = ()) -> None:
         self.units = units
+        self._of_unit: dict[int, list[int]] = {}
+        for index, unit in enumerate(units):
+            self._of_unit.setdefault(unit, []).append(index)
         self._order = self._root_last(list(range(count)))
         self._seen: list[int] | None = []
         self._position = 0
@@ -87,7 +90,7 @@ class _Order:
 
     def of_unit(self, unit: int) -> list[int]:
         """The buckets of ``unit``."""
-        return [index for index, each in enumerate(self.units) if each == unit]
+        return self._of_unit.get(unit, [])
 
     def admit(self, unit: int) -> None:
         """The buckets of ``unit`` may be launched."""
