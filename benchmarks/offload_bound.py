@@ -67,8 +67,8 @@ class Bound:
 def bound(setting: Setting, rates: Rates, compute: float, *, weights_away: bool = False) -> Bound:
     """The bound of one step of ``setting``, of which the computation alone takes ``compute`` seconds.
 
-    weights_away: they rest in host memory and are fetched for forward and again for backward, the root once; stepped
-    weights are then where they rest. Otherwise each stepped weight crosses once.
+    weights_away: they rest in host memory and are fetched for forward and again for backward, some once (the root, what
+    forward ends with, embeddings); stepped weights are then where they rest. Otherwise each stepped weight crosses once.
     """
     volume = setting.volume()
     count = volume.trainable
