@@ -68,7 +68,7 @@ def bound(setting: Setting, rates: Rates, compute: float, *, weights_away: bool 
     """The bound of one step of ``setting``, of which the computation alone takes ``compute`` seconds.
 
     weights_away: they rest in host memory and are fetched for forward and again for backward, some once (the root, what
-    forward ends with, embeddings); stepped weights are then where they rest. Otherwise each stepped weight crosses once.
+    forward ends with, embeddings); stepped weights are then where they rest. Otherwise each of them crosses once.
     """
     volume = setting.volume()
     count = volume.trainable

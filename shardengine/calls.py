@@ -24,6 +24,9 @@ from typing import Any
 
 import torch
 
+_MOST = 64
+"""Forwards whose calls are known at the same time. An older one's backward is that of a line by itself."""
+
 
 class Call:
     """One forward of unit ``unit``. line None: in none.
@@ -105,6 +108,7 @@ class Calls:
         if not self.lines or id(module) in self.lines[-1].modules or self.lines[-1].task >= 0:
             self._count += 1
             self.lines.append(Line(self._count))
+            del self.lines[:-_MOST]  # of forwards with grad that have no backward
         self.lines[-1].modules.add(id(module))
 
     def begin(self, unit: int, *, grad: bool, differentiable: bool) -> Call:

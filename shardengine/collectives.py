@@ -237,8 +237,8 @@ class Collectives:
         where = "" if found is None else f": rank 0 issued [{found[1]}] where rank {found[0]} issued [{found[2]}]"
         raise MismatchError(
             f"ranks took part in different collectives{where}, so the gradients of this window are wrong. Expected the "
-            "same blocks in the same order on every rank (a branch inside of a block may differ); then engine.reset() "
-            "on every rank"
+            "same blocks in the same order on every rank (a branch inside of a block may differ: list the class of the "
+            "module around the branch in zero_optimization.units); then engine.reset() on every rank"
         )
 
     def barrier(self) -> None:

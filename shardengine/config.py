@@ -232,6 +232,12 @@ def _check_precision(reader: Reader) -> None:
     for name in ("fp16.loss_scale", "fp16.min_loss_scale"):
         if 0 < value[name] < _SMALLEST_SCALE:
             reader.problem(name, f"expected a number that fp32 can divide by, at least 2 ** -126, came {value[name]:g}")
+    if _scales_loss(value) and not value["fp16.loss_scale"] and value["nonfinite_gradients"] in ("raise", "step"):
+        reader.problem(
+            "nonfinite_gradients",
+            'expected "skip" with a dynamic loss scale, which finds its value by leaving steps out, came '
+            f'"{value["nonfinite_gradients"]}"; give fp16.loss_scale a fixed value, or leave this key out',
+        )
     scale = value["fp16.loss_scale"] or 2.0 ** value["fp16.initial_scale_power"]
     if _scales_loss(value) and not value["fp16.loss_scale"] and scale < value["fp16.min_loss_scale"]:
         reader.problem(

@@ -98,8 +98,8 @@ _FAST_FILES = (
 )
 _ASYNC_SAVE = "`checkpoint.async_save` writes checkpoints behind training"
 _OWN_MONITOR = (
-    "no package of that service is called: give `initialize(..., monitors=[...])` an object of yours with "
-    "write(step, values) and close()"
+    "the package of that service is not called from here: give `initialize(..., monitors=[...])` an object of yours "
+    "with write(step, values) and close()"
 )
 _TRACE = "`engine.trace(path)` draws where the time of a step goes, and `train` prints it"
 _TRAFFIC = "`engine.traffic()` counts the bytes of every collective, and `engine.trace(path)` draws them"

@@ -319,7 +319,9 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "wandb": ("monitor.wandb", _same),
     "csv_monitor": ("monitor.csv", _same),
 }
-"""Old dotted name -> (current dotted name, how its value is translated)."""
+"""Old or other dotted name -> (current dotted name, how its value is translated)."""
+ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
+"""Such a name -> the key without which it means nothing."""
 
 ONLY_CALLER: frozenset[str] = frozenset(
     (
@@ -347,8 +349,8 @@ FILLED_FROM: dict[str, str] = {
 
 
 def is_comment(name: str) -> bool:
-    """Whether ``name`` is no key but a remark: it begins with "_", "//" or "comment"."""
-    return name.startswith(("_", "//", "comment"))
+    """Whether ``name`` is no key but a remark: it begins with "_", "//", "#", "$" or "comment"."""
+    return name.startswith(("_", "//", "#", "$", "comment"))
 
 
 def is_off(value: Any) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardengine.config_keys import (
+    ALIAS_NEEDS,
     ALIASES,
     FILLED_FROM,
     GATES,
@@ -75,7 +76,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"the file cannot be read: {error.strerror or error}", str(path)) from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}", str(path)) from error
+        place = f"at line {error.lineno}, column {error.colno}"
+        hint = '; JSON has no comments and no comma before a closing bracket: write remarks as keys that begin with "_"'
+        raise ConfigError(f"not JSON: {error.msg} {place}{hint}", str(path)) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON that can be read: {error}", str(path)) from error
     if not isinstance(tree, dict):
@@ -205,6 +208,11 @@ class Reader:
             if not isinstance(holder, dict) or leaf not in holder:
                 continue
             written = holder.pop(leaf)
+            if (switch := ALIAS_NEEDS.get(old)) is not None:
+                enabled = holder.get(switch.rpartition(".")[2])
+                if (self._auto.get(switch) if enabled == "auto" else enabled) is not True:
+                    self.notices.append(f"{old} has no effect, because {switch} is not true")
+                    continue
             value = translate(written)
             section, _, leaf = new.rpartition(".")
             if section and not tree.get(section):
@@ -213,13 +221,13 @@ class Reader:
             if not isinstance(target, dict):
                 continue
             if leaf in target:
-                self.problem(new, f"the key is written twice, also under its old name {old}; keep one")
+                self.problem(new, f"the key is written twice, also as {old}; keep one")
                 continue
             target[leaf] = value
             self.written[new] = old
             if new in SECTIONS or KEYS[new].status is not Status.NO_EFFECT:
                 changed = f": {json.dumps(value)}" if isinstance(written, bool) and value is not written else ""
-                self.notices.append(f"{old} is an old name and is read as {new}{changed}")
+                self.notices.append(f"{old} is read as {new}{changed}")
 
     def _visit(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():

@@ -47,6 +47,10 @@ _GRACE_S = 2.0
 _UNHEARD_S = 10.0
 _TEXT_LIMIT = 2000
 _STORE = "the process group's store, through which ranks tell each other what happened"
+_BLOCKS = (
+    "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
+    "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
+)
 _SAME = "Give every rank the same number of batches, and make the same calls on every rank"
 
 
@@ -394,7 +398,9 @@ class Watch:
         self._say({rank: notice for rank, notice in ripe.items() if not notice.gave_up})
         if stuck:
             places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
-            raise MismatchError(f"ranks wait for each other: {', '.join(places)}; none of them can end. {_SAME}")
+            raise MismatchError(
+                f"ranks wait for each other: {', '.join(places)}; none of them can end. {_SAME}. {_BLOCKS}"
+            )
         self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
         self._say(ripe)
 

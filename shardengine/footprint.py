@@ -220,12 +220,15 @@ def tell_window(footprint: Footprint, partition: Partition, classes: Mapping[str
         return
     in_root = sorted((spec for spec in partition.specs if not spec.unit), key=lambda spec: -spec.numel)[:3]
     largest = f"unit {partition.units[window.number - 1][0]!r} of {window.largest}" if window.number else "no unit"
-    if 2 * (window.root + 2 * window.largest) > window.whole:
+    if 2 * (window.root + window.largest) > window.whole:
         names = ", ".join(f"{spec.name} ({classes[spec.name]})" for spec in in_root)
-        cure = (
-            "list the classes of smaller modules in zero_optimization.units; what several modules share, and what "
-            f"belongs to no smaller module, stays in the root: {names}"
+        cure = "list the classes of smaller modules in zero_optimization.units" + (
+            f"; what several modules share, and what belongs to no smaller module, stays in the root: {names}"
+            if names
+            else ""
         )
+    elif 2 * (window.root + 2 * window.largest) > window.whole:
+        cure = "set zero_optimization.stage3_prefetch_bucket_size to 0, so that nothing is gathered ahead"
     else:
         most = (window.whole // 2 - window.root - window.largest) // max(window.ahead // footprint.prefetch, 1)
         cure = f"set zero_optimization.stage3_prefetch_bucket_size to {most} elements or less"

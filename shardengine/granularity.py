@@ -80,7 +80,9 @@ class _Walk:
             for child in group:
                 if id(child) not in self._seen:
                     self._seen.add(id(child))
-                    self._decide(child, alike=self._has_like(child, group), group=total)
+                    alike = self._has_like(child, group)
+                    if alike or not isinstance(module, nn.ModuleDict):  # else it holds alternatives, mostly
+                        self._decide(child, alike=alike, group=total)
 
     def _groups(self, module: nn.Module) -> Collection[list[nn.Module]]:
         """The children of ``module`` that have weights, those that may be repeated together."""
@@ -129,9 +131,10 @@ class _Walk:
         return self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules())
 
     def _repeats(self, module: nn.Module) -> bool:
-        """Whether ``module`` is a container, or has several of a kind."""
+        """Whether ``module`` has several of a kind: in a ModuleList two, elsewhere three, which are no alternatives."""
+        least = 2 if isinstance(module, nn.ModuleList) else 3
         named = class_of(module).__name__ in self._classes
-        return named or isinstance(module, _CONTAINERS) or any(len(group) > 1 for group in self._groups(module))
+        return named or any(len(group) >= least for group in self._groups(module))
 
 
 def is_called(module: nn.Module) -> bool:

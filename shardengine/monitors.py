@@ -57,12 +57,15 @@ class _Lines:
     """A file to which whole lines are appended, each by one write, so that a killed process leaves no half ones."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``, made where it is missing. A last line that a full disk has cut off is removed."""
+        """Open ``path``, made where it is missing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
-        size = os.fstat(self._file.fileno()).st_size
-        self.is_new = size == 0
+        self.is_new = os.fstat(self._file.fileno()).st_size == 0
+
+    def mend(self) -> None:
+        """Remove a last line that a full disk has cut off, from a file that is known to be ours."""
+        size, path = os.fstat(self._file.fileno()).st_size, self.path
         if size:
             with path.open("rb") as before:
                 before.seek(max(0, size - _TAIL))
@@ -105,6 +108,7 @@ class CsvMonitor:
                 f"expected a file that begins with {','.join(self._columns)}, came {','.join(there)[:200]!r}; move it "
                 "away or choose another job_name"
             )
+        self._lines.mend()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step``."""
@@ -129,6 +133,7 @@ class JsonMonitor:
 
     def __init__(self, path: str | Path) -> None:
         self._lines = _Lines(Path(path))
+        self._lines.mend()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step``."""

@@ -120,10 +120,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sums, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+            changes, self._reducer.views.digest = self._reducer.views.digest, 0
             raise MismatchError(
-                "the optimizer's options (learning rates and the like) differ between ranks, so their weights would: "
-                f"expected the same on every rank, this one has {groups} and loss scale {self.loss_scale:g}; set them "
-                f"and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
+                "the optimizer's options (learning rates and the like), or what was done to parameter.grad so far, "
+                "differ between ranks, so their weights would: expected the same on every rank, this one has "
+                f"{groups}, loss scale {self.loss_scale:g} and changes of gradients with the digest "
+                f"{changes:08x}; set them and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
             )
         self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
         self.update = Update(None if self.update is None else self.update.max_norm)
@@ -175,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in group.items()
             if key != "params"
         ]
-        text = repr((options, self.scaling))
+        text = repr((options, self.scaling, self._reducer.views.digest))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         values = torch.stack([total, *squares])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))

@@ -29,6 +29,16 @@ def describe(core: Core) -> str:
     return f"Inf or NaN in {names}{more}" if found else "finite ones whose norm is larger than fp32 holds"
 
 
+def _hint(core: Core) -> str:
+    """What else a NaN may come from where weights rest sharded."""
+    return (
+        " A weight that is read outside of its module's forward is NaN at stage 3, also in a loss over parameters(): "
+        "read it inside `with engine.full_params():`."
+        if core.stage.moves_weights
+        else ""
+    )
+
+
 def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
     """Raise the error that a step with such gradients is, on every rank; collective, before they are forgotten.
 
@@ -51,7 +61,7 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
     raise NonfiniteGradientError(
         f"gradients are not finite{often}, {came}. {left}. Look for a division by zero, a logarithm of zero, a "
         "learning rate that is too high or an overflow in a low-precision sum; the config's nonfinite_gradients "
-        '("skip", "raise" or "step") says what happens to such a step'
+        f'("skip", "raise" or "step") says what happens to such a step.{_hint(core)}'
     )
 
 
@@ -63,6 +73,6 @@ def tell(core: Core, step: int, limit: int) -> None:
         _log.warning(
             "step %d was left out on all ranks: expected finite gradients, came %s. Weights, optimizer state and "
             'engine.lr_scheduler stay as they were. Later ones are only counted (engine.skipped_steps); %s. '
-            '"nonfinite_gradients": "raise" stops at the first',
-            step, found, end,
+            '"nonfinite_gradients": "raise" stops at the first.%s',
+            step, found, end, _hint(core),
         )  # fmt: skip

@@ -271,14 +271,18 @@ class Schedule:
 
     # Events of backward
 
-    def begin_backward(self, *, announced: bool = True) -> None:
-        """A backward starts: it is counted, the reducer knows what it is for, the root is full."""
+    def begin_backward(self, *, announced: bool = True, current: int | None = None) -> None:
+        """A backward starts: it is counted, the reducer knows what it is for, the root is full.
+
+        current: the parameter whose gradient has come first.
+        """
         window = self._window
         self._reducer.early.require_none("another backward")
         window.begin_backward()
         final = window.is_boundary and window.synchronises
         synchronise = window.synchronises and (final or self._reducer.rules.sharded)
         try:
+            self._reducer.views.adopt(but=current)
             self._reducer.arm(synchronise=synchronise, final=final)
         except UsageError:
             window.backward_failed()
@@ -290,14 +294,14 @@ class Schedule:
         """A gradient reached what the outermost module returned in ``forward``: the root must be full. line: what that
         forward called.
 
-        Where the engine does not know of this backward yet, and it is the window's last, it hears of its end.
+        Where nobody has announced this backward, and it is the window's last, it hears of its end.
         """
         self._refuse_retired()
         if forward is not None and self._backward is not Backward.NONE:
             self._window.claim(forward)
         if line is not None:
             self._leave_behind(self._calls.turn_to(line))
-        if self._backward is Backward.NONE and self._window.is_boundary and self._window.synchronises:
+        if self._backward is not Backward.ANNOUNCED and self._window.is_boundary and self._window.synchronises:
             self._await_end()
         if self._stage.moves_weights:
             self._await(self.units[0])
@@ -390,16 +394,16 @@ class Schedule:
         self._take(parameter, gradient)
         self._reducer.views.expect_more(parameter)
 
-    def _begin_unannounced(self) -> None:
+    def _begin_unannounced(self, current: int | None = None) -> None:
         if self._reducer.rules.scaled:
             raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
-        self.begin_backward(announced=False)
+        self.begin_backward(announced=False, current=current)
         if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
             self._reducer.views.expect(self.settle)
 
     def _take(self, parameter: int, gradient: Tensor) -> None:
         if self._backward is Backward.NONE:
-            self._begin_unannounced()
+            self._begin_unannounced(parameter)
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)

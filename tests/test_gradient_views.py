@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.errors import UsageError
+from shardengine.errors import MismatchError, UsageError
 from tests import cases
 from tests.ranks import RankPool
 
@@ -270,6 +270,64 @@ def test_a_parameter_that_another_rank_used_shows_its_gradient(pools: Pools, sta
     assert results[0] == results[1]
     shown, norm, expected = results[0]
     assert shown == ["a.bias", "a.weight", "b.bias", "b.weight"] and norm == pytest.approx(expected, rel=1e-6)
+
+
+def changed_on_one_rank(stage: str) -> list[str]:
+    engine = cases.make_engine(cases.Mlp(), cases.config_of(stage, gradient_clipping=0.0), "SGD")
+    said = ""
+    for step in range(2):
+        try:
+            engine.backward(cases.loss_of(engine, step, engine.rank, 0))
+            gradient: Any = engine.module.get_parameter("inp.weight").grad
+            gradient.mul_(1.0 + engine.rank)
+            engine.step()
+        except MismatchError as error:
+            said = str(error)
+            engine.reset()
+    engine.backward(cases.loss_of(engine, 2, engine.rank, 0))
+    engine.step()
+    engine.close()
+    return [said.replace(f"rank {engine.rank}", "rank R")]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_that_differs_between_ranks_is_told_by_the_next_backward(pools: Pools, stage: str) -> None:
+    for (said,) in pools(2).run(changed_on_one_rank, stage):
+        assert "what was done to parameter.grad so far, differ between ranks" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_window_that_the_module_forgets_is_refused_by_the_next_backward(stage: str) -> None:
+    engine = engine_of(stage)
+    engine.backward(cases.loss_of(engine, 0, 0, 0))
+    engine.module.zero_grad()
+    with pytest.raises(UsageError, match=r"was set to None .* engine.zero_grad\(\)"):
+        engine.backward(cases.loss_of(engine, 1, 0, 0))
+    engine.zero_grad()
+    engine.backward(cases.loss_of(engine, 1, 0, 0))
+    engine.step()
+    engine.close()
+
+
+class Ends(nn.Sequential):
+    """Its output is what its last unit returned."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_replaces_a_gradient_counts_where_the_last_unit_ends_the_forward(stage: str) -> None:
+    torch.manual_seed(0)
+    engine = cases.make_engine(Ends(), cases.config_of(stage, gradient_clipping=0.0), "SGD")
+    engine(torch.ones(2, 4)).sum().backward()
+    before = {name: cases.copy_out(value) for name, value in engine.state_dict().items()}
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine.step()
+    after = engine.state_dict()
+    assert all(bool((after[name] < before[name]).all()) for name in before)
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -207,7 +207,8 @@ def test_gradients_whose_norm_is_too_large_are_left_out_and_said_to_be_finite() 
 
 @pytest.mark.parametrize("stage", list(cases.STAGES))
 def test_the_step_can_be_taken_anyway(stage: str) -> None:
-    for options in ({"nonfinite_gradients": "step"}, {"bf16": {"check_grad_overflow": False}}):
+    unchecked = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    for options in ({"nonfinite_gradients": "step"}, unchecked):
         engine = engine_of(stage, gradient_clipping=0.0, **options)
         assert step(engine, float("nan")) and engine.skipped_steps == 0
         assert engine.state_dict()["first"].isnan().all() and not engine.state_dict()["second"].isnan().any()
@@ -227,7 +228,11 @@ def test_the_keys() -> None:
     def load(**keys: Any) -> Any:
         return shardengine.load_config({"train_micro_batch_size_per_gpu": 1, **keys})
 
-    assert load(bf16={"check_grad_overflow": True}).nonfinite_gradients == "skip"
+    assert load(bf16={"enabled": True, "check_grad_overflow": True}).nonfinite_gradients == "skip"
+    unused = load(bf16={"enabled": False, "check_grad_overflow": False})
+    assert unused.nonfinite_gradients is None and "bf16.enabled is not true" in " ".join(unused.notices)
+    with pytest.raises(ConfigError, match='expected "skip" with a dynamic loss scale'):
+        load(fp16={"enabled": True}, nonfinite_gradients="raise")
     with pytest.raises(ConfigError, match="nonfinite_gradients"):
         load(nonfinite_gradients="ignore")
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu", "step_in_backward": True}}

@@ -23,6 +23,7 @@ shows its gradient from the first one on, and the first use of one ends that bac
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -155,7 +156,8 @@ class GradientViews:
     """Shows ``parameters`` (of ``layout``) the gradients in ``buckets``.
 
     changed: whether something else than a multiplication has changed them, so that the norm is not known · multiplied:
-    whether they were, so that it is another one than was exchanged.
+    whether they were, so that it is another one than was exchanged · digest: of all changes so far, the same on ranks
+    that have made the same ones.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class GradientViews:
     ) -> None:
         self.layout = layout
         self.changed = self.multiplied = False
+        self.digest = 0
         self._rank = rank
         self._parameters = parameters
         self._shown: dict[int, ShardedGradient] = {}
@@ -221,7 +224,13 @@ class GradientViews:
 
     def require_complete(self, index: int) -> None:
         """Before a gradient is used: the backward is over; ``UsageError`` where its step is over, too."""
-        complete, self._complete = self._complete, None
+        complete = self._complete
+        if complete is not None and torch._C._current_graph_task_id() >= 0:
+            raise UsageError(
+                f"{self.layout.parameters[index].name!r}.grad is used while backward runs (rank {self._rank}), when it "
+                "is this rank's alone: expected that after backward; a hook on the tensor is given its gradient"
+            )
+        self._complete = None
         if complete is not None:
             expected = set(self._shown)
             complete()
@@ -240,11 +249,12 @@ class GradientViews:
         self._unused = set()
         self._squares, self.changed, self.multiplied, self._complete, self._again = None, False, False, None, None
 
-    def adopt(self) -> None:
-        """Before the step: what the user has put in the place of a gradient is taken over, or refused."""
+    def adopt(self, *, but: int | None = None) -> None:
+        """Before the step, or another backward: what the user has put in the place of a gradient is taken over, or
+        refused. but: a parameter into which autograd accumulates now."""
         for index, view in self._shown.items():
             current = self._parameters[index].grad
-            if current is view:
+            if current is view or index == but:
                 continue
             if not isinstance(current, Tensor) or isinstance(current, ShardedGradient):
                 self._refuse_none(index)
@@ -283,6 +293,7 @@ class GradientViews:
         """An in-place operation, element by element: ``operation(gradient, *arguments)`` on what this rank holds."""
         self.require_complete(index)
         name = self.layout.parameters[index].name
+        self._note(index, operation, arguments)
         if self._fixed:
             raise UsageError(f"{name!r}.grad cannot be changed (rank {self._rank}): {self._fixed}")
         factor = _factor(operation, arguments, options)
@@ -303,6 +314,12 @@ class GradientViews:
                 self.multiplied = True
             else:
                 self._squares, self.changed = None, True
+
+    def _note(self, index: int, operation: Any, arguments: Sequence[Any]) -> None:
+        """Join a change to ``digest``; numbers on another device than the CPU are not waited for."""
+        told = [a.tolist() if isinstance(a, Tensor) and a.numel() == 1 and a.device.type == "cpu" else type(a).__name__
+                if isinstance(a, Tensor) else a for a in arguments]  # fmt: skip
+        self.digest = zlib.crc32(repr((index, str(operation), told)).encode(), self.digest)
 
     def values(self, index: int, what: str) -> Tensor:
         """A copy of the whole gradient, where this rank holds it; ``UsageError`` elsewhere. what: wants to read it."""

@@ -113,6 +113,10 @@ class _Order:
         """What is still to be launched, in order."""
         return self._order[self._position :]
 
+    def next(self) -> int | None:
+        """The first of ``left``."""
+        return self._order[self._position] if self._position < len(self._order) else None
+
     def advance(self) -> None:
         """The first of ``left`` was launched."""
         self._position += 1
@@ -238,10 +242,10 @@ class Reducer:
     def admit(self, unit: int) -> None:
         """Every rank that is where this one is has gathered ``unit`` for the last time in this backward, or is about
         to: what is ready of it may be launched."""
-        if self._order.admits_unit(unit):
+        if not self._mode.armed or self._order.admits_unit(unit):
             return
         self._order.admit(unit)
-        if self._mode.armed and self._mode.synchronise:
+        if self._mode.synchronise:
             for index in self._order.of_unit(unit):
                 if self.buckets[index].is_ready:
                     self._note_ready(index)
@@ -374,7 +378,7 @@ class Reducer:
             self._fly(self._gather(state, state.whole))
 
     def _launch_ready(self) -> None:
-        for index in self._order.left():
+        while (index := self._order.next()) is not None:
             if not self.buckets[index].is_ready or not self._order.admits(index):
                 return
             self._launch(self.buckets[index])
