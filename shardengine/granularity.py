@@ -128,6 +128,8 @@ class _Walk:
 
     def _may_choose(self, module: nn.Module) -> bool:
         """Whether ``module`` is small, and nothing in it is repeated: what it calls may depend on the data."""
+        if type(module) in _SPLIT_OF_TORCH:
+            return False
         return self._sizes[id(module)] <= _LEAST_SPLIT and not any(self._repeats(part) for part in module.modules())
 
     def _repeats(self, module: nn.Module) -> bool:

@@ -60,6 +60,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     calls: EngineCalls | None = None
+    lent: torch.optim.Optimizer | None = None
+    """The user's own, for which schedulers may have been made."""
     being_read: Future[None] | None = None
     """While it runs, something else reads the states; see ``await_reader``."""
 
@@ -122,8 +124,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             changes, self._reducer.views.digest = self._reducer.views.digest, 0
             raise MismatchError(
-                "the optimizer's options (learning rates and the like), or what was done to parameter.grad so far, "
-                "differ between ranks, so their weights would: expected the same on every rank, this one has "
+                "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
+                "parameter.grad so far does, so their weights would: expected the same on every rank, this one has "
                 f"{groups}, loss scale {self.loss_scale:g} and changes of gradients with the digest "
                 f"{changes:08x}; set them and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
             )
@@ -198,7 +200,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.early.require_same(lambda index: [self._rule(label) for label in self._cuts_ahead()[index]])
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
-        self._opt_called = True  # torch's schedulers warn where no step came before theirs
+        for each in (self, self.lent):  # torch's schedulers warn where no step came before theirs
+            if each is not None:
+                each._opt_called = True
         self.await_reader()
         if not update.begun:
             update.begun, update.touched = True, self._reducer.touched
