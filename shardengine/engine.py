@@ -151,7 +151,7 @@ class Engine(Phases):
                 core.schedule.on_complete = self.optimizer.finish_gradients
                 if isinstance(optimizer, torch.optim.Optimizer):
                     self._give_back = lend(optimizer, self.optimizer)
-            self.optimizer.lent = optimizer
+                    self.optimizer.lent = optimizer
             self.lr_scheduler = self._make_scheduler(lr_scheduler)
             if self.optimizer is not None:
                 self.optimizer.begin()

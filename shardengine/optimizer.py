@@ -202,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         for each in (self, self.lent):  # torch's schedulers warn where no step came before theirs
             if each is not None:
-                each._opt_called = True
+                each.__dict__["_opt_called"] = True
         self.await_reader()
         if not update.begun:
             update.begun, update.touched = True, self._reducer.touched
