@@ -90,10 +90,13 @@ class Line:
 
 class Calls:
     """The lines of a pass. ``running``: the one through which backward comes at the moment · inside: the units whose
-    forward is open."""
+    forward is open · may_differentiate: whether a unit that trains was called in the last line, so that later calls
+    have a backward at least on ranks that do not cut the graph.
+    """
 
     def __init__(self) -> None:
         self.inside: set[int] = set()
+        self.may_differentiate = False
         self.lines: list[Line] = []
         self.running: Line | None = None
         self._count = 0
@@ -108,6 +111,7 @@ class Calls:
         if not self.lines or id(module) in self.lines[-1].modules or self.lines[-1].task >= 0:
             self._count += 1
             self.lines.append(Line(self._count))
+            self.may_differentiate = False
             del self.lines[:-_MOST]  # of forwards with grad that have no backward
         self.lines[-1].modules.add(id(module))
 

@@ -447,6 +447,13 @@ class Engine(Phases):
             raise AttributeError(f"Engine has no attribute {name!r}")
         return other_engines.read_from_module(self, self.__dict__["module"], name)
 
+    def __iter__(self) -> NoReturn:
+        """An engine is no tuple."""
+        raise TypeError(
+            "initialize returns the engine alone, came an assignment to several names: expected engine = "
+            "shardengine.initialize(...); then engine.optimizer and engine.lr_scheduler"
+        )
+
     def to(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the engine owns where and in which dtype the weights live."""
         raise UsageError(

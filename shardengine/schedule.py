@@ -230,8 +230,10 @@ class Schedule:
             return found
         nested = bool(self._calls.inside)
         self._calls.inside.add(index)
-        if nested or not self._grad_pass or not (self.trains(index) or differentiable):
+        trains = self.trains(index)
+        if nested or not self._grad_pass or not (trains or differentiable or self._calls.may_differentiate):
             return Call(index)
+        self._calls.may_differentiate |= trains
         return self._calls.begin(index, grad=grad, differentiable=differentiable)
 
     def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:

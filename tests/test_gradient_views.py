@@ -309,6 +309,27 @@ def test_a_window_that_the_module_forgets_is_refused_by_the_next_backward(stage:
     engine.close()
 
 
+def clipped_together(stage: str) -> list[float]:
+    """As ``foreach=True`` does on a GPU."""
+    engine = cases.make_engine(cases.Mlp(), cases.config_of(stage, gradient_clipping=0.0), "SGD")
+    engine.backward(cases.loss_of(engine, 0, engine.rank, 0))
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    before = torch.stack(torch._foreach_norm(gradients, 2.0)).norm().item()
+    torch._foreach_mul_(gradients, torch.tensor(0.5))
+    torch._foreach_div_(gradients, 2.0)
+    after = torch.stack(torch._foreach_norm(gradients)).norm().item()
+    found = [before, after, engine.get_global_grad_norm()]
+    engine.step()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_operations_on_lists_of_gradients(pools: Pools, stage: str) -> None:
+    for before, after, norm in pools(2).run(clipped_together, stage):
+        assert before == pytest.approx(norm, rel=1e-6) and after == pytest.approx(before / 4, rel=1e-6)
+
+
 class Ends(nn.Sequential):
     """Its output is what its last unit returned."""
 

@@ -49,6 +49,14 @@ _ELEMENTWISE = _FACTORS | {
 }
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
          "new_empty", "new_full")  # fmt: skip
+_EACH = {
+    _aten._foreach_norm.Scalar: _aten.linalg_vector_norm.default,
+    **dict.fromkeys((_aten._foreach_mul_.Scalar, _aten._foreach_mul_.Tensor), _aten.mul_.Tensor),
+    **dict.fromkeys((_aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor), _aten.div_.Tensor),
+    _aten._foreach_mul_.ScalarList: _aten.mul_.Tensor,
+    _aten._foreach_div_.ScalarList: _aten.div_.Tensor,
+}
+"""Operations on a list of tensors, as ``foreach=True`` has them, and the same on one."""
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -95,6 +103,8 @@ class ShardedGradient(Tensor):
 def _carry_out(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if operation is _UNSCALE:
         return _unscale(*args)
+    if operation in _EACH:
+        return _one_by_one(operation, args, kwargs)
     own = args[0] if args and isinstance(args[0], ShardedGradient) else None
     if own is None:
         return _with_values(operation, args, kwargs)
@@ -139,6 +149,16 @@ def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         return argument.views.values(argument.number, name).to(argument.dtype)
 
     return operation(*tree_map(value_of, tuple(args)), **tree_map(value_of, dict(kwargs)))
+
+
+def _one_by_one(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """``operation`` of `_EACH`, tensor after tensor; None where it is in place."""
+    tensors, *others = args
+    rows = [
+        [row[number] if isinstance(row, (list, tuple)) else row for row in others] for number in range(len(tensors))
+    ]
+    done = [_EACH[operation](tensor, *row, **kwargs) for tensor, row in zip(tensors, rows, strict=True)]
+    return done if operation is _aten._foreach_norm.Scalar else None
 
 
 def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
