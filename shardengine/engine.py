@@ -447,6 +447,13 @@ class Engine(Phases):
             raise AttributeError(f"Engine has no attribute {name!r}")
         return other_engines.read_from_module(self, self.__dict__["module"], name)
 
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """An engine holds process groups, files and hooks."""
+        raise UsageError(
+            "an engine cannot be copied or pickled: expected engine.save_checkpoint(dir), engine.state_dict() or "
+            "engine.save_pretrained(dir), or a copy of the model before initialize"
+        )
+
     def __iter__(self) -> NoReturn:
         """An engine is no tuple."""
         raise TypeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -170,6 +172,16 @@ def test_changes_after_initialize_are_found_by_the_next_forward(stage: str, chan
 def test_the_engine_cannot_be_moved_or_cast(stage: str, name: str) -> None:
     with pytest.raises(UsageError, match="before initialize"):
         getattr(engine_of(stage), name)()
+
+
+@BOTH
+def test_the_engine_is_neither_copied_nor_unpacked(stage: str) -> None:
+    engine = engine_of(stage)
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"cannot be copied or pickled: expected engine.save_checkpoint"):
+            copies(engine)
+    with pytest.raises(TypeError, match="initialize returns the engine alone"):
+        _engine, _optimizer, _loader, _scheduler = engine
 
 
 # Calls in the wrong order
