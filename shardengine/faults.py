@@ -398,9 +398,9 @@ class Watch:
         self._say({rank: notice for rank, notice in ripe.items() if not notice.gave_up})
         if stuck:
             places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
-            raise MismatchError(
-                f"ranks wait for each other: {', '.join(places)}; none of them can end. {_SAME}. {_BLOCKS}"
-            )
+            trains = all(each.where.startswith(("forward", "backward")) for each in stuck.values())
+            cure = f"{_SAME}. {_BLOCKS}" if trains else _SAME
+            raise MismatchError(f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}")
         self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
         self._say(ripe)
 
