@@ -116,7 +116,7 @@ def test_the_bound_is_the_one_by_hand() -> None:
     away = bound(TINY, RATES, 5.0, weights_away=True)
     again = blocks // 2  # of two blocks; forward ends with the last one, so that backward finds it there
     assert away.to_device == 2 * (count + again) / 4 and away.tail == count + 28 * count / 8
-    assert away.memory == (30 * count + 2 * (count + blocks)) / 8
+    assert away.memory == (30 * count + 2 * (count + again)) / 8
     assert Bound(9, 1, 2, 3, 0.5).total == 9.5
     large = bound(MODELS["4B"], Rates(1e15, 50e9, 50e9, 200e9), 1.0)
     assert large.memory == pytest.approx(32 * 4.0e9 / 200e9, rel=0.01)
