@@ -447,6 +447,12 @@ class Engine(Phases):
             raise AttributeError(f"Engine has no attribute {name!r}")
         return other_engines.read_from_module(self, self.__dict__["module"], name)
 
+    def __copy__(self) -> Engine:
+        """Another name for the same engine, as frameworks make one: it shares everything."""
+        same = object.__new__(type(self))
+        same.__dict__.update(self.__dict__)
+        return same
+
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         """An engine holds process groups, files and hooks."""
         raise UsageError(
