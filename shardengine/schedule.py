@@ -44,7 +44,7 @@ before it joins that gather. Ranks meet calls of units in one order, the reverse
 calls]). When backward comes to a call, those after it are over, and then, in this order:
 
 - one through which it did not come (a detached part, a frozen one) is served: its unit is gathered, because others
-  gather it, and let go. Where the next call to come is of the same unit, that stays
+  gather it, and let go, unless the next call that backward comes to is of the same unit
 - when the last outstanding call of a unit is over, the unit is closed: what is left of its buckets is launched, zeros
   included, before anything else is gathered. A gradient that comes after that is a late one. Not so a unit that is
   kept: what has read its weights elsewhere brings gradients of its own

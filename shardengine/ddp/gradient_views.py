@@ -313,7 +313,6 @@ class GradientViews:
         """An in-place operation, element by element: ``operation(gradient, *arguments)`` on what this rank holds."""
         self.require_complete(index)
         name = self.layout.parameters[index].name
-        self._note(index, operation, arguments)
         if self._fixed:
             raise UsageError(f"{name!r}.grad cannot be changed (rank {self._rank}): {self._fixed}")
         factor = _factor(operation, arguments, options)
@@ -322,6 +321,7 @@ class GradientViews:
                 f"{name!r}.grad is multiplied with the loss scale {self._scale:g} (rank {self._rank}): expected a "
                 "multiplication, or changes inside `with engine.full_grads(writable=True):`, which shows it without"
             )
+        self._note(index, operation, arguments)
         with torch.no_grad():
             for part, offset, wire in self._parts(index):
                 near = [self._local(each, index, offset, part) for each in arguments]
