@@ -128,7 +128,8 @@ class _Ours:
             {
                 "train_micro_batch_size_per_gpu": 1,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-                "reproducible": True,  # what the group "fake" leaves of a reduce-scatter is undefined
+                "reproducible": True,
+                "nonfinite_gradients": "step",  # what the group "fake" leaves in a buffer is undefined
                 "zero_optimization": zero,
             },
             mesh=mesh,

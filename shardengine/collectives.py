@@ -53,13 +53,13 @@ class Pending:
     def __init__(
         self,
         works: Sequence[dist.Work] = (),
-        settle: Callable[[dist.Work], Any] = dist.Work.wait,
+        settle: Callable[[Sequence[dist.Work], Record], None] | None = None,
+        record: Record | None = None,
         finish: Callable[[], None] | None = None,
-        waited: Callable[[int], None] = lambda start: None,
     ) -> None:
         self._works = works
-        self._waited = waited
         self._settle = settle
+        self._record = record
         self._finish = finish
 
     def done(self) -> bool:
@@ -68,13 +68,9 @@ class Pending:
 
     def arrive(self) -> None:
         """Wait until the data is there; the local part is still to be done."""
-        if not self._works:
-            return
-        start = now()
-        for work in self._works:
-            self._settle(work)
-        self._works = ()
-        self._waited(start)
+        if self._works and self._settle is not None and self._record is not None:
+            self._settle(self._works, self._record)
+            self._works = ()
 
     def wait(self) -> None:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
@@ -253,7 +249,7 @@ class Collectives:
             places["all"] += 1
         places[group] += 1
         record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
-        self.history.note(group, f"number {record.place}: {operation} of {record.subject}, {sent} bytes")
+        self.history.note(group, record.summary)
         return record
 
     def _issue(
@@ -264,25 +260,27 @@ class Collectives:
         if self._debug and is_data:
             self._compare(record.announcement)
         self.sent[record.purpose] += record.sent
-        start = now()
+        start = now() if self.trace.recording else 0
         try:
             works = call()
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
         if self.trace.recording:
             self._trace_arrival(works, record, start)
-        mesh, faults = self.mesh, self.faults
-
-        def settle(work: dist.Work) -> None:
-            if mesh.backend != "nccl" or record.group == "control":
-                _settle(work, record, faults)
-            else:
-                _order(work, record, mesh.rank)
-
-        pending = Pending(works, settle, finish, lambda begun: self.trace.waited(record.title, begun))
+        pending = Pending(works, self._wait, record, finish)
         if not self._overlap and is_data:
             pending.arrive()
         return pending
+
+    def _wait(self, works: Sequence[dist.Work], record: Record) -> None:
+        """Until the data of ``works`` may be used."""
+        start = now()
+        for work in works:
+            if self.mesh.backend != "nccl" or record.group == "control":
+                _settle(work, record, self.faults)
+            else:
+                _order(work, record, self.mesh.rank)
+        self.trace.waited(record.title, start)
 
     def _trace_arrival(self, works: Sequence[dist.Work], record: Record, start: int) -> None:
         """Write down when the last of ``works`` is done, from the thread that finds it done."""

@@ -44,13 +44,19 @@ class History:
 def first_difference(ranks: Sequence[Mapping[str, tuple[int, Sequence[str]]]]) -> tuple[int, str, str] | None:
     """From each rank's ``texts``: (rank, what rank 0 issued, what it issued) where it first differs from rank 0.
 
+    Both are numbered from 1, among all of their group.
+
     Compared is from the first place on that neither has forgotten. None: the difference is older.
     """
     for group, rank in itertools.product(ranks[0], range(1, len(ranks))):
         (ours_from, ours), (theirs_from, theirs) = ranks[0][group], ranks[rank][group]
         start = max(ours_from, theirs_from)
-        pairs = itertools.zip_longest(ours[start - ours_from :], theirs[start - theirs_from :], fillvalue="nothing")
-        for mine, other in pairs:
+        pairs = itertools.zip_longest(ours[start - ours_from :], theirs[start - theirs_from :], fillvalue="")
+        for number, (mine, other) in enumerate(pairs, start + 1):
             if mine != other:
-                return rank, mine, other
+                return rank, _numbered(number, mine), _numbered(number, other)
     return None
+
+
+def _numbered(number: int, text: str) -> str:
+    return f"number {number}: {text}" if text else "nothing"

@@ -54,6 +54,11 @@ class Record(NamedTuple):
         return f"{self.operation} {self.what}" if self.what else self.operation
 
     @property
+    def summary(self) -> str:
+        """What ranks must agree on: the same at every step."""
+        return _summary(self.operation, self.what, self.names, self.sent)
+
+    @property
     def announcement(self) -> str:
         """What debug mode compares."""
         return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
@@ -74,6 +79,11 @@ def _subject(what: str, names: tuple[str, ...]) -> str:
     """Made once: every step moves the same buckets."""
     shown = _shorten(names)
     return f"{what} ({shown})" if what and shown else what or shown
+
+
+@functools.lru_cache(maxsize=65536)
+def _summary(operation: str, what: str, names: tuple[str, ...], sent: int) -> str:
+    return f"{operation} of {_subject(what, names)}, {sent} bytes"
 
 
 def _shorten(names: Sequence[str], limit: int = 4) -> str:

@@ -38,10 +38,10 @@ def test_the_digest_follows_every_text_and_the_order_within_a_group_alone() -> N
 def test_the_first_difference_from_rank_0_is_found() -> None:
     one = of("gather a", "reduce x", "gather b", "reduce y")
     assert difference(one, of("reduce x", "gather a", "reduce y", "gather b")) is None
-    assert difference(one, one, of("gather a", "gather c", "reduce x", "reduce z")) == (2, "b", "c")
-    assert difference(one, of("gather a", "gather b", "reduce z", "reduce y")) == (1, "x", "z")
-    assert difference(one, of("gather a", "reduce x", "reduce y")) == (1, "b", "nothing")
-    assert difference(of("gather a"), one) == (1, "nothing", "b")
+    assert difference(one, one, of("gather a", "gather c", "reduce x", "reduce z")) == (2, "number 2: b", "number 2: c")
+    assert difference(one, of("gather a", "gather b", "reduce z", "reduce y")) == (1, "number 1: x", "number 1: z")
+    assert difference(one, of("gather a", "reduce x", "reduce y")) == (1, "number 2: b", "nothing")
+    assert difference(of("gather a"), one) == (1, "nothing", "number 2: b")
 
 
 def numbered(count: int, **other: str) -> History:
@@ -53,8 +53,8 @@ def test_what_is_forgotten_shifts_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     """Ranks that issued different numbers of collectives have forgotten different numbers of them."""
     monkeypatch.setattr(history, "MAX_TEXTS", 4)
     assert numbered(9).texts() == {"gather": (5, ["6", "7", "8", "9"]), "reduce": (0, [])}
-    assert difference(numbered(9), numbered(8)) == (1, "9", "nothing")
-    assert difference(numbered(8), numbered(9)) == (1, "nothing", "9")
-    assert difference(numbered(9), numbered(8, number_7="another")) == (1, "7", "another")
-    assert difference(numbered(9), numbered(3)) == (1, "6", "nothing"), "nothing left to compare but the end"
+    assert difference(numbered(9), numbered(8)) == (1, "number 9: 9", "nothing")
+    assert difference(numbered(8), numbered(9)) == (1, "nothing", "number 9: 9")
+    assert difference(numbered(9), numbered(8, number_7="another")) == (1, "number 7: 7", "number 7: another")
+    assert difference(numbered(9), numbered(3)) == (1, "number 6: 6", "nothing"), "nothing left to compare but the end"
     assert difference(numbered(9), numbered(9, number_5="another")) is None, "too long ago"
