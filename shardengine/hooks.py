@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -35,6 +36,11 @@ from shardengine.casting import cast_inputs
 from shardengine.ddp import taken
 from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
+
+_GONE = (
+    "the engine of this parameter is gone, and with it the rest of its model: expected an engine that is kept as long as "
+    "one trains; after engine.close() parameters train without it"
+)
 
 
 class _Hook:
@@ -68,12 +74,20 @@ def _keep_out_of_graphs() -> None:
 
 
 def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
-    """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it."""
+    """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it.
+
+    What these hooks refer to is never garbage-collected, because torch keeps them out of Python's sight: so they know
+    the schedule weakly. The module's own hooks keep it as long as there is a module.
+    """
+    listener = weakref.ref(schedule)
 
     def hook_for(index: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             shown, gradient = taken(parameter)
+            schedule = listener()
             try:
+                if schedule is None:
+                    raise UsageError(_GONE)
                 if gradient is not None:
                     schedule.gradient_ready(index, gradient)
             except BaseException:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,27 @@ def test_who_holds_weights_keeps_them_after_close(stage: str) -> None:
     engine.close()
     assert all(torch.equal(held[name], value) for name, value in before.items())
     assert hidden or torch.equal(aside, before["inp.weight"])
+
+
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_an_engine_that_nobody_has_any_more_is_freed(stage: str) -> None:
+    engine = engine_at(stage)
+    train(engine, 0, 2)
+    cases.loss_of(engine, 2, 0, 0)  # a forward without a backward
+    parts = [engine, engine.module, engine.optimizer, engine._core, engine._core.schedule, engine._core.units[0]]
+    watched = [weakref.ref(part) for part in parts]
+    del engine, parts
+    gc.collect()
+    assert [part() for part in watched] == [None] * 6
+
+
+def test_a_parameter_that_is_all_that_is_left_does_not_train_in_silence() -> None:
+    engine = engine_at("2")
+    left = engine.module.inp.weight
+    del engine
+    gc.collect()
+    with pytest.raises(UsageError, match="the engine of this parameter is gone"):
+        left.sum().backward()
 
 
 @pytest.mark.parametrize("stage", ["0", "3"])

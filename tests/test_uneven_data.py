@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -275,6 +276,25 @@ def test_a_launched_function_that_returns_before_the_others_says_so() -> None:
         shardengine.launch(launched, 2, ("2",))
     expected = f"rank 0 has returned from the launched function after step {STEPS}, without engine.close(); this rank"
     assert expected in str(caught.value), caught.value
+
+
+def drop_or_train(stage: str) -> str:
+    with listening_closely():
+        engine = make_engine(stage, TIMEOUT_S)
+        train(engine, 0, STEPS)
+        if engine.rank == 0:
+            del engine
+            gc.collect()
+            return ""
+        said = said_by(lambda: train(engine, STEPS, STEPS + 1))
+        said_by(engine.close)
+        return said
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_a_rank_that_drops_its_engine_says_so(pools: Pools, stage: str) -> None:
+    _, said = pools(2).run(drop_or_train, stage)
+    assert f"rank 0 has let go of its engine after step {STEPS}, without engine.close(); this rank (1) is in" in said
 
 
 # No false alarms
