@@ -38,8 +38,8 @@ from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
 
 _GONE = (
-    "the engine of this parameter is gone, and with it the rest of its model: expected an engine that is kept as long as "
-    "one trains; after engine.close() parameters train without it"
+    "the engine of this parameter is gone, and with it the rest of its model: expected an engine that is kept as long "
+    "as one trains; after engine.close() parameters train without it"
 )
 
 

@@ -10,9 +10,10 @@ sentence what stands in backticks exists: a call, an attribute, a key of the con
 from __future__ import annotations
 
 import difflib
+import functools
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 
 def _each(names: str, sentence: str) -> dict[str, str]:
@@ -389,6 +390,33 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Method of the engine → keyword argument that it has elsewhere and not here → what to do."""
+
+_DATA = "a torch DataLoader with the DistributedSampler of your ranks is yours to make and to iterate over"
+INITIALIZE: Mapping[str, str] = {
+    "args": "pass config=, a dict or the path of a JSON file; nothing is read from a command line",
+    "config_params": "the argument is config=",
+    **_each("training_data collate_fn", _DATA),
+    "dist_init_required": "a process group is made where there is none",
+    "distributed_port": "the launcher's MASTER_PORT says it",
+    **_each("mpu mesh_param mesh_device", _ONE_AXIS),
+}
+"""Keyword argument of other engines' ``initialize`` → what to do."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def explains_arguments(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``initialize``, whose TypeError about an argument that others have says what to do."""
+
+    @functools.wraps(initialize)
+    def explained(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs:
+            if name in INITIALIZE:
+                raise TypeError(f"shardengine.initialize has no argument {name!r}: {INITIALIZE[name]}")
+        return initialize(*args, **kwargs)
+
+    return explained
 
 
 def explain_arguments(error: TypeError) -> None:

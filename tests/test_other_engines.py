@@ -22,11 +22,17 @@ import shardengine
 from shardengine import cli
 from shardengine.config_keys import KEYS, SECTIONS
 from shardengine.inspection import Inspection
-from shardengine.other_engines import ARGUMENTS, ENGINE, OPTIMIZER, PACKAGE
+from shardengine.other_engines import ARGUMENTS, ENGINE, INITIALIZE, OPTIMIZER, PACKAGE
 from tests import cases
 from tests.ranks import RankPool
 
-TABLES: dict[str, Mapping[str, str]] = {"engine": ENGINE, "optimizer": OPTIMIZER, "package": PACKAGE, **ARGUMENTS}
+TABLES: dict[str, Mapping[str, str]] = {
+    "engine": ENGINE,
+    "optimizer": OPTIMIZER,
+    "package": PACKAGE,
+    **ARGUMENTS,
+    "initialize": INITIALIZE,
+}
 SCRIPTS = """
     save_16bit_model save_fp16_model destroy module_state_dict load_module_state_dict allreduce_gradients loss_scale
     cur_scale empty_partition_cache set_train_batch_size global_rank set_requires_gradient_sync reshard unshard
@@ -275,6 +281,14 @@ def test_a_keyword_of_another_engine_is_explained(engine: Any, method: str, keyw
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'") as caught:
         getattr(engine, method)(**{keyword: True})
     assert caught.value.__notes__ == [f"shardengine: engine.{method} has no '{keyword}': {ARGUMENTS[method][keyword]}"]
+
+
+@pytest.mark.parametrize("keyword", INITIALIZE)
+def test_an_argument_of_another_initialize_is_explained(keyword: str) -> None:
+    assert keyword not in inspect.signature(shardengine.initialize).parameters
+    call: Any = shardengine.initialize
+    with pytest.raises(TypeError, match=rf"^shardengine.initialize has no argument '{keyword}': \w"):
+        call(model=Net(), **{keyword: True})
 
 
 def test_other_type_errors_are_not_explained(engine: Any) -> None:
