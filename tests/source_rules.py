@@ -311,6 +311,23 @@ def forbidden_text(path: str, text: str) -> list[str]:
     ]
 
 
+def foreign_private_names(sources: Mapping[str, str]) -> set[str]:
+    """Names that begin with an underscore, are read from an object or imported, and are made nowhere in ``sources``."""
+    read, made = set[str](), set[str]()
+    for node in (node for source in sources.values() for node in ast.walk(ast.parse(source))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (made if isinstance(node.ctx, ast.Store) else read).add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            private = any(part.startswith("_") for part in (node.module or "").split("."))
+            read |= {alias.name for alias in node.names if private or alias.name.startswith("_")}
+            made |= {alias.name for alias in node.names if (node.module or "").startswith(PACKAGE)}
+    return {name for name in read - made if not name.startswith("__")}
+
+
 def package_sources(root: Path) -> dict[str, str]:
     """Path under the package (``"ddp/reducer.py"``) to source text, for every Python file of the package."""
     files = sorted((root / PACKAGE).rglob("*.py"))

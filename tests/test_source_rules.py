@@ -69,6 +69,19 @@ def test_no_machine_paths_and_no_open_ends() -> None:
     report(found)
 
 
+def test_private_names_of_others_are_decisions() -> None:
+    standard_library = {"_exit", "_SubParsersAction", "_C"}
+    told = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    found = {name for name in rules.foreign_private_names(SOURCES) if name.startswith("_")} - standard_library
+    assert "_current_graph_task_id" in found
+    report([f"{name}: expected its reason in docs/decisions.md" for name in sorted(found) if f"`{name}`" not in told])
+
+
+def test_a_private_name_of_others_is_seen() -> None:
+    sources = {"a.py": "import torch\nfrom torch.x import _y\nz = torch._w() + self._own", "b.py": "self._own = 1"}
+    assert rules.foreign_private_names(sources) == {"_w", "_y"}
+
+
 def loaded_by(statement: str) -> set[str]:
     """Top-level names in sys.modules after ``statement`` in a fresh process."""
     code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
