@@ -247,6 +247,7 @@ class Engine(Phases):
         self._applied = False
         if not window.synchronises:
             raise UsageError("step() inside no_sync(): expected it after the `with` block, with a backward in between")
+        optimizer.watch_rates()
         if not window.is_boundary and not flush:
             window.count()
             return

@@ -13,6 +13,7 @@ The three phases of a step, repeated as comments below:
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import zlib
 from collections import Counter
@@ -36,6 +37,12 @@ from shardengine.offload import HOST
 from shardengine.other_engines import read_from_optimizer
 from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
+_log = logging.getLogger(__name__)
+_RATES = (
+    "learning rates changed inside of an accumulation window, from %s to %s: a step takes what they are at its last "
+    "micro-batch. A scheduler that counts steps is stepped where engine.was_step_applied() after the step, or given to "
+    "initialize as lr_scheduler"
+)
 _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
 
@@ -82,6 +89,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.update: Update | None = None
         self.early = StepsInBackward()
         self.settings = settings
+        self._rates: list[Any] = []
+        self._told_of_rates = False
         self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
     def begin(self) -> None:
@@ -370,8 +379,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"forgotten nor gone on with: call {way}"
             )
 
+    def watch_rates(self) -> None:
+        """Called at each of a window's micro-batches: learning rates that change from one to the next are told once."""
+        before, self._rates = self._rates, [g["lr"] for g in self.param_groups if not isinstance(g["lr"], Tensor)]
+        if before and before != self._rates and not self._told_of_rates:
+            self._told_of_rates = True
+            if self._reducer.buckets[0].bucket.rank == 0:
+                _log.warning(_RATES, before, self._rates)
+
     def end_window(self, *, lost: bool = False) -> None:
         """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
+        self._rates = []
         self.early.forget(self._reducer.way_back)
         self.update = Update(begun=True, torn=True, lost=True) if lost else None
 

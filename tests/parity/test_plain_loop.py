@@ -91,3 +91,22 @@ def test_the_oracles_clipping_is_torchs() -> None:
     clipped = oracle.clipped_by_torch(gradients, 0.5, None)
     for parameter in parameters:
         assert parameter.grad is not None and torch.equal(clipped[parameter], parameter.grad)
+
+
+@pytest.mark.parametrize("stage", ["0", "2"])
+def test_a_scheduler_that_counts_micro_batches_is_told_once(stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, 3), "AdamW")
+    scheduler = LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    for number in range(6):
+        cases.loss_of(engine, 0, 0, number).backward()
+        engine.optimizer.step()
+        if engine.was_step_applied():
+            scheduler.step()
+    assert not caplog.messages
+    for number in range(6):
+        cases.loss_of(engine, 0, 0, number).backward()
+        engine.optimizer.step()
+        scheduler.step()
+    (told,) = caplog.messages
+    assert "learning rates changed inside of an accumulation window, from [0.0" in told and "was_step_applied()" in told
+    engine.close()
