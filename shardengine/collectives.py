@@ -121,8 +121,9 @@ class Collectives:
         if mesh.ranks == 1:
             return Pending()
         sent = _sendable(full)
+        alone = purpose is Purpose.EVALUATION and mesh.evaluate is not None
+        group = mesh.evaluate if alone else mesh.gather
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
-            group = mesh.gather
 
             def call() -> list[dist.Work]:
                 slices = sent.chunk(mesh.ranks)
@@ -132,10 +133,11 @@ class Collectives:
             def call() -> list[dist.Work]:
                 length = sent.numel() // mesh.ranks
                 own = sent[mesh.rank * length : (mesh.rank + 1) * length]
-                return [_all_gather_single(sent, own, group=mesh.gather, async_op=True)]
+                return [_all_gather_single(sent, own, group=group, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        return self._issue(self._record("gather", "all-gather", what, names, size, purpose), call)
+        record = self._record("evaluate" if alone else "gather", "all-gather", what, names, size, purpose)
+        return self._issue(record, call)
 
     def reduce_scatter(
         self, full: Tensor, land: Callable[[Sequence[Tensor]], None], names: Sequence[str], what: str = ""
@@ -249,7 +251,7 @@ class Collectives:
             places["all"] += 1
         places[group] += 1
         record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
-        self.history.note(group, record.summary)
+        self.history.note("gather" if group == "evaluate" else group, record.summary)  # one order on every rank
         return record
 
     def _issue(

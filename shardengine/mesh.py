@@ -4,7 +4,9 @@ Must not know: buckets, modules, what is sent over the groups.
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
-handshakes) use a third group on CPU.
+handshakes) use a third group on CPU. Where groups cost nothing (gloo), gathers of forwards without grad have a fourth:
+gloo ends the process where ranks give the same collective other sizes, as a rank does that evaluates alone; over
+two groups the ranks wait for each other instead, which is found and told.
 
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
@@ -56,7 +58,8 @@ class Store(Protocol):
 class Mesh:
     """Who takes part. Groups are None at world size 1, where nothing is sent.
 
-    voices: numbers for those who speak over these groups; every rank takes them in the same order.
+    voices: numbers for those who speak over these groups; every rank takes them in the same order · evaluate: for
+    gathers of forwards without grad; None: they use ``gather``.
     """
 
     rank: int
@@ -69,6 +72,7 @@ class Mesh:
     made_default_group: bool = False
     timeout_s: float = 600.0
     voices: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    evaluate: Group = None
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
@@ -95,8 +99,7 @@ class Mesh:
         if owned:
             self._keep()
             self._drop_groups()
-        gather, reduce, control = _new_groups(self.backend, self.timeout_s)
-        return replace(self, gather=gather, reduce=reduce, control=control, voices=itertools.count())
+        return replace(self, **_new_groups(self.backend, self.timeout_s), voices=itertools.count())
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -129,7 +132,7 @@ class Mesh:
             keeper.start()
 
     def _drop_groups(self) -> None:
-        for group in (self.gather, self.reduce, self.control):
+        for group in (self.gather, self.reduce, self.control, self.evaluate):
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -159,8 +162,8 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(0, 1, device, made_default_group=made)
-    gather, reduce, control = _new_groups(backend, timeout_s)
-    return Mesh(dist.get_rank(), ranks, device, gather, reduce, control, backend, made, timeout_s)
+    groups = _new_groups(backend, timeout_s)
+    return Mesh(dist.get_rank(), ranks, device, backend=backend, made_default_group=made, timeout_s=timeout_s, **groups)
 
 
 def _join(backend: str, timeout: timedelta) -> None:
@@ -221,12 +224,13 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _new_groups(backend: str, timeout_s: float) -> tuple[Group, Group, Group]:
-    """Gather, reduce and control; collective."""
+def _new_groups(backend: str, timeout_s: float) -> dict[str, Any]:
+    """Those of ``Mesh``, by field; collective."""
+    kinds = {"gather": backend, "reduce": backend, "control": "gloo"}
+    if backend == "gloo":
+        kinds["evaluate"] = backend
     timeout = timedelta(seconds=timeout_s)
-    gather = dist.new_group(backend=backend, timeout=timeout)
-    reduce = dist.new_group(backend=backend, timeout=timeout)
-    return gather, reduce, dist.new_group(backend="gloo", timeout=timeout)
+    return {field: dist.new_group(backend=kind, timeout=timeout) for field, kind in kinds.items()}
 
 
 def _use(device: torch.device) -> torch.device:

@@ -177,6 +177,31 @@ def test_an_evaluation_loop_of_unequal_length(pools: Pools, stage: str) -> None:
         assert one == "nothing", "nothing is gathered there: no rank needs another"
 
 
+def evaluate_on_rank_0(stage: str, model: str) -> str:
+    with listening_closely():
+        module = cases.MODELS[model]()
+        config = cases.config_of(stage, zero={"reduce_bucket_size": 600}, timeout_s=TIMEOUT_S)
+        engine = shardengine.initialize(module, config, optimizer=cases.make_optimizer(module, "AdamW"))
+        train(engine, 0, 1)
+        said = said_by(lambda: evaluate(engine)) if engine.rank == 0 else "nothing"
+        said = said_by(lambda: train(engine, 1, 2)) if said == "nothing" else said
+        said_by(engine.close)
+        return said
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_evaluation_on_rank_0_alone(pools: Pools, stage: str, model: str) -> None:
+    results = pools(2).run(evaluate_on_rank_0, stage, model)
+    if stage not in ("3", "3k"):
+        assert results == ["nothing", "nothing"], "nothing is gathered there: no rank needs another"
+        return
+    for said in results:
+        assert "ranks wait for each other: " in said and SAME in said, said
+        assert "rank 0 stands in forward without grad of step 2" in said, said
+        assert "rank 1 stands in forward of step 2" in said, said
+
+
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_left_over_micro_batches_that_send_nothing_are_no_fault(pools: Pools, stage: str) -> None:
     assert pools(2).run(one_more, stage, "close", 2, "", {}) == [("nothing", "nothing")] * 2

@@ -95,7 +95,7 @@ def test_the_oracles_clipping_is_torchs() -> None:
 
 @pytest.mark.parametrize("stage", ["0", "2"])
 def test_a_scheduler_that_counts_micro_batches_is_told_once(stage: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, 3), "AdamW")
+    engine: Any = cases.make_engine(cases.make_mlp(), cases.config_of(stage, 3), "AdamW")
     scheduler = LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
     for number in range(6):
         cases.loss_of(engine, 0, 0, number).backward()
