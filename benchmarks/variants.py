@@ -25,7 +25,8 @@ LIMIT, BASE = "compute", "ddp"
 
 
 class Ours(EngineLoop):
-    """shardengine at one stage. more: further keys of the config; mesh: other ranks than all."""
+    """shardengine at one stage. more: further keys of the config · mesh: other ranks than all · initialize: of another
+    version of it."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Ours(EngineLoop):
         zero: dict[str, Any],
         more: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
+        initialize: Callable[..., Any] = shardengine.initialize,
     ) -> None:
         config = {
             "train_micro_batch_size_per_gpu": setting.batch,
@@ -44,7 +46,7 @@ class Ours(EngineLoop):
             "zero_optimization": zero,
             **(more or {}),
         }
-        self.engine = shardengine.initialize(model, config, mesh=mesh)
+        self.engine = initialize(model, config, mesh=mesh)
 
     def traffic(self) -> dict[str, float] | None:
         """The engine's own counter beside the stage's formula."""
