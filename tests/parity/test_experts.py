@@ -229,6 +229,7 @@ class Case:
     raw: bool = False
     sizes: tuple[int, int] = (WIDTH, INNER)
     ranks: tuple[int, ...] = (2, 3)
+    tiny: int = TINY
     frozen: tuple[int, ...] = ()
 
     def make(self) -> nn.Module:
@@ -242,7 +243,7 @@ class Case:
 RECOMPUTED = (("activation_checkpointing", {"enabled": True}),)
 CASES: dict[str, Case] = {
     "disjoint": Case(disjoint, ranks=(2, 3, 4)),
-    "all on rank 0, one on rank 1": Case(one_on_rank_1, sizes=(64, 256), ranks=(2,)),
+    "all on rank 0, one on rank 1": Case(one_on_rank_1, sizes=(64, 256), ranks=(2,), tiny=20_000),
     "changing": Case(changing, ranks=(2, 3, 4)),
     "re-entrant": Case(disjoint, checkpointed(True), ranks=(2, 3, 4)),
     "re-entrant, changing": Case(changing, checkpointed(True)),
@@ -310,7 +311,7 @@ PRODUCT = [
     (name, ranks, stage, elements, kind, micros, overlap)
     for name, case in CASES.items()
     for ranks, stage, elements, kind, micros, overlap in itertools.product(
-        case.ranks, cases.STAGES, (TINY, DEFAULT), ("AdamW", "SGD"), (1, 2), (True, False)
+        case.ranks, cases.STAGES, (case.tiny, DEFAULT), ("AdamW", "SGD"), (1, 2), (True, False)
     )
     if micros == 1 or case.loss is not two_losses
 ]
