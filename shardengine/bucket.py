@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ SHARD = "shard"
 """The name on the shelf of weights that rest in another tier."""
 MASTER = "master"
 """The name on a bucket's shelf of what its optimizer steps, where that is not the weights themselves."""
+_AT_ONCE = 2**22
+"""Elements of weights that are compared with their masters at once."""
 
 
 @functools.cache
@@ -167,10 +170,10 @@ class Bucket:
     def adopt_weights(self) -> None:
         """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
         if self.has_master:
-            master = self.shelf.edit()[MASTER]
-            weights = (self.full if self._masters_all else self.shard).to(master.device)
-            changed = weights != master.to(weights.dtype)
-            master.copy_(torch.where(changed, weights.to(master.dtype), master))
+            weights = self.full if self._masters_all else self.shard
+            if any(bool(changed.any()) for *_, changed in _written(weights, self.shelf.look()[MASTER])):
+                for weight, master, changed in _written(weights, self.shelf.edit()[MASTER]):
+                    master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
     @property
     def _masters_all(self) -> bool:
@@ -224,6 +227,13 @@ class Bucket:
         """The shard will be loaded soon."""
         if self.rest is not None:
             self.rest.fetch()
+
+
+def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Weights, their masters, and where they are not those masters rounded, part by part, which bounds the memory."""
+    for given, master in zip(weights.split(_AT_ONCE), masters.split(_AT_ONCE), strict=True):
+        weight = given.to(master.device)
+        yield weight, master, weight != master.to(weight.dtype)
 
 
 class Arena:

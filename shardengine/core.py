@@ -98,12 +98,23 @@ class Core:
     def note_stepped(self) -> None:
         """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
         torch.autograd.graph.increment_version(self.partition.inside)
+        self.note_seen()
+
+    def note_seen(self) -> None:
+        """What was written into parameters so far is known."""
         self.guard.versions[:] = [parameter._version for parameter in self.partition.inside]
 
     def adopt_written_weights(self) -> None:
-        """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``)."""
+        """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``).
+
+        The first time all are compared, so that an initialisation through ``parameter.data``, which torch does not
+        count, is not lost.
+        """
         versions = [parameter._version for parameter in self.partition.inside]
         if versions == self.guard.versions:
+            return
+        if self.reducer.early.begun and not self.guard.versions:
+            self.note_seen()
             return
         if self.reducer.early.begun:
             raise UsageError(
@@ -111,9 +122,11 @@ class Core:
                 "had stepped master weights (offload_optimizer.step_in_backward): expected writes before engine(...) "
                 "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
             )
-        self.guard.versions[:] = versions
+        first = not self.guard.versions
+        self.note_seen()
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
-            bucket.adopt_weights()
+            if not (first and bucket.shelf.place == "nvme"):  # which would read all of them from the disk
+                bucket.adopt_weights()
 
     def weight_bytes(self) -> Counter[str]:
         """Bytes that hold weights at this moment, by tier; frozen ones outside of arenas are included."""

@@ -26,7 +26,8 @@ class Guard:
     shown: how many ``full_params`` are open.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
     caching: the Hugging Face configs whose ``use_cache`` was switched off.
-    versions: of the parameters, as the engine left them: torch counts every in-place write · handles: of the hooks.
+    versions: of the parameters, as the engine left them: torch counts every in-place write; empty: never looked at ·
+    handles: of the hooks.
     parked: what ``offload_states`` has moved to host memory · barriers: the handles of hooks that refuse the use of the
     module meanwhile.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +54,31 @@ def test_bf16_has_one_curve_per_third_letter(pools: Pools, stage: str, order: st
     config = cases.config_of(stage, 3, **BF16, gradient_accumulation=order)
     results = pools(2).run(cases.train_engine, "mlp", "SGD", config)
     assert_equal_to_truth(results, cases.truth("mlp", "SGD", 2, 3, order, low=torch.bfloat16))
+
+
+def train_new_values(stage: str, through_data: bool, zero: dict[str, Any]) -> dict[str, Any]:
+    """Weights are written after initialize, as an initialisation of a new head does."""
+    config = cases.config_of(stage, **BF16, zero=zero)
+    if zero:
+        del config["gradient_clipping"]
+    engine = cases.make_engine(cases.make_mlp(), config, "AdamW")
+    with torch.no_grad(), engine.full_params(writable=True) if stage.startswith("3") else nullcontext():
+        for parameter in engine.module.parameters():
+            (parameter.data if through_data else parameter).mul_(1.5)
+    result = cases.run_steps(engine, 2)
+    engine.close()
+    return result
+
+
+IN_BACKWARD = {"offload_optimizer": {"device": "cpu", "step_in_backward": True}}
+
+
+@pytest.mark.parametrize(("stage", "zero"), [*((stage, {}) for stage in cases.STAGES), ("2", IN_BACKWARD)])
+def test_new_values_through_data_before_the_first_step_count(pools: Pools, stage: str, zero: dict[str, Any]) -> None:
+    given, counted = (pools(2).run(train_new_values, stage, through_data, zero) for through_data in (True, False))
+    for one, other in zip(given, counted, strict=True):
+        assert one["losses"] == other["losses"]
+        assert all((value == other["weights"][name]).all() for name, value in one["weights"].items())
 
 
 def test_the_orders_and_dtypes_of_the_truth_differ() -> None:
