@@ -20,6 +20,7 @@ its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks th
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,13 +54,11 @@ class Pending:
     def __init__(
         self,
         works: Sequence[dist.Work] = (),
-        settle: Callable[[Sequence[dist.Work], Record], None] | None = None,
-        record: Record | None = None,
+        settle: Callable[[Sequence[dist.Work]], None] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._works = works
         self._settle = settle
-        self._record = record
         self._finish = finish
 
     def done(self) -> bool:
@@ -68,9 +67,14 @@ class Pending:
 
     def arrive(self) -> None:
         """Wait until the data is there; the local part is still to be done."""
-        if self._works and self._settle is not None and self._record is not None:
-            self._settle(self._works, self._record)
-            self._works = ()
+        if not self._works:
+            return
+        if self._settle is not None:
+            self._settle(self._works)
+        else:
+            for work in self._works:
+                work.wait()
+        self._works = ()
 
     def wait(self) -> None:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
@@ -269,19 +273,19 @@ class Collectives:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
         if self.trace.recording:
             self._trace_arrival(works, record, start)
-        pending = Pending(works, self._wait, record, finish)
+        pending = Pending(works, functools.partial(self._wait, record, self.mesh, self.faults), finish)
         if not self._overlap and is_data:
             pending.arrive()
         return pending
 
-    def _wait(self, works: Sequence[dist.Work], record: Record) -> None:
-        """Until the data of ``works`` may be used."""
+    def _wait(self, record: Record, mesh: Mesh, faults: Faults, works: Sequence[dist.Work]) -> None:
+        """Until the data of ``works`` may be used. mesh, faults: of the time at which they were issued."""
         start = now()
         for work in works:
-            if self.mesh.backend != "nccl" or record.group == "control":
-                _settle(work, record, self.faults)
+            if mesh.backend != "nccl" or record.group == "control":
+                _settle(work, record, faults)
             else:
-                _order(work, record, self.mesh.rank)
+                _order(work, record, mesh.rank)
         self.trace.waited(record.title, start)
 
     def _trace_arrival(self, works: Sequence[dist.Work], record: Record, start: int) -> None:

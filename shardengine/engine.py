@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
-@other_engines.explains_arguments
+@other_engines.refuses_foreign_arguments
 def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path | Config,

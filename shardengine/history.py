@@ -44,7 +44,7 @@ class History:
 def first_difference(ranks: Sequence[Mapping[str, tuple[int, Sequence[str]]]]) -> tuple[int, str, str] | None:
     """From each rank's ``texts``: (rank, what rank 0 issued, what it issued) where it first differs from rank 0.
 
-    Both are numbered from 1, among all of their group.
+    Both are numbered from 1, among all that were noted for their group.
 
     Compared is from the first place on that neither has forgotten. None: the difference is older.
     """

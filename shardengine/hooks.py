@@ -37,11 +37,6 @@ from shardengine.ddp import taken
 from shardengine.errors import UsageError
 from shardengine.schedule import Schedule
 
-_GONE = (
-    "the engine of this parameter is gone, and with it the rest of its model: expected an engine that is kept as long "
-    "as one trains; after engine.close() parameters train without it"
-)
-
 
 class _Hook:
     """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused."""
@@ -77,19 +72,19 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
     """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it.
 
     What these hooks refer to is never garbage-collected, because torch keeps them out of Python's sight: so they know
-    the schedule weakly. The module's own hooks keep it as long as there is a module.
+    the schedule weakly. The module's own hooks keep it as long as there is a module; a parameter that outlives both is
+    an ordinary one.
     """
     listener = weakref.ref(schedule)
 
     def hook_for(index: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
+            if (alive := listener()) is None:
+                return
             shown, gradient = taken(parameter)
-            schedule = listener()
             try:
-                if schedule is None:
-                    raise UsageError(_GONE)
                 if gradient is not None:
-                    schedule.gradient_ready(index, gradient)
+                    alive.gradient_ready(index, gradient)
             except BaseException:
                 parameter.grad = shown  # a backward that is refused changes nothing
                 raise

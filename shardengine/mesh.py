@@ -4,7 +4,7 @@ Must not know: buckets, modules, what is sent over the groups.
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
-handshakes) use a third group on CPU. Where groups cost nothing (gloo), gathers of forwards without grad have a fourth:
+handshakes) use a third group on CPU. Where a group costs little (gloo), gathers of forwards without grad have a fourth:
 gloo ends the process where ranks give the same collective other sizes, as a rank does that evaluates alone; over
 two groups the ranks wait for each other instead, which is found and told.
 
@@ -230,7 +230,7 @@ def _new_groups(backend: str, timeout_s: float) -> dict[str, Any]:
     if backend == "gloo":
         kinds["evaluate"] = backend
     timeout = timedelta(seconds=timeout_s)
-    return {field: dist.new_group(backend=kind, timeout=timeout) for field, kind in kinds.items()}
+    return {name: dist.new_group(backend=kind, timeout=timeout) for name, kind in kinds.items()}  # in this order
 
 
 def _use(device: torch.device) -> torch.device:

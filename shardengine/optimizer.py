@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.update: Update | None = None
         self.early = StepsInBackward()
         self.settings = settings
-        self._rates: list[Any] = []
+        self._rates: list[float] = []
         self._told_of_rates = False
         self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
@@ -381,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def watch_rates(self) -> None:
         """Called at each of a window's micro-batches: learning rates that change from one to the next are told once."""
-        before, self._rates = self._rates, [g["lr"] for g in self.param_groups if not isinstance(g["lr"], Tensor)]
+        before, self._rates = self._rates, [float(group["lr"]) for group in self.param_groups]
         if before and before != self._rates and not self._told_of_rates:
             self._told_of_rates = True
             if self._reducer.buckets[0].bucket.rank == 0:

@@ -406,7 +406,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def explains_arguments(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
+def refuses_foreign_arguments(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
     """``initialize``, whose TypeError about an argument that others have says what to do."""
 
     @functools.wraps(initialize)

@@ -31,6 +31,7 @@ from tests import cases
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
+SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.1}}
 ONE_CYCLE: dict[str, Any] = {
     "type": "OneCycle",
     "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
@@ -71,13 +72,22 @@ def test_an_engine_that_nobody_has_any_more_is_freed(stage: str) -> None:
     assert [part() for part in watched] == [None] * 6
 
 
-def test_a_parameter_that_is_all_that_is_left_does_not_train_in_silence() -> None:
+def test_what_outlives_its_engine_is_an_ordinary_part_of_another_model() -> None:
     engine = engine_at("2")
-    left = engine.module.inp.weight
+    train(engine, 0, 1)
+    left = engine.module.blocks[0]
     del engine
     gc.collect()
-    with pytest.raises(UsageError, match="the engine of this parameter is gone"):
-        left.sum().backward()
+    weight = next(left.parameters())
+    weight.sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.ones_like(weight))
+    weight.grad = None
+    another: Any = shardengine.initialize(nn.Sequential(left), cases.config_of("2", optimizer=SGD))
+    before = weight.detach().clone()
+    another.backward(another.optimizer.param_groups[0]["params"][0].sum())
+    another.step()
+    assert not torch.equal(before, weight)
+    another.close()
 
 
 @pytest.mark.parametrize("stage", ["0", "3"])

@@ -93,9 +93,13 @@ def test_the_oracles_clipping_is_torchs() -> None:
         assert parameter.grad is not None and torch.equal(clipped[parameter], parameter.grad)
 
 
-@pytest.mark.parametrize("stage", ["0", "2"])
-def test_a_scheduler_that_counts_micro_batches_is_told_once(stage: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine: Any = cases.make_engine(cases.make_mlp(), cases.config_of(stage, 3), "AdamW")
+@pytest.mark.parametrize(("stage", "rate"), [("0", 0.01), ("2", 0.01), ("1", torch.tensor(0.01))])
+def test_a_scheduler_that_counts_micro_batches_is_told_once(
+    stage: str, rate: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = cases.make_mlp()
+    given = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    engine: Any = shardengine.initialize(model, cases.config_of(stage, 3), optimizer=given)
     scheduler = LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
     for number in range(6):
         cases.loss_of(engine, 0, 0, number).backward()
