@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.update: Update | None = None
         self.early = StepsInBackward()
         self.settings = settings
-        self._rates: list[float] = []
+        self._rates: list[Any] = []
         self._told_of_rates = False
         self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
@@ -381,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def watch_rates(self) -> None:
         """Called at each of a window's micro-batches: learning rates that change from one to the next are told once."""
-        before, self._rates = self._rates, [float(group["lr"]) for group in self.param_groups]
+        before, self._rates = self._rates, [_plain(group["lr"]) for group in self.param_groups]
         if before and before != self._rates and not self._told_of_rates:
             self._told_of_rates = True
             if self._reducer.buckets[0].bucket.rank == 0:
@@ -491,3 +491,8 @@ def _no_step() -> None:
 
 def _no_engine(_group: dict[str, Any]) -> None:
     raise UsageError("add_param_group: expected the optimizer of an open engine, came one without an engine")
+
+
+def _plain(rate: Any) -> Any:
+    """A learning rate as it is now: a tensor's value, or what was given."""
+    return float(rate) if isinstance(rate, Tensor) else rate
