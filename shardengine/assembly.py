@@ -247,6 +247,7 @@ def _expect(
 
 
 def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    core.note_seen()
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.guard.handles.extend(hooks.attach_gradients(core.schedule, trainable))

@@ -107,14 +107,11 @@ class Core:
     def adopt_written_weights(self) -> None:
         """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``).
 
-        The first time all are compared, so that an initialisation through ``parameter.data``, which torch does not
-        count, is not lost.
+        The first time all weights are compared with their masters, so that an initialisation through
+        ``parameter.data``, which torch does not count, is not lost; but not on disk, where that would read all masters.
         """
-        versions = [parameter._version for parameter in self.partition.inside]
-        if versions == self.guard.versions:
-            return
-        if self.reducer.early.begun and not self.guard.versions:
-            self.note_seen()
+        written = self.guard.versions != [parameter._version for parameter in self.partition.inside]
+        if not written and (self.guard.compared or self.reducer.early.begun):
             return
         if self.reducer.early.begun:
             raise UsageError(
@@ -122,10 +119,10 @@ class Core:
                 "had stepped master weights (offload_optimizer.step_in_backward): expected writes before engine(...) "
                 "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
             )
-        first = not self.guard.versions
         self.note_seen()
+        self.guard.compared = True
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
-            if not (first and bucket.shelf.place == "nvme"):  # which would read all of them from the disk
+            if written or bucket.shelf.place != "nvme":
                 bucket.adopt_weights()
 
     def weight_bytes(self) -> Counter[str]:

@@ -26,8 +26,8 @@ class Guard:
     shown: how many ``full_params`` are open.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
     caching: the Hugging Face configs whose ``use_cache`` was switched off.
-    versions: of the parameters, as the engine left them: torch counts every in-place write; empty: never looked at ·
-    handles: of the hooks.
+    versions: of the parameters, as the engine left them: torch counts every in-place write · compared: whether weights
+    were compared with their masters once · handles: of the hooks.
     parked: what ``offload_states`` has moved to host memory · barriers: the handles of hooks that refuse the use of the
     module meanwhile.
     """
@@ -37,6 +37,7 @@ class Guard:
     marked: Any = None
     caching: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    compared: bool = False
     parked: set[str] = field(default_factory=set)
     handles: list[Handle] = field(default_factory=list)
     barriers: list[RemovableHandle] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,9 +75,20 @@ IN_BACKWARD = {"offload_optimizer": {"device": "cpu", "step_in_backward": True}}
 
 
 @pytest.mark.parametrize(("stage", "zero"), [*((stage, {}) for stage in cases.STAGES), ("2", IN_BACKWARD)])
-def test_new_values_through_data_before_the_first_step_count(pools: Pools, stage: str, zero: dict[str, Any]) -> None:
+def test_new_values_through_data_before_the_first_backward_count(
+    pools: Pools, stage: str, zero: dict[str, Any]
+) -> None:
     given, counted = (pools(2).run(train_new_values, stage, through_data, zero) for through_data in (True, False))
     for one, other in zip(given, counted, strict=True):
+        assert one["losses"] == other["losses"]
+        assert all((value == other["weights"][name]).all() for name, value in one["weights"].items())
+
+
+def test_new_values_before_the_first_backward_count_on_disk(pools: Pools, tmp_path: Path) -> None:
+    """Written under ``no_grad``: torch counts that, and so the masters on disk are read."""
+    homes: list[dict[str, Any]] = [{"device": "nvme", "nvme_path": str(tmp_path)}, {"device": "cpu"}]
+    disk, host = (pools(2).run(train_new_values, "2", False, {"offload_optimizer": home}) for home in homes)
+    for one, other in zip(disk, host, strict=True):
         assert one["losses"] == other["losses"]
         assert all((value == other["weights"][name]).all() for name, value in one["weights"].items())
 
