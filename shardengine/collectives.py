@@ -125,8 +125,8 @@ class Collectives:
         if mesh.ranks == 1:
             return Pending()
         sent = _sendable(full)
-        alone = purpose is Purpose.EVALUATION and mesh.evaluate is not None
-        group = mesh.evaluate if alone else mesh.gather
+        evaluates = purpose is Purpose.EVALUATION and mesh.evaluate is not None
+        group = mesh.evaluate if evaluates else mesh.gather
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
 
             def call() -> list[dist.Work]:
@@ -140,7 +140,7 @@ class Collectives:
                 return [_all_gather_single(sent, own, group=group, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        record = self._record("evaluate" if alone else "gather", "all-gather", what, names, size, purpose)
+        record = self._record("evaluate" if evaluates else "gather", "all-gather", what, names, size, purpose)
         return self._issue(record, call)
 
     def reduce_scatter(
@@ -255,7 +255,8 @@ class Collectives:
             places["all"] += 1
         places[group] += 1
         record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
-        self.history.note("gather" if group == "evaluate" else group, record.summary)  # one order on every rank
+        # every rank issues both kinds of gathers in one order, so that one digest covers them
+        self.history.note("gather" if group == "evaluate" else group, record.summary)
         return record
 
     def _issue(

@@ -71,9 +71,9 @@ def _keep_out_of_graphs() -> None:
 def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
     """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it.
 
-    What these hooks refer to is never garbage-collected, because torch keeps them out of Python's sight: so they know
-    the schedule weakly. The module's own hooks keep it as long as there is a module; a parameter that outlives both is
-    an ordinary one.
+    torch holds these hooks where the garbage collector does not see them, so what they refer to would never be freed:
+    they have a weak reference to the schedule, which the module's hooks keep alive. A parameter that outlives its
+    module and its engine is an ordinary one.
     """
     listener = weakref.ref(schedule)
 

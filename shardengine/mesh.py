@@ -4,9 +4,9 @@ Must not know: buckets, modules, what is sent over the groups.
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
-handshakes) use a third group on CPU. Where a group costs little (gloo), gathers of forwards without grad have a fourth:
-gloo ends the process where ranks give the same collective other sizes, as a rank does that evaluates alone; over
-two groups the ranks wait for each other instead, which is found and told.
+handshakes) use a third group on CPU. gloo ends the process when ranks give one collective different sizes, which happens
+where one rank evaluates alone while the others train. So with gloo the gathers of forwards without grad have a fourth
+group: then the ranks wait for each other, and that is found and told.
 
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under

@@ -39,9 +39,9 @@ from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
 _log = logging.getLogger(__name__)
 _RATES = (
-    "learning rates changed inside of an accumulation window, from %s to %s: a step takes what they are at its last "
-    "micro-batch. A scheduler that counts steps is stepped where engine.was_step_applied() after the step, or given to "
-    "initialize as lr_scheduler"
+    "learning rates changed inside of an accumulation window, from %s to %s; a step uses those of its last micro-batch. "
+    "To step a scheduler once per step, call its step() only if engine.was_step_applied(), or pass it to initialize as "
+    "lr_scheduler"
 )
 _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
@@ -380,7 +380,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def watch_rates(self) -> None:
-        """Called at each of a window's micro-batches: learning rates that change from one to the next are told once."""
+        """Call it at each micro-batch of a window: warns once where learning rates change from one to the next."""
         before, self._rates = self._rates, [_plain(group["lr"]) for group in self.param_groups]
         if before and before != self._rates and not self._told_of_rates:
             self._told_of_rates = True

@@ -407,16 +407,16 @@ _T = TypeVar("_T")
 
 
 def refuses_foreign_arguments(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``initialize``, whose TypeError about an argument that others have says what to do."""
+    """``initialize``, with a TypeError that says what to do for a keyword argument that only others have."""
 
     @functools.wraps(initialize)
-    def explained(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
             if name in INITIALIZE:
                 raise TypeError(f"shardengine.initialize has no argument {name!r}: {INITIALIZE[name]}")
         return initialize(*args, **kwargs)
 
-    return explained
+    return checked
 
 
 def explain_arguments(error: TypeError) -> None:
