@@ -4,7 +4,7 @@ Must not know: buckets, modules, what is sent over the groups.
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
-handshakes) use a third group on CPU. gloo ends the process when ranks give one collective different sizes, which happens
+handshakes) use a third group on CPU. gloo ends the process when ranks give a collective different sizes, which happens
 where one rank evaluates alone while the others train. So with gloo the gathers of forwards without grad have a fourth
 group: then the ranks wait for each other, and that is found and told.
 

@@ -39,7 +39,7 @@ from shardengine.update import HostFlag, Part, Settings, Update, step_bucket
 
 _log = logging.getLogger(__name__)
 _RATES = (
-    "learning rates changed inside of an accumulation window, from %s to %s; a step uses those of its last micro-batch. "
+    "learning rates changed inside an accumulation window, from %s to %s; a step uses those of the last micro-batch. "
     "To step a scheduler once per step, call its step() only if engine.was_step_applied(), or pass it to initialize as "
     "lr_scheduler"
 )

@@ -112,5 +112,5 @@ def test_a_scheduler_that_counts_micro_batches_is_told_once(
         engine.optimizer.step()
         scheduler.step()
     (told,) = caplog.messages
-    assert "learning rates changed inside of an accumulation window, from [0.0" in told and "was_step_applied()" in told
+    assert "learning rates changed inside an accumulation window, from [0.0" in told and "was_step_applied()" in told
     engine.close()
