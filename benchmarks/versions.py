@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.ranks import collected, joined, leave
-from benchmarks.reporting import MIN_ROUNDS, Ratio, machine, paired_ratio, table, verdict, write_result
+from benchmarks.reporting import MIN_ROUNDS, Ratio, machine, paired_ratio, result_path, table, verdict, write_result
 from benchmarks.variants import VARIANTS, Ours
 from benchmarks.workload import REFERENCE, Setting, batch_of, make_model
 
@@ -100,11 +101,17 @@ def compare(checkout: Path, setting: Setting, variant: str, rounds: int) -> dict
 
 
 def commit_of(checkout: Path) -> str:
-    """What is checked out there, "" where git does not know."""
-    done = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
+    """What is checked out there, with "-dirty" where files differ from it; "" where git does not know."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def earlier_variants(result: dict[str, Any]) -> dict[str, Any]:
+    """What the result file has of the same two versions, machine and setting."""
+    path = result_path("versions", result)
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    same = all(before.get(key) == result[key] for key in ("machine", "before", "now", "setting"))
+    return dict(before["variants"]) if same and not result["now"].endswith("-dirty") else {}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     print(table(["variant", "× before [95%]", f"target {TARGET}", "same losses"], rows))
     if not options.no_write:
+        result["variants"] = {**earlier_variants(result), **result["variants"]}
         print(f"written to {write_result('versions', result)}", file=sys.stderr)
     return 0
 

@@ -36,7 +36,7 @@ from shardengine.errors import CommunicationError, MismatchError
 from shardengine.faults import Faults
 from shardengine.history import History, first_difference
 from shardengine.mesh import Mesh
-from shardengine.record import Purpose, Record
+from shardengine.record import EVALUATE, Purpose, Record
 from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
@@ -54,7 +54,7 @@ class Pending:
     def __init__(
         self,
         works: Sequence[dist.Work] = (),
-        settle: Callable[[Sequence[dist.Work]], None] | None = None,
+        settle: Callable[[Sequence[dist.Work]], None] = lambda works: None,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._works = works
@@ -67,14 +67,9 @@ class Pending:
 
     def arrive(self) -> None:
         """Wait until the data is there; the local part is still to be done."""
-        if not self._works:
-            return
-        if self._settle is not None:
+        if self._works:
             self._settle(self._works)
-        else:
-            for work in self._works:
-                work.wait()
-        self._works = ()
+            self._works = ()
 
     def wait(self) -> None:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
@@ -140,7 +135,7 @@ class Collectives:
                 return [_all_gather_single(sent, own, group=group, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        record = self._record("evaluate" if evaluates else "gather", "all-gather", what, names, size, purpose)
+        record = self._record(EVALUATE if evaluates else "gather", "all-gather", what, names, size, purpose)
         return self._issue(record, call)
 
     def reduce_scatter(
@@ -256,7 +251,7 @@ class Collectives:
         places[group] += 1
         record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
         # every rank issues both kinds of gathers in one order, so that one digest covers them
-        self.history.note("gather" if group == "evaluate" else group, record.summary)
+        self.history.note("gather" if group == EVALUATE else group, record.summary)
         return record
 
     def _issue(

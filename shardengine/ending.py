@@ -18,33 +18,33 @@ from shardengine.errors import CommunicationError
 _log = logging.getLogger(__name__)
 
 
-def part(core: Core, *, owned: bool, saves: bool) -> str:
+def part(core: Core, *, saves: bool) -> str:
     """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Together or not]).
 
-    "" where all that follows may be collective; otherwise why not. owned: as in ``dissolve`` · saves: some are to tell.
+    "" where all that follows may be collective; otherwise why not. saves: some are to tell.
     """
     faults = core.collectives.faults
     faults.leave("has closed its engine", closes=True)
-    together = core.stage.moves_weights or saves or (owned and core.mesh.made_default_group)
+    together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
     if not together and not faults.gave_up:
         return ""
     said = f"this one gave up: {faults.gave_up}" if faults.gave_up else faults.await_leaving()
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
 
 
-def dissolve(core: Core, *, owned: bool = False, alone: str = "") -> None:
+def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
     """Take the hooks off and give every parameter whole weights in memory of its own; collective.
 
     Who holds a view of the old memory keeps it. Weights that are parked, for which there was no room, become the
     parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
-    let go of before the error is raised. owned: the process groups end, too. alone: why the other ranks are not here;
-    ``CommunicationError`` where weights would have to be gathered.
+    let go of before the error is raised. ends_groups: owned process groups end, too. alone: why the other ranks are not
+    here; ``CommunicationError`` where weights would have to be gathered.
     """
     core.guard.unhook()
     core.reducer.early.finish()
     orderly = False
     with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
-        if owned:
+        if ends_groups and core.mesh.owned:
             last.callback(lambda: core.mesh.destroy(orderly=orderly))
         last.callback(core.guard.unmark)
         last.callback(core.collectives.faults.close)

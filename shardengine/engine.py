@@ -21,7 +21,9 @@ from shardengine import (
     casting,
     ending,
     gathered,
+    given,
     lr_schedules,
+    meeting,
     monitors,
     other_engines,
     overflow,
@@ -43,14 +45,14 @@ from shardengine.monitors import Monitor, Monitors
 from shardengine.optimizer import EngineCalls, ShardedOptimizer, state_names
 from shardengine.optimizer_forms import groups_for, lend
 from shardengine.parking import Phases, unpark
-from shardengine.recovery import announced, announced_with
+from shardengine.recovery import ForWith, announced, announced_with
 from shardengine.update import Settings
 
 _log = logging.getLogger(__name__)
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
-@other_engines.refuses_foreign_arguments
+@given.looked_at
 def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path | Config,
@@ -95,12 +97,12 @@ class Engine(Phases):
         """As ``initialize``."""
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
-        self._owns_mesh = mesh is None
-        mesh = mesh or mesh_module.build(timeout_s=timeout_of(config, _known(optimizer)))
+        timeout_s = timeout_of(config, _known(optimizer))
+        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet)
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:
-            if self._owns_mesh:
+            if mesh.owned:
                 mesh.destroy(orderly=False)
             raise
         self.global_steps = 0
@@ -161,7 +163,7 @@ class Engine(Phases):
             together(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             self._give_back()
-            ending.dissolve(core)
+            ending.dissolve(core, ends_groups=False)
             raise
 
     # Forward and backward
@@ -222,7 +224,7 @@ class Engine(Phases):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
-        return self._window.no_sync()
+        return ForWith("no_sync", self._window.no_sync())
 
     # The step
 
@@ -327,8 +329,7 @@ class Engine(Phases):
         names the ranks that do not call it within ``timeout_s``. A Mesh of the caller's is no longer used afterwards.
         """
         core, optimizer = self._need_core(), self.optimizer
-        found = recovery.reset(core, optimizer, self.global_steps, owned=self._owns_mesh)
-        self._owns_mesh = True
+        found = recovery.reset(core, optimizer, self.global_steps)
         if found.finished:
             self._end_step(reports=False)
         found.check()
@@ -402,6 +403,7 @@ class Engine(Phases):
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
 
+    @announced_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
@@ -427,7 +429,7 @@ class Engine(Phases):
         """
         if self.module not in attached:
             return
-        alone = ending.part(self._core, owned=self._owns_mesh, saves=self._saves is not None)
+        alone = ending.part(self._core, saves=self._saves is not None)
         try:
             unpark(self._core)
             if not alone:
@@ -435,7 +437,7 @@ class Engine(Phases):
         finally:
             self._core.require_hidden()
             try:
-                ending.dissolve(self._core, owned=self._owns_mesh, alone=alone)
+                ending.dissolve(self._core, alone=alone)
             finally:
                 attached.discard(self.module)
                 self._monitors.close()

@@ -35,10 +35,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from shardengine.board import Board, Unreachable
+from shardengine.board import Board, Unreachable, await_threads
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.mesh import Mesh
 from shardengine.positions import Goodbye, Waiting, ring
+from shardengine.record import EVALUATE
 
 POST_AFTER_S = 1.0
 STANDS_S = 3.0
@@ -52,6 +53,10 @@ _BLOCKS = (
     "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
 )
 _SAME = "Give every rank the same number of batches, and make the same calls on every rank"
+_EVALUATE = (
+    "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
+    "inside of `with engine.full_params():` that every rank opens"
+)
 
 
 @dataclass(frozen=True)
@@ -161,10 +166,19 @@ class Faults:
         if self._farewell is not None and self._hosts:
             _last[:] = [self]
 
-    def leave(self, what: str, *, closes: bool = False, error: BaseException | None = None, wait: bool = True) -> None:
+    def leave(
+        self,
+        what: str,
+        *,
+        closes: bool = False,
+        ends: bool = False,
+        error: BaseException | None = None,
+        wait: bool = True,
+    ) -> None:
         """Say what this rank has done, so that it takes part in nothing any more ([Note: Goodbyes]).
 
-        closes: it goes to ``await_leaving``, unless it gave up before · error: why · wait: until it is said.
+        closes: it goes to ``await_leaving``, unless it gave up before · ends: this process ends · error: why ·
+        wait: until it is said.
         """
         said = self._farewell is not None and not self._farewell.closes
         if self._mesh.ranks == 1 or not self.issued or said or self._process != os.getpid():
@@ -175,7 +189,7 @@ class Faults:
         after = self._after()
         text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
         counts = {group: self.issued[group] for group in self.issued if group != "all"}
-        self._farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts)
+        self._farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts, ends)
         with suppress(Unreachable):
             self._board.write(f"bye/{self._voice}", json.dumps(asdict(self._farewell)), wait=wait)
 
@@ -221,7 +235,7 @@ class Faults:
 
     def end_with_process(self, error: BaseException | None) -> None:
         """Say that the process ends; no thread is at work afterwards."""
-        self.leave("has ended its process", error=error)
+        self.leave("has ended its process", ends=True, error=error)
         self._board.close(wait_s=1.0)
 
     @property
@@ -336,7 +350,8 @@ class Faults:
 
     def placed(self, waiting: Waiting) -> Waiting:
         """``waiting``, with where this rank stands and what it has issued."""
-        return replace(waiting, voice=self._voice, issued=dict(self.issued), where=self._place if self._inside else "")
+        where = self._place if self._inside else waiting.where
+        return replace(waiting, voice=self._voice, issued=dict(self.issued), where=where)
 
     @property
     def place(self) -> str:
@@ -349,6 +364,11 @@ class Faults:
     def is_closing(self) -> bool:
         """Whether this rank closes its engine."""
         return self._farewell is not None
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Not of one that has forked this one."""
+        return self._process == os.getpid()
 
     @property
     def mesh(self) -> Mesh:
@@ -396,13 +416,26 @@ class Watch:
             return  # said when the wait has failed
         self._news = news
         self._say({rank: notice for rank, notice in ripe.items() if not notice.gave_up})
+        self._say_stuck(stuck)
+        self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
+        self._say(ripe)
+
+    def look_before_groups(self) -> None:
+        """As ``look``, for a wait outside of the engine that has this voice: its notices and goodbyes do not count,
+        but those of ranks whose processes end."""
+        self._post()
+        with suppress(Unreachable):
+            self._say_stuck(self._stuck())
+            self._say_left({rank: bye for rank, bye in self._faults.goodbyes().items() if bye.ends})
+
+    def _say_stuck(self, stuck: dict[int, Waiting]) -> None:
         if stuck:
             places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
             trains = all(each.where.startswith(("forward", "backward")) for each in stuck.values())
             cure = f"{_SAME}. {_BLOCKS}" if trains else _SAME
+            if any(each.group == EVALUATE for each in stuck.values()):
+                cure = _EVALUATE
             raise MismatchError(f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}")
-        self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
-        self._say(ripe)
 
     def look_for_goodbyes(self) -> None:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
@@ -431,7 +464,8 @@ class Watch:
 
     def _say_left(self, left: dict[int, Goodbye]) -> None:
         if left:
-            cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else _SAME
+            same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
+            cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else same
             said = _list({rank: bye.text for rank, bye in left.items()})
             raise CommunicationError(f"{said}; {self._faults.place}, and {self._waiting.text} cannot end. {cure}")
 
@@ -495,10 +529,15 @@ _registered: list[int] = []
 """The process that says goodbye at its end; one that it forks does not."""
 
 
+def voices() -> list[Faults]:
+    """Those of this process that have not been closed."""
+    return [voice for voice in list(_open) if voice.is_of_this_process]
+
+
 def say_goodbyes(what: str) -> None:
     """Say of every engine of this process that was not closed what this rank has done, before it waits for the end."""
     for voice in list(_open):
-        voice.leave(what)
+        voice.leave(what, ends=True)
 
 
 def _at_exit() -> None:
@@ -523,3 +562,4 @@ def _end() -> None:
         deadline = time.monotonic() + LINGER_S
         for voice in [*voices, *_last]:
             voice.linger(deadline)
+        await_threads(1.0)

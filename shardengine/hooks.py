@@ -34,7 +34,7 @@ from shardengine.arrivals import Arrivals
 from shardengine.calls import Call
 from shardengine.casting import cast_inputs
 from shardengine.ddp import taken
-from shardengine.errors import UsageError
+from shardengine.errors import CommunicationError, MismatchError, UsageError
 from shardengine.schedule import Schedule
 
 
@@ -227,7 +227,13 @@ def _enter(schedule: Schedule) -> Callable[..., None]:
 def _leave(schedule: Schedule) -> Callable[..., None]:
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
         tensors = list(tensors_in(output))
-        if schedule.leave(module, tensors) and torch.is_grad_enabled():
+        try:
+            outermost = schedule.leave(module, tensors)
+        except (CommunicationError, MismatchError) as error:
+            if isinstance(error.__context__, (CommunicationError, MismatchError)):
+                return  # the forward has raised the same: it waited for what this waits for
+            raise
+        if outermost and torch.is_grad_enabled():
             reached = functools.partial(schedule.root_reached, Forward(), schedule.line)
             for node in _nodes_of(tensors):
                 _NodeEvents.of(node).reached.append(reached)

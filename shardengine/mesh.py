@@ -21,7 +21,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -59,7 +60,7 @@ class Mesh:
     """Who takes part. Groups are None at world size 1, where nothing is sent.
 
     voices: numbers for those who speak over these groups; every rank takes them in the same order · evaluate: for
-    gathers of forwards without grad; None: they use ``gather``.
+    gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Mesh:
     timeout_s: float = 600.0
     voices: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     evaluate: Group = None
+    owned: bool = False
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
@@ -88,18 +90,23 @@ class Mesh:
             _orderly.set()  # not after a fault: a group in the middle of a collective may never come back
         self._drop_groups()
 
-    def renew(self, *, owned: bool) -> Mesh:
-        """The same ranks over new groups of the same default process group; collective.
+    def leave_behind(self) -> None:
+        """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` gives them back."""
+        if self.owned:
+            _left_behind.extend(weakref.ref(group) for group in self._groups())
 
-        owned: the old groups are nobody else's, so they end, which breaks off what is in flight on them. Otherwise
-        they are left alone, and the default process group stays the caller's.
+    def renew(self) -> Mesh:
+        """The same ranks over new groups of the same default process group, which are owned; collective.
+
+        Owned old groups are nobody else's, so they end, which breaks off what is in flight on them. Others are left
+        alone, and the default process group stays the caller's.
         """
         if self.ranks == 1:
-            return self
-        if owned:
+            return replace(self, owned=True)
+        if self.owned:
             self._keep()
             self._drop_groups()
-        return replace(self, **_new_groups(self.backend, self.timeout_s), voices=itertools.count())
+        return replace(self, **_new_groups(self.backend, self.timeout_s), voices=itertools.count(), owned=True)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -132,21 +139,50 @@ class Mesh:
             keeper.start()
 
     def _drop_groups(self) -> None:
-        for group in (self.gather, self.reduce, self.control, self.evaluate):
-            if group is not None:
-                dist.destroy_process_group(group)
+        for group in self._groups():
+            dist.destroy_process_group(group)
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return [group for group in (self.gather, self.reduce, self.control, self.evaluate) if group is not None]
 
 
-def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
+_left_behind: list[weakref.ref[dist.ProcessGroup]] = []
+"""Groups whose engines were garbage-collected, which may happen in the midst of anything. torch holds them."""
+
+
+_GIVING_BACK_S = 2.0
+
+
+def _give_back() -> None:
+    """The groups that were left behind end."""
+    held = [group for left in _left_behind if (group := left()) is not None]
+    _left_behind.clear()
+    for group in held:
+        dist.destroy_process_group(group)
+    if held:
+        del group
+        last = threading.Thread(target=held.clear, daemon=True)  # who lets go of one may have to wait: see _keep
+        last.start()
+        last.join(_GIVING_BACK_S)
+
+
+def build(
+    device: torch.device | None = None,
+    timeout_s: float = 600.0,
+    *,
+    owned: bool = False,
+    meet: Callable[[float], None] = lambda timeout_s: None,
+) -> Mesh:
     """The mesh of all ranks of the default process group; initialises that one from the launcher's environment.
 
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
+    meet: called with ``timeout_s`` before the groups are made, for which torch waits without a word.
     """
     made = False
     if not dist.is_initialized():
         if not rendezvous.join():
-            return Mesh(0, 1, _use(device or default_device()))
+            return Mesh(0, 1, _use(device or default_device()), owned=owned)
         if "MASTER_ADDR" not in os.environ:
             raise UsageError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
@@ -161,9 +197,12 @@ def build(device: torch.device | None = None, timeout_s: float = 600.0) -> Mesh:
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(0, 1, device, made_default_group=made)
+        return Mesh(0, 1, device, made_default_group=made, owned=owned)
+    meet(timeout_s)
+    _give_back()
     groups = _new_groups(backend, timeout_s)
-    return Mesh(dist.get_rank(), ranks, device, backend=backend, made_default_group=made, timeout_s=timeout_s, **groups)
+    options: dict[str, Any] = {"backend": backend, "made_default_group": made, "timeout_s": timeout_s, "owned": owned}
+    return Mesh(dist.get_rank(), ranks, device, **options, **groups)
 
 
 def _join(backend: str, timeout: timedelta) -> None:

@@ -10,10 +10,9 @@ sentence what stands in backticks exists: a call, an attribute, a key of the con
 from __future__ import annotations
 
 import difflib
-import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def _each(names: str, sentence: str) -> dict[str, str]:
@@ -371,7 +370,30 @@ PACKAGE: Mapping[str, str] = {
 """Name on ``shardengine`` itself → what to do."""
 
 
+_DATA = "a torch DataLoader with the DistributedSampler of your ranks is yours to make and to iterate over"
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "initialize": {
+        "args": "pass config=, a dict or the path of a JSON file; nothing is read from a command line",
+        "config_params": "the argument is config=",
+        **_each("training_data collate_fn", _DATA),
+        "dist_init_required": "a process group is made where there is none",
+        "distributed_port": "the launcher's MASTER_PORT says it",
+        **_each("mpu mesh_param mesh_device", _ONE_AXIS),
+        **_each("scheduler lr_schedulers", "the argument is lr_scheduler="),
+        **_each("optimizers", "the argument is optimizer="),
+        **_each(
+            "lr learning_rate betas eps weight_decay",
+            "make a torch optimizer and pass it as optimizer=, or set `optimizer` in the config",
+        ),
+        **_each("params parameters", "the argument is model_parameters=, beside `optimizer` in the config"),
+        **_each("sharding_strategy stage zero_stage", "`zero_optimization.stage` in the config says it"),
+        **_each("cpu_offload offload_policy", "`zero_optimization.offload_optimizer` in the config says it"),
+        **_each("auto_wrap_policy", "`zero_optimization.units` in the config names the classes gathered as one"),
+        **_each("mp_policy", "`bf16`, `fp16` or `torch_autocast` in the config says the precision"),
+        **_each(
+            "device device_id device_ids output_device", "each rank takes its own; the launcher's LOCAL_RANK says which"
+        ),
+    },
     "backward": {
         "scale_wrt_gas": "`engine.backward(loss)` divides by the accumulation steps; `loss.backward()` does not, "
         "where the loss is not scaled",
@@ -389,41 +411,24 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         ),
     },
 }
-"""Method of the engine → keyword argument that it has elsewhere and not here → what to do."""
-
-_DATA = "a torch DataLoader with the DistributedSampler of your ranks is yours to make and to iterate over"
-INITIALIZE: Mapping[str, str] = {
-    "args": "pass config=, a dict or the path of a JSON file; nothing is read from a command line",
-    "config_params": "the argument is config=",
-    **_each("training_data collate_fn", _DATA),
-    "dist_init_required": "a process group is made where there is none",
-    "distributed_port": "the launcher's MASTER_PORT says it",
-    **_each("mpu mesh_param mesh_device", _ONE_AXIS),
-}
-"""Keyword argument of other engines' ``initialize`` → what to do."""
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def refuses_foreign_arguments(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``initialize``, with a TypeError that says what to do for a keyword argument that only others have."""
-
-    @functools.wraps(initialize)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        for name in kwargs:
-            if name in INITIALIZE:
-                raise TypeError(f"shardengine.initialize has no argument {name!r}: {INITIALIZE[name]}")
-        return initialize(*args, **kwargs)
-
-    return checked
+"""``initialize`` or a method of the engine → keyword argument that it has elsewhere and not here → what to do."""
 
 
 def explain_arguments(error: TypeError) -> None:
-    """Add to Python's ``error`` about a keyword argument that a method of the engine does not take, what to do."""
+    """Raise what says what to do, where Python's ``error`` is about an argument that others have."""
     found = re.match(r"(?:Engine|Checkpointing)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if found and (sentence := ARGUMENTS.get(found[1], {}).get(found[2])):
-        error.add_note(f"shardengine: engine.{found[1]} has no {found[2]!r}: {sentence}")
+    if found and found[2] in ARGUMENTS.get(found[1], {}):
+        raise TypeError(about_argument(found[1], found[2], ())) from None
+
+
+def about_argument(call: str, name: str, known: Iterable[str]) -> str:
+    """What to say where ``call`` has no argument ``name``. known: those that it has."""
+    call_of = f"{'shardengine' if call == 'initialize' else 'engine'}.{call}"
+    sentence = ARGUMENTS.get(call, {}).get(name) or (ENGINE.get(name) if call == "initialize" else None)
+    if sentence is None:
+        near = [f"{each}=" for each in _alike(name, known)]
+        sentence = f"it takes {', '.join(known)}{_meant(near)}"
+    return f"{call_of} has no argument {name!r}: {sentence}"
 
 
 def read_from_module(engine: Any, module: Any, name: str) -> Any:

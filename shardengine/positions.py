@@ -42,13 +42,14 @@ class Waiting:
 class Goodbye:
     """The last that a rank says. closes: in ``engine.close()``, where all meet · failed: it had an error.
 
-    issued: its collectives by group.
+    issued: its collectives by group · ends: it does nothing any more, not with another engine either.
     """
 
     text: str
     closes: bool = False
     failed: bool = False
     issued: dict[str, int] = field(default_factory=dict)
+    ends: bool = False
 
 
 def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:

@@ -25,6 +25,8 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
+EVALUATE = "evaluate"
+"""The group that gathers weights for forwards without grad (mesh)."""
 STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
 
 
@@ -71,7 +73,8 @@ class Record(NamedTuple):
         """For the other ranks, while this one waits."""
         key = f"{self.group} {self.place} {self.operation} {self.subject}"
         shape = f"{self.operation} {self.sent}"
-        return Waiting(self.describe(rank), key, self.group, self.place, shape)
+        where = "a forward without grad" if self.group == EVALUATE else ""
+        return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -18,6 +18,7 @@ are forgotten, since they may differ between ranks.
 from __future__ import annotations
 
 import functools
+import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from shardengine.inspection import Inspection, attached
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.other_engines import explain_arguments
 
+_log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Inspection)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -89,11 +91,31 @@ def announced_with(
     ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
         @functools.wraps(method)
         def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
-            return _told_with(engine, call, method(engine, *args, **kwargs))
+            return ForWith(call, _told_with(engine, call, method(engine, *args, **kwargs)))
 
         return told
 
     return decorate
+
+
+class ForWith(AbstractContextManager[_T]):
+    """What ``engine.<call>(...)`` returns for a ``with``: says so where nobody enters it, which does nothing."""
+
+    def __init__(self, call: str, context: AbstractContextManager[_T]) -> None:
+        self._call = call
+        self._context = context
+        self._entered = False
+
+    def __enter__(self) -> _T:
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    def __del__(self) -> None:
+        if not self._entered:
+            _log.warning("engine.%s(...) did nothing: expected it in `with engine.%s(...):`", self._call, self._call)
 
 
 @contextmanager
@@ -128,7 +150,7 @@ def _telling(engine: Inspection, call: str) -> Iterator[None]:
 
 
 def say_when_let_go(engine: Inspection) -> None:
-    """Tell the other ranks when ``engine`` is garbage-collected without having been closed."""
+    """Tell the other ranks when ``engine`` is garbage-collected without having been closed; its groups end then."""
     weakref.finalize(engine, _let_go, engine._core.collectives).atexit = False  # that is told apart
 
 
@@ -136,6 +158,7 @@ def _let_go(collectives: Collectives) -> None:
     faults = collectives.faults
     if not faults.is_closing:
         faults.leave("has let go of its engine", wait=False)  # in the midst of anything
+        collectives.mesh.leave_behind()
 
 
 @dataclass(frozen=True)
@@ -151,12 +174,12 @@ class Return:
             raise UsageError(self.problem)
 
 
-def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int, *, owned: bool) -> Return:
+def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     """New groups; then all ranks are at the same step ([Note: Back to one step]); collective.
 
-    steps: completed on this rank · owned: the old groups are the engine's own.
+    steps: completed on this rank.
     """
-    _renew_groups(core, owned=owned)
+    _renew_groups(core)
     if optimizer is not None:
         optimizer.early.wait()
     places = core.collectives.exchange_objects(_place(core, optimizer, steps))
@@ -203,12 +226,12 @@ def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
     compare(core.collectives, {"list of optimizer options after reset()": options})
 
 
-def _renew_groups(core: Core, *, owned: bool) -> None:
+def _renew_groups(core: Core) -> None:
     collectives = core.collectives
     collectives.faults.meet("engine.reset()")
     before = collectives.faults
     try:
-        collectives.use(collectives.mesh.renew(owned=owned))
+        collectives.use(collectives.mesh.renew())
         collectives.barrier()
     except RuntimeError as error:
         raise CommunicationError(

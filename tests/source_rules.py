@@ -19,9 +19,9 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "version", "other_engines", "placement", "accumulation", "trace", "host_memory", "loss_scale",
     "stages", "layout", "config_kinds", "config_foreign", "config_keys", "config_reader", "config_sections", "config",
-    "precision",
-    "rendezvous", "mesh", "board", "positions", "faults", "record", "history", "lr_schedules", "launcher", "kernels",
-    "lion", "streams",
+    "given", "precision",
+    "rendezvous", "mesh", "board", "positions", "record", "faults", "meeting", "history",
+    "lr_schedules", "launcher", "kernels", "lion", "streams",
     "monitors",
     "offload", "bucket", "transit", "activation_offload", "activations", "guard",
     "collectives", "agreement",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -28,3 +29,15 @@ def test_a_version_that_trains_otherwise_is_told(tmp_path: Path, capsys: pytest.
 def test_a_folder_without_the_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"holds no shardengine/__init__\.py: expected another checkout"):
         versions.main([str(tmp_path), *TINY])
+
+
+def test_variants_measured_apart_are_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "result_path", lambda *_: tmp_path / "file.json")
+    result = {"machine": {"name": "m"}, "before": "a", "now": "b", "setting": {"ranks": 2}, "variants": {"ours-2": 1}}
+    assert versions.earlier_variants(result) == {}
+    (tmp_path / "file.json").write_text(json.dumps(result), encoding="utf-8")
+    assert versions.earlier_variants(result) == {"ours-2": 1}
+    assert versions.earlier_variants({**result, "now": "c"}) == {}
+    changed = {**result, "now": "b-dirty"}
+    (tmp_path / "file.json").write_text(json.dumps(changed), encoding="utf-8")
+    assert versions.earlier_variants(changed) == {}

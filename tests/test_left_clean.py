@@ -72,6 +72,25 @@ def test_an_engine_that_nobody_has_any_more_is_freed(stage: str) -> None:
     assert [part() for part in watched] == [None] * 6
 
 
+def lose_engines(count: int, collects: bool) -> list[int]:
+    """Open files of this process, with each of ``count`` engines that nobody closes. collects: rank 1 does it, too."""
+    found = []
+    for _ in range(count):
+        engine: Any = shardengine.initialize(cases.make_mlp(), cases.config_of("2", optimizer=SGD, timeout_s=40))
+        train(engine, 0, 1)
+        found.append(len(os.listdir("/proc/self/fd")))
+        del engine
+        if collects or dist.get_rank() == 0:
+            gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_engines_that_nobody_has_any_more_give_their_groups_back(pools: Pools, collects: bool) -> None:
+    for found in pools(2).run(lose_engines, 6, collects):
+        assert max(found[1:]) < found[0] + 12, found  # an engine's groups have some twenty
+
+
 def test_what_outlives_its_engine_is_an_ordinary_part_of_another_model() -> None:
     engine = engine_at("2")
     train(engine, 0, 1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -77,9 +78,10 @@ def said_by(call: Callable[[], Any]) -> str:
 # One rank has more batches, the others do something else
 
 
-def evaluate(engine: Any) -> None:
+def evaluate(engine: Any, called: Any = None) -> None:
+    engine.eval()
     with torch.no_grad():
-        cases.loss_of(engine.eval(), 9, engine.rank, 0)
+        cases.loss_of(called or engine, 9, engine.rank, 0)
     engine.train()
 
 
@@ -177,29 +179,68 @@ def test_an_evaluation_loop_of_unequal_length(pools: Pools, stage: str) -> None:
         assert one == "nothing", "nothing is gathered there: no rank needs another"
 
 
-def evaluate_on_rank_0(stage: str, model: str) -> str:
+def evaluate_on_rank_0(stage: str, model: str, through: str) -> str:
     with listening_closely():
         module = cases.MODELS[model]()
         config = cases.config_of(stage, zero={"reduce_bucket_size": 600}, timeout_s=TIMEOUT_S)
         engine = shardengine.initialize(module, config, optimizer=cases.make_optimizer(module, "AdamW"))
         train(engine, 0, 1)
-        said = said_by(lambda: evaluate(engine)) if engine.rank == 0 else "nothing"
+        with warnings.catch_warnings(action="error"):
+            called = engine if through == "engine" else engine.module
+            said = said_by(lambda: evaluate(engine, called)) if engine.rank == 0 else "nothing"
         said = said_by(lambda: train(engine, 1, 2)) if said == "nothing" else said
         said_by(engine.close)
         return said
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+@pytest.mark.parametrize(("model", "through"), [("mlp", "engine"), ("gpt2", "engine"), ("mlp", "module")])
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_evaluation_on_rank_0_alone(pools: Pools, stage: str, model: str) -> None:
-    results = pools(2).run(evaluate_on_rank_0, stage, model)
+def test_an_evaluation_on_rank_0_alone(pools: Pools, stage: str, model: str, through: str) -> None:
+    results = pools(2).run(evaluate_on_rank_0, stage, model, through)
     if stage not in ("3", "3k"):
         assert results == ["nothing", "nothing"], "nothing is gathered there: no rank needs another"
         return
+    where = "a forward without grad (" if through == "module" else "forward without grad of step 2"
     for said in results:
-        assert "ranks wait for each other: " in said and SAME in said, said
-        assert "rank 0 stands in forward without grad of step 2" in said, said
+        assert "ranks wait for each other: " in said and "or inside of `with engine.full_params():` that" in said, said
+        assert f"rank 0 stands in {where}" in said and SAME not in said, said
         assert "rank 1 stands in forward of step 2" in said, said
+
+
+def begin_anew(stage: str, holds: bool) -> str:
+    """Rank 0 makes another engine while rank 1 goes on with the first. holds: rank 0 has not lost it."""
+    with listening_closely():
+        engine: Any = make_engine(stage, 4.0 if not holds else TIMEOUT_S)
+        train(engine, 0, 1)
+        if engine.rank == 1:
+            return said_by(lambda: train(engine, 1, 2))
+        if not holds:
+            del engine
+            gc.collect()
+        return said_by(lambda: make_engine(stage, 4.0 if not holds else TIMEOUT_S))
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_initialize_on_one_rank_while_another_trains(pools: Pools, stage: str) -> None:
+    call = "forward" if stage == "3" else "backward"
+    zero, one = pools(2).run(begin_anew, stage, True)
+    assert zero.startswith("MismatchError: ranks wait for each other: rank 0 stands in initialize (the meeting of"), (
+        zero
+    )
+    assert f"rank 1 stands in {call} of step 2, micro-batch 1 " in zero and zero.endswith(SAME), zero
+    assert "rank 0 stands in initialize" in one or "rank 0 gave up: ranks wait for each other" in one, one
+    zero, one = pools(2).run(begin_anew, stage, False)
+    assert zero == (
+        "CommunicationError: initialize on rank 0: expected every rank to call it within 4 s. Missing: ranks [1]. "
+        "Start the ranks again"
+    )
+    assert "rank 0 has let go of its engine after step 1" in one, one
+    zero, one = pools(2).run(begin_together, stage)  # what had failed is counted nowhere
+    assert (zero, one) == ("nothing", "nothing")
+
+
+def begin_together(stage: str) -> str:
+    return said_by(lambda: make_engine(stage, TIMEOUT_S).close())
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])
