@@ -13,14 +13,13 @@ every ``PUBLISH_S`` if that has changed. The training loop only assigns an attri
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from shardengine.mesh import Mesh, Store
+from shardengine.mesh import Mesh, Store, ending_threads
 
 OPERATION_S = 1.0
 PUBLISH_S = 5.0
@@ -110,7 +109,7 @@ class Board:
             target=_serve, args=(self._mesh, self._jobs, self._published), name="shardengine-notices", daemon=True
         )
         self._thread.start()
-        _threads.add(self._thread)
+        ending_threads.add(self._thread)
 
     def _submit(self, job: Callable[[Store], _T]) -> Future[_T]:
         if self._end is None:
@@ -131,19 +130,6 @@ class Board:
             except Exception as error:
                 reason = str(error).splitlines()[0]
         raise Unreachable(reason)
-
-
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def await_threads(wait_s: float) -> None:
-    """The process ends: wait for the threads of closed boards, also of such as are gone, for ``wait_s`` at most.
-
-    One that came back from the store after the interpreter's end would abort the process.
-    """
-    deadline = time.monotonic() + wait_s
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _serve(mesh: Mesh, jobs: _Jobs, published: Published) -> None:

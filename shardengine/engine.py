@@ -102,8 +102,7 @@ class Engine(Phases):
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:
-            if mesh.owned:
-                mesh.destroy(orderly=False)
+            mesh.leave_behind()
             raise
         self.global_steps = 0
         self.global_samples = 0
@@ -113,7 +112,7 @@ class Engine(Phases):
         self._report = Report()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank)
         attached.add(model)
-        recovery.say_when_let_go(self)
+        recovery.say_when_let_go(self._core.collectives)
 
     def _build(
         self,
@@ -122,7 +121,7 @@ class Engine(Phases):
         optimizer: _OptimizerLike,
         parameters: Any,
         lr_scheduler: Any,
-        given: Sequence[Monitor],
+        user_monitors: Sequence[Monitor],
     ) -> None:
         """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
         start = Collectives(mesh, BufferPool())
@@ -133,7 +132,7 @@ class Engine(Phases):
                     "this model already belongs to an engine: expected one engine per model; call engine.close() "
                     "first (or build the model anew, if that engine is gone)"
                 )
-            monitors.check(given)
+            monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
 
@@ -224,7 +223,7 @@ class Engine(Phases):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
-        return ForWith("no_sync", self._window.no_sync())
+        return ForWith("no_sync", self._window.no_sync)
 
     # The step
 

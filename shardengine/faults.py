@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from shardengine.board import Board, Unreachable, await_threads
+from shardengine.board import Board, Unreachable
 from shardengine.errors import CommunicationError, MismatchError
-from shardengine.mesh import Mesh
+from shardengine.mesh import Mesh, await_threads
 from shardengine.positions import Goodbye, Waiting, ring
 from shardengine.record import EVALUATE
 
@@ -47,6 +47,8 @@ LINGER_S = 5.0
 _GRACE_S = 2.0
 _UNHEARD_S = 10.0
 _TEXT_LIMIT = 2000
+MEETING = "meeting"
+"""In the place of a group: the wait of `meeting.meet`."""
 _STORE = "the process group's store, through which ranks tell each other what happened"
 _BLOCKS = (
     "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
@@ -151,8 +153,11 @@ class Faults:
         self._write("fault", json.dumps(asdict(self._told)))
 
     def withdraw(self) -> None:
-        """This rank goes on: what it told, and what it said that it waits for, stands no longer."""
-        if self._posted:
+        """This rank goes on: what it told, and what it said that it waits for, stands no longer.
+
+        After a goodbye it does not go on: that it waited for others to close stands, since some may wait elsewhere.
+        """
+        if self._posted and self._farewell is None:
             self.post(None)
         if self._told is not None:
             self.tell(replace(self._told, over=True))
@@ -200,7 +205,9 @@ class Faults:
             return ""
         heard = time.monotonic()
         deadline, pause = heard + self._mesh.timeout_s, 0.001
-        watch = self.watch(Waiting("", "", "close", 0))
+        watch = self.watch(
+            Waiting("every rank's engine.close()", "close", "close", 1, issued={"close": 1}, where="close")
+        )
         while True:
             try:
                 byes = self.goodbyes()
@@ -216,6 +223,8 @@ class Faults:
                 ripe = {rank: notice for rank, notice in watch.ripe().items() if rank not in byes}
                 if ripe:
                     return _list({rank: f"{notice.verb}: {notice.text}" for rank, notice in ripe.items()})
+                if met := watch.stuck_before_groups():
+                    return met
                 heard = time.monotonic()
             except Unreachable:
                 byes = {}
@@ -351,7 +360,7 @@ class Faults:
     def placed(self, waiting: Waiting) -> Waiting:
         """``waiting``, with where this rank stands and what it has issued."""
         where = self._place if self._inside else waiting.where
-        return replace(waiting, voice=self._voice, issued=dict(self.issued), where=where)
+        return replace(waiting, voice=self._voice, issued={**self.issued, **waiting.issued}, where=where)
 
     @property
     def place(self) -> str:
@@ -364,6 +373,11 @@ class Faults:
     def is_closing(self) -> bool:
         """Whether this rank closes its engine."""
         return self._farewell is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self in _open
 
     @property
     def is_of_this_process(self) -> bool:
@@ -428,14 +442,17 @@ class Watch:
             self._say_stuck(self._stuck())
             self._say_left({rank: bye for rank, bye in self._faults.goodbyes().items() if bye.ends})
 
+    def stuck_before_groups(self) -> str:
+        """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
+        if time.monotonic() - self._started <= POST_AFTER_S:
+            return ""
+        self._post()
+        stuck = self._stuck()
+        return _describe_ring(stuck) if any(each.group == MEETING for each in stuck.values()) else ""
+
     def _say_stuck(self, stuck: dict[int, Waiting]) -> None:
         if stuck:
-            places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
-            trains = all(each.where.startswith(("forward", "backward")) for each in stuck.values())
-            cure = f"{_SAME}. {_BLOCKS}" if trains else _SAME
-            if any(each.group == EVALUATE for each in stuck.values()):
-                cure = _EVALUATE
-            raise MismatchError(f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}")
+            raise MismatchError(_describe_ring(stuck))
 
     def look_for_goodbyes(self) -> None:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
@@ -467,7 +484,10 @@ class Watch:
             same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
             cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else same
             said = _list({rank: bye.text for rank, bye in left.items()})
-            raise CommunicationError(f"{said}; {self._faults.place}, and {self._waiting.text} cannot end. {cure}")
+            place = self._faults.place
+            if self._waiting.group == MEETING:
+                place = f"this rank ({self._faults.mesh.rank}) is in {self._waiting.where}"
+            raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
 
     def _stuck(self) -> dict[int, Waiting]:
         """The ring in which this rank has stood for ``STANDS_S``."""
@@ -508,6 +528,16 @@ class Watch:
             self._posted = time.monotonic()
             self._faults.post(self._waiting)
         return self._posted
+
+
+def _describe_ring(stuck: dict[int, Waiting]) -> str:
+    places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
+    evaluates = [each.group == EVALUATE for each in stuck.values()]
+    trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]
+    cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
+    if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
+        cure = _EVALUATE
+    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
 
 
 def _list(said: dict[int, str]) -> str:
@@ -556,10 +586,10 @@ def _end() -> None:
     if isinstance(error, SystemExit) and not error.code:
         error = None
     with suppress(Exception):
-        voices = list(_open)
-        for voice in voices:
+        ending = list(_open)
+        for voice in ending:
             voice.end_with_process(error)
         deadline = time.monotonic() + LINGER_S
-        for voice in [*voices, *_last]:
+        for voice in [*ending, *_last]:
             voice.linger(deadline)
         await_threads(1.0)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from shardengine.config import Config
+from shardengine.config_keys import KEYS, SECTIONS
 from shardengine.errors import UsageError
+from shardengine.mesh import Mesh
 from shardengine.other_engines import about_argument
 
 _P = ParamSpec("_P")
@@ -31,10 +33,12 @@ def looked_at(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(initialize)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
+            if name not in known and (name in KEYS or name in SECTIONS):
+                raise TypeError(f"shardengine.initialize has no argument {name!r}: it belongs into the config")
             if name not in known:
                 raise TypeError(about_argument("initialize", name, known))
         if len(args) > 2:
-            kinds = ", ".join(_kind(each) for each in args)
+            kinds = ", ".join(type(each).__name__ for each in args)
             raise TypeError(f"shardengine.initialize: {_ORDER}, came {len(args)} without a name: {kinds}")
         given = signature.bind_partial(*args, **kwargs).arguments
         if missing := [name for name in ("model", "config") if name not in given]:
@@ -51,9 +55,14 @@ def _check(
     optimizer: Any = None,
     model_parameters: Any = None,
     lr_scheduler: Any = None,
-    **_others: Any,
+    mesh: Any = None,
+    monitors: Any = (),
 ) -> None:
     """``UsageError`` for the first argument that is of another kind than it can be."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            "shardengine.initialize: expected a call outside of torch.inference_mode(): nothing trains in it"
+        )
     if not isinstance(model, nn.Module):
         cure = ""
         if isinstance(config, nn.Module):
@@ -66,9 +75,10 @@ def _check(
     if not isinstance(config, (Config, Mapping, str, Path)):
         cure = ": it is passed as optimizer=" if isinstance(config, torch.optim.Optimizer) else ""
         raise _refused("config", "a dict, the path of a JSON file or a Config", config, cure)
-    if isinstance(config, str) and config.lstrip().startswith("{"):
+    if isinstance(config, str) and config.lstrip().startswith(("{", "[")):
         raise _refused("config", "a dict or the path of a JSON file", config, ": json.loads(text) makes a dict of it")
-    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
+    makes = callable(optimizer) and not isinstance(optimizer, nn.Module)
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or makes):
         cure = ""
         if isinstance(optimizer, (str, Mapping)):
             example = '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}'
@@ -76,13 +86,17 @@ def _check(
         elif isinstance(optimizer, (list, tuple)):
             cure = ": one engine has one optimizer, with several groups where that is wanted"
         raise _refused("optimizer", "a torch optimizer, a function from parameters to one, or None", optimizer, cure)
-    if model_parameters is not None and (
-        isinstance(model_parameters, str) or not isinstance(model_parameters, Iterable)
-    ):
-        raise _refused("model_parameters", "parameters of the model or groups of them, or None", model_parameters, "")
+    if isinstance(model_parameters, (str, torch.Tensor, Mapping)) or not isinstance(model_parameters or (), Iterable):
+        cure = ": put it into a list" if isinstance(model_parameters, (torch.Tensor, Mapping)) else ""
+        raise _refused("model_parameters", "a list of parameters or of groups, or None", model_parameters, cure)
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         cure = ': by its name it belongs into the config, under "scheduler"'
         raise _refused("lr_scheduler", "a scheduler, a function from the optimizer to one, or None", lr_scheduler, cure)
+
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise _refused("mesh", "what shardengine.mesh.build() returns, or None", mesh, "")
+    if not isinstance(monitors, Iterable):
+        raise _refused("monitors", "a list", monitors, "")
 
 
 def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:
@@ -97,4 +111,4 @@ def _kind(value: Any) -> str:
         return f"the string {value if len(value) < 40 else value[:40] + '…'!r}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    return f"{'an' if type(value).__name__[0] in 'AEIOUaeiou' else 'a'} {type(value).__name__}"
+    return f"one of type {type(value).__name__}"

@@ -230,8 +230,8 @@ def _leave(schedule: Schedule) -> Callable[..., None]:
         try:
             outermost = schedule.leave(module, tensors)
         except (CommunicationError, MismatchError) as error:
-            if isinstance(error.__context__, (CommunicationError, MismatchError)):
-                return  # the forward has raised the same: it waited for what this waits for
+            if output is None and isinstance(error.__context__, (CommunicationError, MismatchError)):
+                return  # the forward has raised, which waited for what this waits for
             raise
         if outermost and torch.is_grad_enabled():
             reached = functools.partial(schedule.root_reached, Forward(), schedule.line)

@@ -23,6 +23,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -147,7 +148,7 @@ class Mesh:
 
 
 _left_behind: list[weakref.ref[dist.ProcessGroup]] = []
-"""Groups whose engines were garbage-collected, which may happen in the midst of anything. torch holds them."""
+"""Groups of engines that were garbage-collected, in the midst of anything, or never came to be. torch holds them."""
 
 
 _GIVING_BACK_S = 2.0
@@ -158,12 +159,28 @@ def _give_back() -> None:
     held = [group for left in _left_behind if (group := left()) is not None]
     _left_behind.clear()
     for group in held:
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # it has ended meanwhile
+            dist.destroy_process_group(group)
     if held:
         del group
         last = threading.Thread(target=held.clear, daemon=True)  # who lets go of one may have to wait: see _keep
+        ending_threads.add(last)
         last.start()
         last.join(_GIVING_BACK_S)
+
+
+ending_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Those that will end by themselves, and may be inside of torch until then."""
+
+
+def await_threads(wait_s: float) -> None:
+    """The process ends: wait for ``ending_threads``, for ``wait_s`` at most.
+
+    One that came back from torch during the interpreter's end would abort the process.
+    """
+    deadline = time.monotonic() + wait_s
+    for thread in list(ending_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def build(

@@ -55,6 +55,11 @@ _UNWRAPPED = "the model that was given to initialize is `engine.module`"
 _MAIN = "compare `engine.rank` with 0"
 _ANNOUNCED = "every call of the engine that is collective keeps the ranks in step; torch.distributed has the rest"
 _ITS_OWN = "this is how another engine works inside; nothing has to be called here"
+_DATA = "the engine makes no data loader; give each rank its own part with a torch DistributedSampler"
+_UNUSED = (
+    "unused parameters are supported at every stage without being announced, also such as change from step to step"
+)
+_ALWAYS = "nothing has to be said about it; the config says what there is to choose"
 _NO_KEY = "that key has no effect here; `shardengine config FILE --resolved` prints the values in effect"
 _WRITTEN = (
     "inside of `with engine.full_params(writable=True):` call engine.module.load_state_dict(...) on every rank, or "
@@ -131,7 +136,7 @@ ENGINE: Mapping[str, str] = {
     ),
     **_each(
         "find_unused_parameters static_graph",
-        "unused parameters are supported at every stage without being announced, also such as change from step to step",
+        _UNUSED,
     ),
     **_each("process_group process_group_reduce_scatter data_parallel_group", _GROUPS),
     **_each("sync_buffers will_sync_module_buffers", _BUFFERS),
@@ -180,7 +185,7 @@ ENGINE: Mapping[str, str] = {
     **_each("prepare prepare_model", "the engine is ready to train; " + _UNWRAPPED),
     **_each(
         "deepspeed_io training_dataloader training_data collate_fn prepare_data_loader",
-        "the engine makes no data loader; give each rank its own part with a torch DistributedSampler",
+        _DATA,
     ),
     **_each("train_batch eval_batch set_dataloader set_dataiterator set_batch_fn", _LOOP),
     **_each(
@@ -370,12 +375,17 @@ PACKAGE: Mapping[str, str] = {
 """Name on ``shardengine`` itself → what to do."""
 
 
-_DATA = "a torch DataLoader with the DistributedSampler of your ranks is yours to make and to iterate over"
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "initialize": {
         "args": "pass config=, a dict or the path of a JSON file; nothing is read from a command line",
         "config_params": "the argument is config=",
         **_each("training_data collate_fn", _DATA),
+        **_each("find_unused_parameters static_graph", _UNUSED),
+        **_each(
+            "gradient_as_bucket_view sync_module_states use_orig_params forward_prefetch limit_all_gathers", _ALWAYS
+        ),
+        **_each("bucket_cap_mb", "`zero_optimization.reduce_bucket_size` in the config says it, in elements"),
+        **_each("process_group", _GROUPS),
         "dist_init_required": "a process group is made where there is none",
         "distributed_port": "the launcher's MASTER_PORT says it",
         **_each("mpu mesh_param mesh_device", _ONE_AXIS),
@@ -389,7 +399,10 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         **_each("sharding_strategy stage zero_stage", "`zero_optimization.stage` in the config says it"),
         **_each("cpu_offload offload_policy", "`zero_optimization.offload_optimizer` in the config says it"),
         **_each("auto_wrap_policy", "`zero_optimization.units` in the config names the classes gathered as one"),
-        **_each("mp_policy", "`bf16`, `fp16` or `torch_autocast` in the config says the precision"),
+        **_each(
+            "mp_policy mixed_precision compute_dtype",
+            "`bf16`, `fp16` or `torch_autocast` in the config says the precision",
+        ),
         **_each(
             "device device_id device_ids output_device", "each rank takes its own; the launcher's LOCAL_RANK says which"
         ),
@@ -424,7 +437,7 @@ def explain_arguments(error: TypeError) -> None:
 def about_argument(call: str, name: str, known: Iterable[str]) -> str:
     """What to say where ``call`` has no argument ``name``. known: those that it has."""
     call_of = f"{'shardengine' if call == 'initialize' else 'engine'}.{call}"
-    sentence = ARGUMENTS.get(call, {}).get(name) or (ENGINE.get(name) if call == "initialize" else None)
+    sentence = ARGUMENTS.get(call, {}).get(name)
     if sentence is None:
         near = [f"{each}=" for each in _alike(name, known)]
         sentence = f"it takes {', '.join(known)}{_meant(near)}"

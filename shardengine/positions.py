@@ -17,7 +17,7 @@ class Waiting:
     """What a rank waits for. key: equal on the ranks that wait for the same collective.
 
     group, place: the collective is that number of that group · shape: equal on all ranks for one collective ·
-    voice: whose groups · issued: collectives by group · where: the call of the engine
+    voice: whose groups · issued: collectives by group, and what else the rank has come to · where: the call
     """
 
     text: str

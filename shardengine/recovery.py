@@ -22,7 +22,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -33,6 +33,7 @@ from shardengine.agreement import compare, describe, together
 from shardengine.collectives import Collectives
 from shardengine.core import Core
 from shardengine.errors import CommunicationError, UsageError
+from shardengine.faults import Faults
 from shardengine.inspection import Inspection, attached
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.other_engines import explain_arguments
@@ -91,19 +92,23 @@ def announced_with(
     ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
         @functools.wraps(method)
         def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
-            return ForWith(call, _told_with(engine, call, method(engine, *args, **kwargs)))
+            return ForWith(call, lambda: _told_with(engine, call, method(engine, *args, **kwargs)))
 
         return told
 
     return decorate
 
 
-class ForWith(AbstractContextManager[_T]):
-    """What ``engine.<call>(...)`` returns for a ``with``: says so where nobody enters it, which does nothing."""
+class ForWith(AbstractContextManager[_T], ContextDecorator):
+    """What ``engine.<call>(...)`` returns for a ``with``: says so where nobody enters it, which does nothing.
 
-    def __init__(self, call: str, context: AbstractContextManager[_T]) -> None:
+    make: the context, anew for each call of what it decorates.
+    """
+
+    def __init__(self, call: str, make: Callable[[], AbstractContextManager[_T]]) -> None:
         self._call = call
-        self._context = context
+        self._make = make
+        self._context = make()
         self._entered = False
 
     def __enter__(self) -> _T:
@@ -113,8 +118,12 @@ class ForWith(AbstractContextManager[_T]):
     def __exit__(self, *error: Any) -> bool | None:
         return self._context.__exit__(*error)
 
+    def _recreate_cm(self) -> ForWith[_T]:
+        self._entered = True
+        return ForWith(self._call, self._make)
+
     def __del__(self) -> None:
-        if not self._entered:
+        if not getattr(self, "_entered", True):
             _log.warning("engine.%s(...) did nothing: expected it in `with engine.%s(...):`", self._call, self._call)
 
 
@@ -149,16 +158,18 @@ def _telling(engine: Inspection, call: str) -> Iterator[None]:
         faults.note(engine.global_steps, engine._window.micro_batches)
 
 
-def say_when_let_go(engine: Inspection) -> None:
-    """Tell the other ranks when ``engine`` is garbage-collected without having been closed; its groups end then."""
-    weakref.finalize(engine, _let_go, engine._core.collectives).atexit = False  # that is told apart
+def say_when_let_go(collectives: Collectives) -> None:
+    """Tell the other ranks when nobody has an engine any more that was not closed, and leave its groups behind.
+
+    The module's hooks use its collectives without the engine, so these are what has to be gone.
+    """
+    weakref.finalize(collectives, _let_go, collectives.faults).atexit = False  # that is told apart
 
 
-def _let_go(collectives: Collectives) -> None:
-    faults = collectives.faults
-    if not faults.is_closing:
+def _let_go(faults: Faults) -> None:
+    if faults.is_open and not faults.is_closing:
         faults.leave("has let go of its engine", wait=False)  # in the midst of anything
-        collectives.mesh.leave_behind()
+        faults.mesh.leave_behind()
 
 
 @dataclass(frozen=True)
@@ -242,6 +253,7 @@ def _renew_groups(core: Core) -> None:
         before.part()
         if before is not collectives.faults:
             before.close()
+            say_when_let_go(collectives)
 
 
 def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int]) -> None:

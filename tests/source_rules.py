@@ -19,8 +19,8 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "version", "other_engines", "placement", "accumulation", "trace", "host_memory", "loss_scale",
     "stages", "layout", "config_kinds", "config_foreign", "config_keys", "config_reader", "config_sections", "config",
-    "given", "precision",
-    "rendezvous", "mesh", "board", "positions", "record", "faults", "meeting", "history",
+    "precision",
+    "rendezvous", "mesh", "given", "board", "positions", "record", "faults", "meeting", "history",
     "lr_schedules", "launcher", "kernels", "lion", "streams",
     "monitors",
     "offload", "bucket", "transit", "activation_offload", "activations", "guard",

@@ -23,7 +23,7 @@ from shardengine.bucket import Arena
 from shardengine.collectives import Collectives
 from shardengine.config_sections import SchedulerConfig
 from shardengine.ddp import BufferSync, Reducer
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.mesh import Mesh
 from shardengine.optimizer import ShardedOptimizer
 from shardengine.unit import Unit
@@ -76,6 +76,8 @@ def lose_engines(count: int, collects: bool) -> list[int]:
     """Open files of this process, with each of ``count`` engines that nobody closes. collects: rank 1 does it, too."""
     found = []
     for _ in range(count):
+        with pytest.raises(ConfigError):  # after its groups are made
+            shardengine.initialize(cases.make_mlp(), cases.config_of("2", timeout_s=40, no_such_key=1))
         engine: Any = shardengine.initialize(cases.make_mlp(), cases.config_of("2", optimizer=SGD, timeout_s=40))
         train(engine, 0, 1)
         found.append(len(os.listdir("/proc/self/fd")))

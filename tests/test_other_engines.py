@@ -284,7 +284,7 @@ def test_a_keyword_of_another_engine_is_explained(engine: Any, method: str, keyw
     assert str(caught.value) == f"engine.{method} has no argument '{keyword}': {ARGUMENTS[method][keyword]}"
 
 
-@pytest.mark.parametrize("keyword", [*ARGUMENTS["initialize"], "find_unused_parameters", "mixed_precision"])
+@pytest.mark.parametrize("keyword", [*ARGUMENTS["initialize"], "gradient_clipping", "bf16"])
 def test_an_argument_of_another_initialize_is_explained(keyword: str) -> None:
     assert keyword not in inspect.signature(shardengine.initialize).parameters
     call: Any = shardengine.initialize
@@ -305,14 +305,18 @@ OTHER_KINDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "namespace first": (
         (Namespace(), MODEL),
         {},
-        "expected model to be a torch.nn.Module, came a Namespace: the model",
+        "expected model to be a torch.nn.Module, came one of type Namespace: the model",
     ),
     "name of a model": (("gpt2", {}), {}, "came the string 'gpt2': load it first"),
     "no model": ((None, {}), {}, "expected model to be a torch.nn.Module, came None"),
-    "parameters": ((MODEL.parameters(), {}), {}, "came a generator"),
+    "parameters": ((MODEL.parameters(), {}), {}, "came one of type generator"),
     "class": ((Net, {}), {}, "came the class Net: make one of it"),
-    "optimizer second": ((MODEL, torch.optim.SGD(MODEL.parameters())), {}, "came a SGD: it is passed as optimizer="),
-    "three": ((MODEL, torch.optim.SGD(MODEL.parameters()), {}), {}, "came 3 without a name: a Net, a SGD, a dict"),
+    "optimizer second": (
+        (MODEL, torch.optim.SGD(MODEL.parameters())),
+        {},
+        "came one of type SGD: it is passed as optimizer=",
+    ),
+    "three": ((MODEL, torch.optim.SGD(MODEL.parameters()), {}), {}, "came 3 without a name: Net, SGD, dict"),
     "no config": ((), {"model": MODEL}, "came nothing for config"),
     "config None": ((MODEL, None), {}, "or a Config, came None"),
     "JSON": ((MODEL, '{"a": 1}'), {}, "json.loads(text)"),
@@ -320,7 +324,13 @@ OTHER_KINDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "list of optimizers": ((MODEL, {}), {"optimizer": [1]}, "one engine has one optimizer"),
     "table of an optimizer": ((MODEL, {}), {"optimizer": {"type": "Adam"}}, "belongs into the config"),
     "name of a scheduler": ((MODEL, {}), {"lr_scheduler": "cosine"}, "belongs into the config"),
-    "number of parameters": ((MODEL, {}), {"model_parameters": 5}, "or None, came an int"),
+    "JSON list": ((MODEL, "[1]"), {}, "json.loads(text)"),
+    "module as optimizer": ((MODEL, {}), {"optimizer": MODEL}, "or None, came one of type Net"),
+    "dict of parameters": ((MODEL, {}), {"model_parameters": dict(MODEL.named_parameters())}, "put it into a list"),
+    "one parameter": ((MODEL, {}), {"model_parameters": MODEL.linear.weight}, "put it into a list"),
+    "mesh": ((MODEL, {}), {"mesh": "cpu"}, "expected mesh to be what shardengine.mesh.build() returns, or None"),
+    "monitors": ((MODEL, {}), {"monitors": 1}, "expected monitors to be a list"),
+    "number of parameters": ((MODEL, {}), {"model_parameters": 5}, "or None, came one of type int"),
 }
 
 
@@ -331,6 +341,22 @@ def test_an_argument_of_another_kind_is_named(case: str) -> None:
     with pytest.raises((UsageError, TypeError)) as caught:
         call(*args, **kwargs)
     assert str(caught.value).startswith("shardengine.initialize: expected ") and text in str(caught.value)
+
+
+def test_initialize_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(UsageError, match=r"outside of torch.inference_mode\(\)"):
+        shardengine.initialize(Net(), {})
+
+
+def test_no_sync_may_decorate_a_function(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    @engine.no_sync()
+    def micro_batch() -> None:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        assert not engine._window.synchronises
+
+    micro_batch()
+    micro_batch()
+    assert engine._window.synchronises and not caplog.records
 
 
 @pytest.mark.parametrize("call", ["trace", "no_sync", "full_params", "full_grads", "full_optimizer_state"])

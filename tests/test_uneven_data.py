@@ -232,7 +232,7 @@ def test_initialize_on_one_rank_while_another_trains(pools: Pools, stage: str) -
     zero, one = pools(2).run(begin_anew, stage, False)
     assert zero == (
         "CommunicationError: initialize on rank 0: expected every rank to call it within 4 s. Missing: ranks [1]. "
-        "Start the ranks again"
+        "Call it on every rank"
     )
     assert "rank 0 has let go of its engine after step 1" in one, one
     zero, one = pools(2).run(begin_together, stage)  # what had failed is counted nowhere
@@ -241,6 +241,72 @@ def test_initialize_on_one_rank_while_another_trains(pools: Pools, stage: str) -
 
 def begin_together(stage: str) -> str:
     return said_by(lambda: make_engine(stage, TIMEOUT_S).close())
+
+
+def begin_late() -> list[str]:
+    """With an engine that stays, all ranks make another, one of them long after the others."""
+    with listening_closely():
+        first = make_engine("3", TIMEOUT_S)
+        train(first, 0, 1)
+        if first.rank == 2:
+            time.sleep(3)
+        said = [said_by(lambda: make_engine("2", TIMEOUT_S).close()), said_by(lambda: train(first, 1, 2))]
+        return [*said, said_by(first.close)]
+
+
+def test_ranks_that_wait_in_initialize_for_a_late_one_do_not_wait_for_each_other(pools: Pools) -> None:
+    assert pools(3).run(begin_late) == [["nothing"] * 3] * 3
+
+
+def begin_too_soon() -> list[str]:
+    """Rank 0 calls initialize alone, is told, and all train on with the first engine."""
+    with listening_closely():
+        first = make_engine("3", TIMEOUT_S)
+        train(first, 0, 1)
+        said = [said_by(lambda: make_engine("2", 2.0) if first.rank == 0 else time.sleep(3))]
+        return [*said, said_by(lambda: train(first, 1, 3)), said_by(first.close)]
+
+
+def test_an_initialize_that_failed_leaves_the_other_engine_whole(pools: Pools) -> None:
+    zero, one = pools(2).run(begin_too_soon)
+    assert (
+        "CommunicationError: initialize on rank 0: expected every rank to call it within 2 s. Missing: rank 1"
+        in zero[0]
+    )
+    assert zero[1:] == one[1:] == ["nothing", "nothing"]
+
+
+def close_and_begin() -> str:
+    with listening_closely():
+        first = make_engine("3", TIMEOUT_S)
+        train(first, 0, 1)
+        if first.rank == 0:
+            return said_by(lambda: make_engine("2", TIMEOUT_S))
+        return said_by(first.close)
+
+
+def test_close_on_one_rank_and_initialize_on_another(pools: Pools) -> None:
+    for said in pools(2).run(close_and_begin):
+        assert "rank 0 stands in initialize (the meeting of all ranks before new process groups)" in said, said
+        assert "rank 1 stands in close (every rank's engine.close())" in said, said
+
+
+def keep_the_module(stage: str) -> bool:
+    """Nobody has the engine, but its module is used: the groups of the next one do not take the place of its own."""
+    module: Any = make_engine(stage, TIMEOUT_S).module
+    gc.collect()
+    student = make_engine("2", TIMEOUT_S)
+    for number in range(2):
+        with torch.no_grad():
+            taught = module(torch.ones(3, 7)).isfinite().all()
+        train(student, number, number + 1)
+    student.close()
+    return bool(taught)
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_a_module_without_its_engine_may_be_used_beside_another_engine(pools: Pools, stage: str) -> None:
+    assert pools(2).run(keep_the_module, stage) == [True, True]
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])
