@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import shardengine
 from benchmarks.ranks import collected, joined, leave
 from benchmarks.workload import CLIP, Setting, make_model
-from shardengine import mesh
 from shardengine.app import corpus, data, loop
 from shardengine.app.settings import BUILTIN
 from shardengine.app.stopping import StopRequest
 from shardengine.app.together import Together
+from shardengine.comm import mesh
 
 BASE = "fp32"
 OPTIMIZER = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}

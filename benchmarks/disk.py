@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardengine.host_memory import staging
+from shardengine.offload.host_memory import staging
 
 BLOCK_BYTES = 8 << 20
 KEPT_STATES = 6

@@ -20,9 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardengine
-from shardengine import collectives, ending, kernels, optimizer, partition
+from shardengine import kernels
+from shardengine.comm import collectives
+from shardengine.comm.mesh import Mesh
+from shardengine.engine import ending
 from shardengine.kernels import operations
-from shardengine.mesh import Mesh
+from shardengine.optim import optimizer
+from shardengine.sharding import partition
 
 RANKS = 8
 META = torch.device("meta")

@@ -37,8 +37,8 @@ import shardengine
 from benchmarks import host_layouts
 from benchmarks.host_layouts import LAYOUTS, PHASES, RANKS, STAGES, Shape, carry_nothing
 from benchmarks.reporting import MIN_ROUNDS, machine, table, write_result
-from shardengine import ending
-from shardengine.mesh import Mesh
+from shardengine.comm.mesh import Mesh
+from shardengine.engine import ending
 
 WIDTH = 16
 BUCKETS = (12_500_000, 100_000_000)

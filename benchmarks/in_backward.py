@@ -28,7 +28,7 @@ from torch import nn
 
 import shardengine
 from benchmarks.reporting import MIN_ROUNDS, machine, paired_ratio, table, write_result
-from shardengine import mesh as mesh_module
+from shardengine.comm import mesh as mesh_module
 
 HEADER = ["", "median ms", "× after [95%]"]
 ROWS = ("backward", "step", "after", "backward beside", "step beside", "beside")

@@ -32,7 +32,7 @@ from benchmarks.disk import make_durable, sync
 from benchmarks.peers import DeepSpeed, TorchDDP, TorchFSDP2
 from benchmarks.variants import Ours
 from benchmarks.workload import Setting, Variant
-from shardengine.mesh import Mesh
+from shardengine.comm.mesh import Mesh
 
 Wait = Callable[[], None]
 

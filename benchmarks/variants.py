@@ -17,7 +17,7 @@ from torch import nn
 import shardengine
 from benchmarks.peers import DEEPSPEED_INSTALL, DeepSpeed, TorchDDP, TorchFSDP2, TorchZero1
 from benchmarks.workload import CLIP, LEARNING_RATE, WEIGHT_DECAY, EngineLoop, PlainLoop, Setting, Variant
-from shardengine.mesh import Mesh
+from shardengine.comm.mesh import Mesh
 from shardengine.stages import STAGES
 
 LIMIT, BASE = "compute", "ddp"

@@ -10,11 +10,10 @@ Importing it loads torch and nothing else that is heavy.
 
 from typing import TYPE_CHECKING, Any
 
+from shardengine.comm import Mesh, launch
 from shardengine.config import Config, load_config
 from shardengine.engine import Engine, initialize
 from shardengine.errors import ConfigError, ShardEngineError
-from shardengine.launcher import launch
-from shardengine.mesh import Mesh
 from shardengine.other_engines import missing_in_package
 from shardengine.version import __version__
 

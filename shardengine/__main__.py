@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from shardengine.cli import main
+from shardengine.app.cli import main
 
 sys.exit(main())

@@ -342,7 +342,7 @@ PACKAGE: Mapping[str, str] = {
     "zero": "weights need no zero.Init: load the model as usual, `shardengine.initialize(model, config)` shards it "
     "arena by arena; for zero.GatheredParameters use `with engine.full_params():`",
     **_each(
-        "init_distributed comm initialize_mesh_device",
+        "init_distributed initialize_mesh_device",
         "`shardengine.initialize(model, config)` joins the ranks from the variables of the launcher, and "
         "`shardengine.launch(fn, ranks)` starts them",
     ),
@@ -369,7 +369,7 @@ PACKAGE: Mapping[str, str] = {
         "checkpoint_wrapper apply_activation_checkpointing", "`activation_checkpointing.enabled` in the config does it"
     ),
     **_each("PipelineModule pipe moe tp_model_init", _ONE_AXIS),
-    **_each("init_inference default_inference_config InferenceEngine module_inject ops runtime utils", _NOT_HERE),
+    **_each("init_inference default_inference_config InferenceEngine module_inject ops utils", _NOT_HERE),
     **_each("get_accelerator accelerator", "the device of a rank is `engine.device`"),
 }
 """Name on ``shardengine`` itself → what to do."""

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardengine
-from shardengine import mesh as mesh_module
-from shardengine.lion import Lion
+from shardengine.comm import mesh as mesh_module
+from shardengine.optim.lion import Lion
 from tests import oracle
 
 LossOf = Callable[[Any, int, int, int], Any]

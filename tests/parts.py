@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardengine import layout
-from shardengine.bucket import Arena, Bucket, BufferPool
-from shardengine.collectives import Collectives
-from shardengine.layout import Layout, ParameterSpec
-from shardengine.mesh import Mesh
-from shardengine.unit import Member, Unit
+from shardengine.comm.collectives import Collectives
+from shardengine.comm.mesh import Mesh
+from shardengine.offload.pool import BufferPool
+from shardengine.runtime.unit import Member, Unit
+from shardengine.sharding import layout
+from shardengine.sharding.bucket import Arena, Bucket
+from shardengine.sharding.layout import Layout, ParameterSpec
 from tests.cases import mesh_of_this_process
 
 CPU = torch.device("cpu")

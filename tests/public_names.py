@@ -20,8 +20,9 @@ import pytest
 from torch import nn
 
 import shardengine
-from shardengine import cli, errors
-from shardengine.config import json_schema
+from shardengine import errors
+from shardengine.app import cli
+from shardengine.config.load import json_schema
 from tests import cases
 
 ROOT = Path(__file__).resolve().parent.parent

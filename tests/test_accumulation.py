@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardengine.accumulation import Window
+from shardengine.ddp.accumulation import Window
 from shardengine.errors import UsageError
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardengine.activation_offload import ActivationStore, HostBuffers
 from shardengine.errors import UsageError
+from shardengine.runtime.activation_offload import ActivationStore, HostBuffers
 from tests.parts import CPU
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardengine.agreement import compare, describe, together
+from shardengine.comm.agreement import compare, describe, together
 from shardengine.errors import MismatchError
 from tests.parts import collectives
 from tests.ranks import RankPool

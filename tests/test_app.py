@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardengine import mesh
 from shardengine.app import corpus, data, loop, report, settings, stopping
 from shardengine.app.together import Together
+from shardengine.comm import mesh
 from shardengine.errors import ConfigError, UsageError
 
 ROOT = Path(__file__).parents[1]

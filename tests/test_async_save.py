@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import shardengine
-from shardengine import mesh as mesh_module
 from shardengine.checkpoint import directory, tensor_file
+from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CheckpointError, ShardEngineError
 from tests import cases
 from tests.ranks import RankPool

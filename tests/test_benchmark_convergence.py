@@ -29,7 +29,7 @@ from benchmarks.convergence import (
 from benchmarks.convergence_ranks import BASE, PRECISIONS, Run, config_of, read_blocks, unigram_loss
 from benchmarks.reporting import RESULTS
 from shardengine.app.data import Blocks, Rows
-from shardengine.config import load_config
+from shardengine.config.load import load_config
 
 STOCHASTIC = "bf16-pure-stochastic"
 

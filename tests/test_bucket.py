@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardengine import layout
-from shardengine.bucket import Arena, BufferPool, poison
+from shardengine.offload.pool import BufferPool
+from shardengine.sharding import layout
+from shardengine.sharding.bucket import Arena, poison
 from tests.parts import CPU, make_arenas, spec
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine import mesh as mesh_module
+from shardengine.comm import mesh as mesh_module
 from shardengine.errors import ShardEngineError
 from tests import cases
 from tests.forks import Forks, operations

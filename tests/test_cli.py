@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shardengine.app import inspect_checkpoint
-from shardengine.cli import main
-from shardengine.config import json_schema, load_config
+from shardengine.app.cli import main
+from shardengine.config.load import json_schema, load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

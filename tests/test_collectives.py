@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardengine.collectives import Collectives
+from shardengine.comm.collectives import Collectives
+from shardengine.comm.mesh import Mesh
+from shardengine.comm.record import Purpose
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.kernels import ordered_sum
-from shardengine.mesh import Mesh
-from shardengine.record import Purpose
 from tests import oracle
 from tests.parts import CPU, collectives
 from tests.ranks import RankPool

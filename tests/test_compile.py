@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from shardengine.errors import UsageError
-from shardengine.partition import find_units
+from shardengine.sharding.partition import find_units
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardengine.config import Config, json_schema, load_config
-from shardengine.config_keys import ALIASES, KEYS, TRIPLE, Status
-from shardengine.config_sections import ActivationsConfig, FrozenMapping, ZeroConfig
+from shardengine.config.keys import ALIASES, KEYS, TRIPLE, Status
+from shardengine.config.load import Config, json_schema, load_config
+from shardengine.config.sections import ActivationsConfig, FrozenMapping, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from shardengine import lr_schedules
-from shardengine.config import Config, load_config
-from shardengine.config_keys import ALIASES, KEYS, SECTIONS
+from shardengine.config.keys import ALIASES, KEYS, SECTIONS
+from shardengine.config.load import Config, load_config
 from shardengine.errors import ConfigError
+from shardengine.optim import lr_schedules
 
 FILES = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
 CALLER = {

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardengine.config_keys import ALIASES, FILLED_FROM, KEYS, ONLY_CALLER, Key, Status
-from shardengine.config_reader import plain
+from shardengine.config.keys import ALIASES, FILLED_FROM, KEYS, ONLY_CALLER, Key, Status
+from shardengine.config.reader import plain
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 BEGIN, END = "<!-- begin -->\n", "<!-- end -->\n"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine import precision
+from shardengine.config import Config
+from shardengine.optim import LossScaler
+from shardengine.sharding import precision
 from tests.test_config_keys import BATCH, load
 from tests.test_config_reader import problems
 
@@ -55,9 +57,14 @@ def test_precisions_that_do_not_fit_together_are_refused(wrong: dict[str, Any], 
     assert found.startswith(f"{place}:") and text in found
 
 
+def scaler_of(config: Config) -> LossScaler | None:
+    scaling = precision.of(config).scaling
+    return None if scaling is None else LossScaler(scaling)
+
+
 def test_keys_become_dtypes() -> None:
     plain = precision.of(load(nonfinite_gradients="step"))
-    assert plain == precision.Precision() and plain.scaler() is None and not plain.master_of(torch.float32)
+    assert plain == precision.Precision() and plain.scaling is None and not plain.master_of(torch.float32)
     low = precision.of(load(bf16={"enabled": True, "master_weights": False, "stochastic_rounding": True}, seed=7))
     assert (low.cast, low.keeps_masters, low.seed) == (torch.bfloat16, False, 7) and not low.master_of(torch.bfloat16)
     types = {"grad_accum_dtype": "bf16", "reduce_dtype": "fp16"}
@@ -68,7 +75,7 @@ def test_keys_become_dtypes() -> None:
 
 def test_numbers_of_the_loss_scale_are_taken_over() -> None:
     said = {"initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 2}
-    scaler = precision.of(load(fp16={"enabled": True, "consecutive_hysteresis": True, **said})).scaler()
+    scaler = scaler_of(load(fp16={"enabled": True, "consecutive_hysteresis": True, **said}))
     assert scaler is not None and scaler.scale == 32
     policy = scaler.policy
     assert (policy.window, policy.hysteresis, policy.minimum, policy.consecutive, policy.dynamic) == (
@@ -78,9 +85,9 @@ def test_numbers_of_the_loss_scale_are_taken_over() -> None:
         True,
         True,
     )
-    fixed = precision.of(load(fp16={"enabled": True, "loss_scale": 12.5})).scaler()
+    fixed = scaler_of(load(fp16={"enabled": True, "loss_scale": 12.5}))
     assert fixed is not None and fixed.scale == 12.5 and not fixed.policy.dynamic
     assert precision.of(load(torch_autocast={"enabled": True, "dtype": "float16"})).scaling is not None
-    unscaled = precision.of(load(torch_autocast={"enabled": True})).scaler()
+    unscaled = scaler_of(load(torch_autocast={"enabled": True}))
     assert unscaled is not None and unscaled.scale == 1 and not unscaled.policy.dynamic
-    assert precision.of(load(nonfinite_gradients="step")).scaler() is None
+    assert scaler_of(load(nonfinite_gradients="step")) is None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardengine.config import Config, load_config
-from shardengine.config_sections import OptimizerConfig
+from shardengine.config.load import Config, load_config
+from shardengine.config.sections import OptimizerConfig
 from shardengine.errors import ConfigError
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from shardengine.app import command, data, global_mean, job, resume, settings, stopping
+from shardengine.app.cli import main
 from shardengine.app.restarts import Death, Decision, Restarts, death
-from shardengine.cli import main
-from shardengine.config import load_config
+from shardengine.config.load import load_config
 from shardengine.errors import ConfigError, UsageError
 from tests.ranks import RankPool
 from tests.test_app import numbered

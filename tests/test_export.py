@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardengine.app.cli import main
 from shardengine.checkpoint import index, model_facts
-from shardengine.cli import main
 from shardengine.interchange import hugging_face
 from shardengine.interchange.weight_files import Output
 from tests import cases

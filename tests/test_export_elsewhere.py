@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as states_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from shardengine.cli import main
+from shardengine.app.cli import main
 from tests import cases
 from tests.ranks import RankPool
 from tests.test_export import same, tensors, tied_llama

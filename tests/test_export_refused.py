@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardengine.app.cli import main
 from shardengine.checkpoint import tensor_file
-from shardengine.cli import main
 from shardengine.interchange.aside import new_directory
 from tests import cases
 from tests.test_export import saved_run  # noqa: F401

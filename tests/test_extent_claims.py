@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from shardengine.errors import UsageError
-from shardengine.host_memory import staging
 from shardengine.offload import claims, disk
 from shardengine.offload.claims import DATA, LOCK, PREFIX, Claim, remove_abandoned
 from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload.host_memory import staging
 from tests.test_extents import random_bytes, read
 
 ROOT = Path(__file__).resolve().parent.parent

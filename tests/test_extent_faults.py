@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shardengine.errors import OffloadError
-from shardengine.host_memory import staging
 from shardengine.offload import disk
 from shardengine.offload.extents import Aio, Extent, ExtentFile
+from shardengine.offload.host_memory import staging
 from tests.forks import NO_FILE_SYSTEM, Forks
 from tests.test_extents import random_bytes, read
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardengine.errors import OffloadError, UsageError
-from shardengine.host_memory import staging
 from shardengine.offload import disk
 from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload.host_memory import staging
 from shardengine.offload.room import Room
 from tests.test_extent_faults import Fault
 from tests.test_extents import random_bytes, read

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.host_memory import staging
 from shardengine.offload import claims, disk
 from shardengine.offload.extents import Aio, Extent, ExtentFile
+from shardengine.offload.host_memory import staging
 
 SMALL = Aio(block_size=8192, queue_depth=3, thread_count=2)
 COUNTS = [0, 1, 4095, 4096, 4097, 8192, 8193, 3 * 8192, 100_001]

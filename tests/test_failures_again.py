@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shardengine
+from shardengine.comm.record import Purpose
 from shardengine.errors import CommunicationError, UsageError
-from shardengine.record import Purpose
 from tests import cases
 from tests.ranks import RankPool
 from tests.special_models import Boom

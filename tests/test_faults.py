@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from shardengine import board, faults
+from shardengine.comm import board, faults
+from shardengine.comm.faults import Faults, Notice
+from shardengine.comm.mesh import Mesh
+from shardengine.comm.positions import Waiting
+from shardengine.comm.rendezvous import LAUNCHED
 from shardengine.errors import CommunicationError, MismatchError
-from shardengine.faults import Faults, Notice
-from shardengine.mesh import Mesh
-from shardengine.positions import Waiting
-from shardengine.rendezvous import LAUNCHED
 
 
 class Boom(ArithmeticError):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine import mesh as mesh_module
 from shardengine.checkpoint import directory
+from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CheckpointError
 from tests import cases
 from tests.forks import NO_FILE_SYSTEM, Forks, make_read_only

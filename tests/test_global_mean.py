@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import shardengine
-from shardengine import mesh as mesh_module
 from shardengine.app import data, global_mean, loop
 from shardengine.app.data import Batch, Rows
 from shardengine.app.together import Together
+from shardengine.comm import mesh as mesh_module
 from shardengine.errors import UsageError
 from tests.cases import LENGTH, STAGES, VOCAB, make_llama, mesh_of_this_process
 

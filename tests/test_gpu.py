@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine import kernels
-from shardengine import mesh as mesh_module
+from shardengine.comm import mesh as mesh_module
 from shardengine.kernels import Rule, Spans
 from tests import cases, oracle
 from tests.sizes import padded

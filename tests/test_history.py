@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from shardengine import history
-from shardengine.history import History, first_difference
+from shardengine.comm import history
+from shardengine.comm.history import History, first_difference
 
 GROUPS = ("gather", "reduce")
 

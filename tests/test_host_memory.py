@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine import host_memory
+from shardengine.offload import host_memory
 
 
 @pytest.mark.parametrize("count", [0, 1, 4096, (2 << 20) + 1])

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine import layout
-from shardengine.activation_offload import HostBuffers
-from shardengine.layout import Layout, ParameterSpec
-from shardengine.prediction import Prediction
+from shardengine.runtime.activation_offload import HostBuffers
+from shardengine.runtime.prediction import Prediction
+from shardengine.sharding import layout
+from shardengine.sharding.layout import Layout, ParameterSpec
 from tests import cases
 from tests.ranks import RankPool
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardengine import Engine, errors, in_backward, update
-from shardengine.in_backward import StepsInBackward
+from shardengine import Engine, errors
 from shardengine.offload import disk
+from shardengine.optim import in_backward, update
+from shardengine.optim.in_backward import StepsInBackward
 from tests import cases
 from tests.parity.test_step_in_backward import SMALL, config_of, count_early
 from tests.ranks import RankPool

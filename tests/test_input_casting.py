@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardengine import precision
-from shardengine.casting import cast_inputs
-from shardengine.config import load_config
+from shardengine.config.load import load_config
+from shardengine.runtime.casting import cast_inputs
+from shardengine.sharding import precision
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from shardengine.app import inspect_checkpoint
+from shardengine.app.cli import main
 from shardengine.checkpoint import index
-from shardengine.cli import main
 from shardengine.interchange import stored, summary
 from tests import cases
 from tests.ranks import RankPool

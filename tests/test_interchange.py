@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import shardengine
-from shardengine.cli import main
+from shardengine.app.cli import main
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import deepspeed, unsharded, writing
 from shardengine.interchange.foreign import Foreign, ForeignParameter

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardengine
-from shardengine.cli import main
+from shardengine.app.cli import main
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import dcp, deepspeed, unpickling, writing
 from tests import cases

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardengine
-from shardengine.cli import main
+from shardengine.app.cli import main
 from shardengine.errors import CheckpointError
 from shardengine.interchange import dcp, unsharded, writing
 from shardengine.interchange.foreign import Foreign
-from shardengine.lion import Lion
+from shardengine.optim.lion import Lion
 from tests.test_interchange import parameter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
+from shardengine.app.cli import main
 from shardengine.checkpoint import directory
-from shardengine.cli import main
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import dcp, deepspeed, shards, writing
 from shardengine.interchange.dcp_files import Store

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardengine.app import data, jsonl, loop, settings
-from shardengine.cli import main
+from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.test_app import CLOSE, start, tiny
 

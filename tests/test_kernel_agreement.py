@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardengine import agreement, kernels
+from shardengine import kernels
+from shardengine.comm import agreement
 from shardengine.errors import UsageError
 from shardengine.kernels import Offer, operations
 from shardengine.kernels.native import build

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
 from shardengine.errors import ShardEngineError, UsageError
-from shardengine.launcher import cores, default_ranks, describe_exit, launch, rank_environment
 
 
 def summed(offset: int):
@@ -81,7 +81,7 @@ def test_ranks_must_be_a_positive_integer(ranks):
 
 
 def test_what_cannot_be_pickled_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardengine.launcher.find_spec", lambda name: None)  # as without cloudpickle
+    monkeypatch.setattr("shardengine.comm.launcher.find_spec", lambda name: None)  # as without cloudpickle
     with pytest.raises(UsageError, match="pip install cloudpickle"):
         launch(lambda: None)
 
@@ -98,7 +98,7 @@ def test_a_script_without_the_main_guard_is_told(tmp_path: Path):
 
 def test_rank_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("shardengine.launcher.cores", lambda: 8)
+    monkeypatch.setattr("shardengine.comm.launcher.cores", lambda: 8)
     assert rank_environment(3)["OMP_NUM_THREADS"] == "2"
     assert rank_environment(100)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

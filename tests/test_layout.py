@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardengine import layout
 from shardengine.errors import InternalError
-from shardengine.layout import FIRST_BUCKET_ELEMENTS, ArenaLayout, Layout, ParameterSpec, alignment
+from shardengine.sharding import layout
+from shardengine.sharding.layout import FIRST_BUCKET_ELEMENTS, ArenaLayout, Layout, ParameterSpec, alignment
 from tests.parts import ITEMSIZES, spec
 
 RANKS = st.integers(1, 5)

@@ -17,16 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 import shardengine
-from shardengine import assembly, lr_schedules, placing
-from shardengine import mesh as mesh_module
-from shardengine.bucket import Arena
-from shardengine.collectives import Collectives
-from shardengine.config_sections import SchedulerConfig
+from shardengine.comm import mesh as mesh_module
+from shardengine.comm.collectives import Collectives
+from shardengine.comm.mesh import Mesh
+from shardengine.config.sections import SchedulerConfig
 from shardengine.ddp import BufferSync, Reducer
+from shardengine.engine import assembly
 from shardengine.errors import ConfigError, UsageError
-from shardengine.mesh import Mesh
-from shardengine.optimizer import ShardedOptimizer
-from shardengine.unit import Unit
+from shardengine.optim import lr_schedules
+from shardengine.optim.optimizer import ShardedOptimizer
+from shardengine.runtime import placing
+from shardengine.runtime.unit import Unit
+from shardengine.sharding.bucket import Arena
 from tests import cases
 from tests.ranks import RankPool
 

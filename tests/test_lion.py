@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.lion import Lion
+from shardengine.optim.lion import Lion
 from tests import oracle
 
 Result = tuple[Tensor, Tensor]

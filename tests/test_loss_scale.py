@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import shardengine
 from shardengine.checkpoint import index as index_module
 from shardengine.errors import CheckpointError, LossScaleError, UsageError
-from shardengine.loss_scale import LossScaler, ScalePolicy
+from shardengine.optim import LossScaler
+from shardengine.sharding import ScalePolicy
 from tests import cases, oracle
 from tests.ranks import RankPool
 from tests.special_models import Boom

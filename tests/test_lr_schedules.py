@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardengine.config import load_config
-from shardengine.config_sections import SchedulerConfig
+from shardengine.config.load import load_config
+from shardengine.config.sections import SchedulerConfig
 from shardengine.errors import ConfigError
-from shardengine.lr_schedules import build, check
+from shardengine.optim.lr_schedules import build, check
 
 LINEAR = {"warmup_num_steps": 10, "warmup_type": "linear"}
 

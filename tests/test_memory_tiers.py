@@ -18,8 +18,8 @@ from torch import Tensor
 
 import shardengine
 from shardengine import Engine
-from shardengine import mesh as mesh_module
-from shardengine.host_memory import HUGE_PAGE
+from shardengine.comm import mesh as mesh_module
+from shardengine.offload.host_memory import HUGE_PAGE
 from tests import cases
 from tests.ranks import RankPool
 from tests.test_memory import FLOAT, config_of, elements_of, live_storages, make_tower, only_new_tensors, spare_bytes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine import monitors
+from shardengine.engine import monitors
 from shardengine.errors import ConfigError, UsageError
 from tests import cases
 from tests.comparing import assert_equal_to_truth
@@ -417,7 +417,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
 def test_initialize_says_what_it_made_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
     engine = small(wandb={"enabled": True}, bf16={"enabled": "auto"})
     engine.close()
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "shardengine.engine"]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "shardengine.engine.engine"]
     assert said.startswith("of the config: ") and "give `initialize(..., monitors=[...])` an object of yours" in said
     assert 'bf16.enabled is "auto"' in said
     caplog.clear()

@@ -20,10 +20,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import shardengine
-from shardengine import cli
-from shardengine.config_keys import KEYS, SECTIONS
+from shardengine.app import cli
+from shardengine.config.keys import KEYS, SECTIONS
+from shardengine.engine.inspection import Inspection
 from shardengine.errors import UsageError
-from shardengine.inspection import Inspection
 from shardengine.other_engines import ARGUMENTS, ENGINE, OPTIMIZER, PACKAGE
 from tests import cases
 from tests.ranks import RankPool

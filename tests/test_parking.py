@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardengine import parking
-from shardengine.bucket import Arena
+from shardengine.engine import parking
 from shardengine.errors import UsageError
+from shardengine.sharding.bucket import Arena
 from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

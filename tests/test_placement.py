@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shardengine.errors import InternalError
-from shardengine.placement import TRANSITIONS, Operation, Placement, operation, wire_fraction
+from shardengine.stages.placement import TRANSITIONS, Operation, Placement, operation, wire_fraction
 
 R, S, P = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
 

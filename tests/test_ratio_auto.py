@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardengine import Engine, assembly
-from shardengine.bucket import Arena, BufferPool
+from shardengine import Engine
 from shardengine.ddp import GradientBucket
+from shardengine.engine import assembly
 from shardengine.errors import ConfigError, UsageError
-from shardengine.optimizer import state_names
+from shardengine.offload.pool import BufferPool
+from shardengine.optim.optimizer import state_names
+from shardengine.sharding.bucket import Arena
 from tests import cases, test_memory_tiers
 from tests.comparing import assert_equal_to_truth
 from tests.parity.test_changed_models import engine_of, group, set_trainable

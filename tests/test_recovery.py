@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import shardengine
-from shardengine import collectives, faults, kernels
-from shardengine import mesh as mesh_module
+from shardengine import kernels
+from shardengine.comm import collectives, faults
+from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests import cases
 from tests.comparing import assert_equal_to_truth

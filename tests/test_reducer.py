@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardengine import layout
 from shardengine.ddp import Reducer, Rules, no_payload
+from shardengine.sharding import layout
 from tests.parts import collectives, make_arenas, spec, trainable_buckets
 from tests.ranks import RankPool
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardengine.comm.record import Purpose
 from shardengine.errors import MismatchError, UsageError
-from shardengine.record import Purpose
 from tests import cases
 from tests.parity.test_changed_models import OPTIONS, engine_of, group, set_trainable
 from tests.ranks import RankPool

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine import Engine, relayout
+from shardengine import Engine
+from shardengine.engine import relayout
 from shardengine.errors import MismatchError, OffloadError, ShardEngineError
 from shardengine.offload import disk
 from shardengine.offload.extents import ExtentFile

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardengine import rendezvous
+from shardengine.comm import rendezvous
 from shardengine.errors import UsageError
 from tests.test_app import tiny
 
@@ -260,7 +260,7 @@ def test_accelerate_launch(options: list[str], ranks: int, tmp_path: Path):
 
 def test_the_train_command_under_slurm_is_one_rank_of_the_step(environment: dict[str, str], capsys, monkeypatch):
     from shardengine.app import command
-    from shardengine.cli import main
+    from shardengine.app.cli import main
 
     monkeypatch.setattr(command, "require", lambda *packages, extra: None)
     environment.update(STEP)

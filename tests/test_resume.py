@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from shardengine.app import command, corpus, loop, resume
-from shardengine.cli import main
+from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.ranks import RankPool
 from tests.test_app import CORPUS, start

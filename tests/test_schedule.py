@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.prediction import Prediction
-from shardengine.schedule import Schedule
-from shardengine.unit import Unit, Weights
+from shardengine.runtime.prediction import Prediction
+from shardengine.runtime.schedule import Schedule
+from shardengine.runtime.unit import Unit, Weights
 from tests.cases import Mlp, config_of, make_engine, make_mlp
 
 

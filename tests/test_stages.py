@@ -10,8 +10,8 @@ import pytest
 
 from shardengine import stages
 from shardengine.errors import ConfigError
-from shardengine.placement import Placement
 from shardengine.stages import STAGES, Stage, Volume
+from shardengine.stages.placement import Placement
 
 LETTERS = ("weights_after_forward", "weights_after_backward", "gradients", "state")
 

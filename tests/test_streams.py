@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine.streams import CopyStream, Done, mark
+from shardengine.offload.copy_stream import CopyStream, Done, mark
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardengine import mesh
 from shardengine.app import resume
+from shardengine.comm import mesh
 from shardengine.errors import CommunicationError
 from tests.ranks import RankPool
 from tests.test_app import CORPUS, start

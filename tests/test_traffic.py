@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardengine import collectives
+from shardengine.comm import collectives
 from tests import cases
 from tests.forks import NO_NETWORK, Forks
 from tests.ranks import RankPool

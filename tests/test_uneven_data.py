@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine import board, collectives, faults
-from shardengine.board import Board
+from shardengine.comm import board, collectives, faults
+from shardengine.comm.board import Board
+from shardengine.comm.positions import Waiting, ring
 from shardengine.errors import CommunicationError, MismatchError
-from shardengine.positions import Waiting, ring
 from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool, fork_context

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardengine.errors import InternalError
-from shardengine.unit import Unit, Weights, weight_bytes
+from shardengine.runtime.unit import Unit, Weights, weight_bytes
 from tests.parts import collectives, contents, make_unit, spec
 from tests.ranks import RankPool
 

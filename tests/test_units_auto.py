@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardengine.errors import UsageError
-from shardengine.partition import sharded_units
-from shardengine.unit import Weights
+from shardengine.runtime.unit import Weights
+from shardengine.sharding.partition import sharded_units
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardengine
-from shardengine.lion import Lion
+from shardengine.optim.lion import Lion
 from tests import cases
 from tests.special_models import VOCAB, WIDTH
 

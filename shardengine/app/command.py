@@ -26,7 +26,6 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardengine import mesh, rendezvous
 from shardengine.app import corpus, job, resume, stopping
 from shardengine.app.restarts import Death, Decision, Restarts, death
 from shardengine.app.settings import (
@@ -42,9 +41,9 @@ from shardengine.app.settings import (
     reserve_output,
 )
 from shardengine.app.together import Together
+from shardengine.comm import default_ranks, mesh, rank_environment, rendezvous
 from shardengine.config import Config, timeout_of
 from shardengine.errors import ConfigError, UsageError
-from shardengine.launcher import default_ranks, rank_environment
 
 MAX_RANKS = 1024
 

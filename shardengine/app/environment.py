@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.app.report import size
+from shardengine.comm import cores
 from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
-from shardengine.launcher import cores
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
 _VARIABLES = "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES".split()

@@ -21,7 +21,7 @@ import torch
 from shardengine import stages
 from shardengine.app.data import Blocks
 from shardengine.app.settings import Settings
-from shardengine.checkpoint.directory import write_text
+from shardengine.checkpoint import write_text
 from shardengine.engine import Engine
 
 

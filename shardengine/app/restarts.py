@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardengine.app import resume, stopping
 from shardengine.app.stopping import Failure
-from shardengine.launcher import describe_exit
+from shardengine.comm import describe_exit
 
 _USAGE_CODE = 2
 """What a rank ends with that found the user's input wrong before it could say so."""

@@ -25,8 +25,7 @@ from shardengine.app.data import Blocks
 from shardengine.app.report import Progress
 from shardengine.app.settings import BUILTIN, Settings, default_model_cache, keep_batch, read_config
 from shardengine.app.together import Together
-from shardengine.checkpoint import directory
-from shardengine.checkpoint.loading import Checkpoint
+from shardengine.checkpoint import Checkpoint, directory
 from shardengine.config import load_config
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError, UsageError

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardengine import lr_schedules
 from shardengine.app import jsonl
-from shardengine.config import Config, fitting_ranks, load_config
-from shardengine.config_keys import TRIPLE
-from shardengine.config_reader import Source
-from shardengine.config_sections import OptimizerConfig
+from shardengine.config import TRIPLE, Config, OptimizerConfig, Source, fitting_ranks, load_config
 from shardengine.errors import UsageError
+from shardengine.optim import lr_schedules
 
 BUILTIN = "builtin:pydoc"
 DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200

@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardengine import agreement
-from shardengine.bucket import BufferPool
-from shardengine.collectives import Collectives
-from shardengine.mesh import Mesh
+from shardengine.comm import Collectives, Mesh, agreement
+from shardengine.offload import BufferPool
 
 
 class Together:

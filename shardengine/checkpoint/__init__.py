@@ -12,7 +12,28 @@ Must not know: the training loop. Nothing in here imports what a checkpoint name
 
 from __future__ import annotations
 
+from shardengine.checkpoint import contents, directory, index
+from shardengine.checkpoint.contents import BUFFER, WEIGHT
+from shardengine.checkpoint.directory import sync_directory, write_text
 from shardengine.checkpoint.loading import Checkpoint, load
+from shardengine.checkpoint.reader import Reader
 from shardengine.checkpoint.saving import finish, save
+from shardengine.checkpoint.tensor_file import DTYPES, Stream, header_of
 
-__all__ = ["Checkpoint", "finish", "load", "save"]
+__all__ = [
+    "BUFFER",
+    "DTYPES",
+    "WEIGHT",
+    "Checkpoint",
+    "Reader",
+    "Stream",
+    "contents",
+    "directory",
+    "finish",
+    "header_of",
+    "index",
+    "load",
+    "save",
+    "sync_directory",
+    "write_text",
+]

@@ -20,9 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from shardengine.collectives import Collectives
+from shardengine.comm import Collectives, Mesh, Store
 from shardengine.errors import CheckpointError
-from shardengine.mesh import Mesh, Store
 
 Meet = Callable[[str, Callable[[], None]], None]
 """Run something on every rank and wait for all; where it raises on one, it raises on all."""

@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shardengine.core import Core
-from shardengine.layout import Piece
-from shardengine.optimizer import ShardedOptimizer
-from shardengine.partition import memory_order
+from shardengine.engine import Core
+from shardengine.optim import ShardedOptimizer
+from shardengine.sharding import Piece, memory_order
 
 WEIGHT, BUFFER = "weight", "buffer"
 

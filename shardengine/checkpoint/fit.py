@@ -14,9 +14,8 @@ import torch
 
 from shardengine.checkpoint import contents, index, state
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
-from shardengine.core import Core
-from shardengine.inspection import Inspection
-from shardengine.optimizer import ShardedOptimizer
+from shardengine.engine import Core, Inspection
+from shardengine.optim import ShardedOptimizer
 
 Source = tuple[str, int, int, int]
 """(file, byte offset, first and one past the last element in the part that is filled)."""

@@ -25,14 +25,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardengine.agreement import compare, together
 from shardengine.checkpoint import contents, directory, fit, index, saving, state
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
-from shardengine.collectives import Collectives
-from shardengine.core import Core
+from shardengine.comm import Collectives, compare, together
+from shardengine.engine import Core, Inspection
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
-from shardengine.inspection import Inspection
 
 _PARTLY = ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
 _MOSTLY_ALONE = 1.5

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardengine.checkpoint.tensor_file import ALIGNMENT, bytes_of, checksum
 from shardengine.errors import CheckpointError, InternalError
-from shardengine.host_memory import staging
+from shardengine.offload import staging
 
 _BLOCK_BYTES = 4 << 20
 _AHEAD = 4

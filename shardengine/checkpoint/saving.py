@@ -18,12 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shardengine.agreement import compare, together
 from shardengine.checkpoint import contents, directory, index, model_facts, state, tensor_file
 from shardengine.checkpoint.background import Background, Meet
-from shardengine.collectives import Collectives
+from shardengine.comm import Collectives, compare, together
+from shardengine.engine import Inspection
 from shardengine.errors import CheckpointError, UsageError
-from shardengine.inspection import Inspection
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardengine.core import Core
+from shardengine.engine import Core
 from shardengine.errors import UsageError
-from shardengine.optimizer import ShardedOptimizer
+from shardengine.optim import ShardedOptimizer
 
 _NESTED = "_schedulers"
 _PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.host_memory import staging
+from shardengine.offload import staging
 
 try:
     from isal.isal_zlib import crc32  # the same sums, faster; an extra of this package

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardengine.collectives import Collectives
-from shardengine.record import Purpose
+from shardengine.comm import Collectives, Purpose
 
 
 class BufferSync:

@@ -42,12 +42,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.bucket import Bucket, BufferPool, in_memory_order
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.layout import Layout, ParameterSpec
-from shardengine.offload import HOST
-from shardengine.transit import Transit
+from shardengine.offload import HOST, BufferPool, Transit
+from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 
 _Then = Callable[[], None]
 

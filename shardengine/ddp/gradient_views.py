@@ -31,10 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardengine.bucket import in_memory_order, shaped
 from shardengine.ddp.gradient_bucket import GradientBucket
 from shardengine.errors import InternalError, UsageError
-from shardengine.layout import Layout
+from shardengine.sharding import Layout, in_memory_order, shaped
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default}

@@ -26,17 +26,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardengine.bucket import Bucket, BufferPool
-from shardengine.collectives import Collectives, Pending
+from shardengine.comm import Collectives, Pending, Purpose
 from shardengine.ddp.early_use import EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.layout import Layout
-from shardengine.record import Purpose
-from shardengine.streams import is_apart
-from shardengine.transit import Transit
+from shardengine.offload import BufferPool, Transit, is_apart
+from shardengine.sharding import Bucket, Layout
 
 _MAX_IN_FLIGHT = 3
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from shardengine.checkpoint.directory import sync_directory
+from shardengine.checkpoint import sync_directory
 from shardengine.errors import UsageError
 
 

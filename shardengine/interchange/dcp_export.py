@@ -29,7 +29,7 @@ from shardengine.errors import UsageError
 from shardengine.interchange.dcp import COUNTERS
 from shardengine.interchange.stored import Stored
 from shardengine.interchange.weight_files import rounded, weights
-from shardengine.lion import Lion
+from shardengine.optim import Lion
 
 _CLASSES: dict[str, Any] = {
     "AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD, "Lion": Lion,

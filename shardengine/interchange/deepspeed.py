@@ -33,7 +33,7 @@ from shardengine.interchange.shards import (
     rows_by_group,
     rows_by_parameter,
     whole_of_shards,
-)  # fmt: skip
+)
 from shardengine.interchange.unpickling import Inert, load_torch
 from shardengine.kernels import STATE_NAMES
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardengine.checkpoint.directory import write_text
+from shardengine.checkpoint import write_text
 from shardengine.errors import UsageError
 from shardengine.interchange import adapters, weight_files
 from shardengine.interchange.stored import Stored

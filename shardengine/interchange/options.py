@@ -14,7 +14,7 @@ from torch import Tensor
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange.foreign import named
 from shardengine.kernels import STATE_NAMES
-from shardengine.optimizer_forms import check_options
+from shardengine.optim import check_options
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 _TAKEN = {

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint import directory, index
-from shardengine.checkpoint.contents import BUFFER, WEIGHT
-from shardengine.checkpoint.reader import Reader
-from shardengine.checkpoint.tensor_file import DTYPES
+from shardengine.checkpoint import BUFFER, DTYPES, WEIGHT, Reader, directory, index
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import kinds
 

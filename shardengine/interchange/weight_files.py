@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint.directory import write_text
-from shardengine.checkpoint.tensor_file import Stream, header_of
+from shardengine.checkpoint import Stream, header_of, write_text
 from shardengine.errors import UsageError
 from shardengine.interchange.stored import Stored, weight_of
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint import contents, directory, index
-from shardengine.checkpoint.tensor_file import Stream, header_of
+from shardengine.checkpoint import Stream, contents, directory, header_of, index
 from shardengine.errors import CheckpointError, ShardEngineError
 from shardengine.interchange import options
 from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import OffloadError, UsageError
-from shardengine.host_memory import staging
 from shardengine.kernels import crc32
 from shardengine.offload.claims import DATA, Claim
 from shardengine.offload.disk import ALIGNMENT, Aio, Damage, DiskFile, Lane, bytes_of
+from shardengine.offload.host_memory import staging
 from shardengine.offload.room import Room
 from shardengine.offload.transfer import Transfer
 

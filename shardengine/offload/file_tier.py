@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
-from shardengine.host_memory import HUGE_PAGE, staging
 from shardengine.offload.extents import Extent, ExtentFile
+from shardengine.offload.host_memory import HUGE_PAGE, staging
 from shardengine.offload.shelf import HOST, Forms, Shelf
 from shardengine.offload.transfer import Transfer
 

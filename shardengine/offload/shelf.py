@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.streams import is_apart
+from shardengine.offload.copy_stream import is_apart
 
 HOST = torch.device("cpu")
 Forms = Mapping[str, tuple[int, torch.dtype]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shardengine.config_sections import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from shardengine.config import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from shardengine.errors import UsageError
 from shardengine.offload.extents import Aio, ExtentFile
 from shardengine.offload.file_tier import FileTier

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardengine.errors import ConfigError
-from shardengine.placement import Placement
+from shardengine.stages.placement import Placement
 from shardengine.stages.stage import Stage, Volume
 from shardengine.stages.stage0 import STAGE0
 from shardengine.stages.stage1 import STAGE1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardengine.placement import Operation, Placement, operation, wire_fraction
+from shardengine.stages.placement import Operation, Placement, operation, wire_fraction
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Memory 16Ψ (fp32 Adam). Sends 2(N-1)/N·4Ψ per step: a reduce-scatter and an a
 Use it when the model, its gradients and its optimizer state fit: nothing is gathered on the way to a result.
 """
 
-from shardengine.placement import Placement
+from shardengine.stages.placement import Placement
 from shardengine.stages.stage import Stage
 
 STAGE0 = Stage(

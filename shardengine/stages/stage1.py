@@ -4,7 +4,7 @@ Memory 8Ψ + 8Ψ/N (fp32 Adam: the master weight is the weight). Sends (N-1)/N·
 micro-batches. Use it first when memory is short, and when many micro-batches are accumulated: same bytes as stage 0.
 """
 
-from shardengine.placement import Placement
+from shardengine.stages.placement import Placement
 from shardengine.stages.stage import Stage
 
 STAGE1 = Stage(

@@ -4,7 +4,7 @@ Memory 4Ψ + 12Ψ/N (fp32 Adam). Sends (N-1)/N·(4k+4)Ψ per step with k micro-b
 Use it when stage 1 does not fit and few micro-batches are accumulated.
 """
 
-from shardengine.placement import Placement
+from shardengine.stages.placement import Placement
 from shardengine.stages.stage import Stage
 
 STAGE2 = Stage(

@@ -4,7 +4,7 @@ Memory 16Ψ/N (fp32 Adam) + the live window. Sends (N-1)/N·k·(2·4Ψ_twice + 4
 Use it when the weights alone do not fit.
 """
 
-from shardengine.placement import Placement
+from shardengine.stages.placement import Placement
 from shardengine.stages.stage import Stage
 
 STAGE3 = Stage(

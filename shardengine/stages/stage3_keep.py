@@ -4,7 +4,7 @@ Memory at rest 16Ψ/N, at the end of forward all weights (4Ψ) on top. Sends one
 Use it when the weights fit but optimizer state and gradients do not, and the wire is slow.
 """
 
-from shardengine.placement import Placement
+from shardengine.stages.placement import Placement
 from shardengine.stages.stage import Stage
 
 STAGE3_KEEP = Stage(

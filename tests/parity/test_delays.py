@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine import collectives
+from shardengine.comm import collectives
 from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine import bucket
 from shardengine.ddp import reducer
-from shardengine.transit import Transit
+from shardengine.offload.copy_queue import Transit
+from shardengine.sharding import bucket
 from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

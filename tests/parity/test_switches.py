@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine import collectives
+from shardengine.comm import collectives
 from tests import cases, oracle
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool

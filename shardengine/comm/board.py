@@ -1,0 +1,159 @@
+"""Texts of ranks in the process group's store. Owns: the thread and the connection over which they are put and read.
+
+Must not know: what they say.
+
+[Note: The store may be gone] Its host may be killed or stopped, and then an operation may never return. Every
+operation therefore runs in a thread, over a connection of its own, and is waited for ``OPERATION_S`` at most. Where a
+rank hosts the store (srun, mpirun, ``init_method="tcp://…"``), that rank is then named, and the others are not known.
+
+[Note: How far a rank is] A rank that stands in something of the user's cannot answer, so the thread puts how far it is
+every ``PUBLISH_S`` if that has changed. The training loop only assigns an attribute.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from shardengine.comm.mesh import Mesh, Store, ending_threads
+
+OPERATION_S = 1.0
+PUBLISH_S = 5.0
+
+_T = TypeVar("_T")
+_Jobs = SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+
+
+class Unreachable(Exception):
+    """The store did not answer; the text says what came instead."""
+
+
+class Published:
+    """A text that the thread puts under ``key`` now and then, if it has changed."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.text = ""
+        self._put = ""
+
+    def put(self, store: Store) -> None:
+        """In the thread."""
+        text = self.text
+        if text != self._put:
+            store.set(self.key, text)
+            self._put = text
+
+
+class Board:
+    """Texts by (kind, rank) in the store ([Note: The store may be gone]). published: under this key, by this rank."""
+
+    def __init__(self, mesh: Mesh, published: str) -> None:
+        self._mesh = mesh
+        self._jobs: _Jobs = SimpleQueue()
+        self._end: weakref.finalize[..., Board] | None = None
+        self._unanswered: Future[Any] | None = None
+        self._thread: threading.Thread | None = None
+        self._published = Published(f"{published}/{mesh.rank}")
+
+    def publish(self, text: str) -> None:
+        """``text`` will be read by the others under the key of ``published`` ([Note: How far a rank is])."""
+        self._published.text = text
+        if self._end is None:
+            self._begin()
+
+    def write(self, kind: str, text: str, *, wait: bool = True) -> None:
+        """Put this rank's text; an empty one takes it back. wait: until it is there."""
+
+        def job(store: Store) -> None:
+            store.set(f"{kind}/{self._mesh.rank}", text)
+            store.add("news", 1)
+
+        if wait:
+            self._ask(job)
+        else:
+            self._submit(job)
+
+    def read(self, kind: str) -> dict[int, str]:
+        """The other ranks' texts."""
+
+        def job(store: Store) -> dict[int, str]:
+            keys = {rank: f"{kind}/{rank}" for rank in range(self._mesh.ranks) if rank != self._mesh.rank}
+            found = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+            return {rank: text for rank, text in found.items() if text}
+
+        return self._ask(job)
+
+    def news(self) -> int:
+        """A number that changes with every text."""
+        return self._ask(lambda store: store.add("news", 0))
+
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """End the thread and its connection, as happens when the board itself goes. The next question starts anew.
+
+        wait_s: for the end of the thread.
+        """
+        if self._end is not None:
+            self._end()
+        if self._thread is not None and wait_s:
+            self._thread.join(wait_s)
+        self._end = self._unanswered = self._thread = None
+
+    def _begin(self) -> None:
+        self._jobs = SimpleQueue()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._mesh, self._jobs, self._published), name="shardengine-notices", daemon=True
+        )
+        self._thread.start()
+        ending_threads.add(self._thread)
+
+    def _submit(self, job: Callable[[Store], _T]) -> Future[_T]:
+        if self._end is None:
+            self._begin()
+        answer: Future[_T] = Future()
+        self._jobs.put((job, answer))
+        return answer
+
+    def _ask(self, job: Callable[[Store], _T]) -> _T:
+        reason = f"no answer within {OPERATION_S:g} s"
+        if self._unanswered is None or self._unanswered.done():
+            answer: Future[_T] | None = None
+            try:
+                answer = self._submit(job)
+                return answer.result(OPERATION_S)
+            except TimeoutError:
+                self._unanswered = answer
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+        raise Unreachable(reason)
+
+
+def _serve(mesh: Mesh, jobs: _Jobs, published: Published) -> None:
+    """Do ``jobs`` until None comes, and put what is ``published`` when there is nothing else to do."""
+    store: Store | None = None
+    while True:
+        try:
+            task = jobs.get(timeout=PUBLISH_S)
+        except Empty:
+            try:
+                store = store or mesh.store()
+                if store is not None:
+                    published.put(store)
+            except Exception:  # it only helps to describe a fault, and whoever asks hears of the store
+                pass
+            continue
+        if task is None:
+            return
+        job, answer = task
+        try:
+            store = store or mesh.store()
+            if store is None:
+                raise RuntimeError("there is no process group")
+            answer.set_result(job(store))
+        except Exception as error:
+            answer.set_exception(error)
+        del task, job, answer  # they hold the board, which could not end while the next one is waited for

@@ -1,0 +1,352 @@
+"""The only file that calls torch.distributed's data operations. Owns byte and sequence counters.
+
+Must not know: modules, hooks, stages. At one rank everything here is a no-op on the same path.
+
+Every collective passes through ``Collectives._issue`` with a ``Record`` of what it is. There its bytes are counted and
+debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and ranks.
+
+[Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
+slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the
+host never blocks there; it learns of a fault in the next exchange, which is always gloo's.
+
+[Note: Direct reduce-scatter] All-to-all of slices, then a local sum in tree order (kernels: [Note: One arithmetic]),
+which is the caller's ``land``. It sends (N-1)/N of the bucket like a ring, has one order of summation at any bucket
+size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32 (faster on
+NCCL, its order of summation is its own); it would sum other dtypes in themselves, so those always go the direct way.
+
+[Note: Gather by broadcasts] On gloo N broadcasts, each rank its own slice in place, are up to three times as fast as
+its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks the latency of N operations wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardengine.comm.faults import Faults
+from shardengine.comm.history import History, first_difference
+from shardengine.comm.mesh import Mesh
+from shardengine.comm.record import EVALUATE, Purpose, Record
+from shardengine.errors import CommunicationError, MismatchError
+from shardengine.offload import BufferPool
+from shardengine.trace import COMMUNICATION, Trace, now
+
+_MAX_BROADCAST_RANKS = 8
+_ANNOUNCEMENT_BYTES = 256
+_SLICE = timedelta(seconds=0.5)
+
+# renamed in torch 2.13; the old names warn there, the new ones are missing before
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective in flight. ``wait`` blocks until its result may be used (on CUDA: makes the stream wait)."""
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        settle: Callable[[Sequence[dist.Work]], None] = lambda works: None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._settle = settle
+        self._finish = finish
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def arrive(self) -> None:
+        """Wait until the data is there; the local part is still to be done."""
+        if self._works:
+            self._settle(self._works)
+            self._works = ()
+
+    def wait(self) -> None:
+        """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
+        self.arrive()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Collectives:
+    """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum."""
+
+    def __init__(
+        self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False
+    ) -> None:
+        self.sent: Counter[Purpose] = Counter()
+        self.trace = Trace()
+        self._pool = pool
+        self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
+        self._direct = direct
+        self._debug = debug
+        self.use(mesh)
+
+    def use(self, mesh: Mesh) -> None:
+        """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
+        before: Faults | None = getattr(self, "faults", None)
+        self.mesh = mesh
+        self.faults = Faults(mesh)
+        if before is not None:
+            self.faults.succeed(before)
+        self._places = self.faults.issued
+        self.history = History(("gather", "reduce"))
+
+    @property
+    def may_poll(self) -> bool:
+        """Whether what follows a collective may be started as soon as it is found done.
+
+        On NCCL that would interleave two communicators differently on each rank, which can deadlock.
+        """
+        return self.mesh.backend == "gloo"
+
+    def all_gather(self, full: Tensor, names: Sequence[str], purpose: Purpose, what: str = "") -> Pending:
+        """Fill ``full`` (flat, ranks · slice elements) in place; this rank's slice is already in its place.
+
+        names, what: the parameters and the bucket, for errors.
+        """
+        mesh = self.mesh
+        if mesh.ranks == 1:
+            return Pending()
+        sent = _sendable(full)
+        evaluates = purpose is Purpose.EVALUATION and mesh.evaluate is not None
+        group = mesh.evaluate if evaluates else mesh.gather
+        if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
+
+            def call() -> list[dist.Work]:
+                slices = sent.chunk(mesh.ranks)
+                return [dist.broadcast(part, src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+        else:
+
+            def call() -> list[dist.Work]:
+                length = sent.numel() // mesh.ranks
+                own = sent[mesh.rank * length : (mesh.rank + 1) * length]
+                return [_all_gather_single(sent, own, group=group, async_op=True)]
+
+        size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
+        record = self._record(EVALUATE if evaluates else "gather", "all-gather", what, names, size, purpose)
+        return self._issue(record, call)
+
+    def reduce_scatter(
+        self, full: Tensor, land: Callable[[Sequence[Tensor]], None], names: Sequence[str], what: str = ""
+    ) -> Pending:
+        """``wait`` hands ``land`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``.
+
+        They are only lent to it. It may write into ``full``, which nobody else may touch before it is called.
+        names, what: as in ``all_gather``.
+        """
+        mesh = self.mesh
+        if mesh.ranks == 1:
+            return Pending(finish=lambda: land([full]))
+        sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
+        direct = self._direct or full.dtype is not torch.float32
+        length = full.numel() // mesh.ranks
+        received = self._pool.take(full.numel() if direct else length, full.dtype, full.device)
+
+        def call() -> list[dist.Work]:
+            if direct:
+                return [dist.all_to_all_single(received, full, group=mesh.reduce, async_op=True)]
+            return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
+
+        def finish() -> None:
+            land(received.split(length) if direct else [received])
+            self._pool.give(received)
+
+        record = self._record("reduce", "reduce-scatter", what, names, sent, Purpose.GRADIENTS)
+        return self._issue(record, call, finish)
+
+    def broadcast(self, tensor: Tensor, names: Sequence[str], purpose: Purpose, what: str = "") -> None:
+        """Rank 0's ``tensor`` (contiguous) to all; blocks. names, what: as in ``all_gather``."""
+        if self.mesh.ranks == 1:
+            return
+        flat = _sendable(tensor.detach().view(-1))
+
+        def call() -> list[dist.Work]:
+            return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
+
+        sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
+        self._issue(self._record("gather", "broadcast", what, names, sent, purpose), call).wait()
+
+    def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
+        """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
+
+        what: named in the error when it fails.
+        """
+        if self.mesh.ranks == 1:
+            return payload.unsqueeze(0)
+        gathered = payload.new_empty(self.mesh.ranks * payload.numel())
+
+        def call() -> list[dist.Work]:
+            return [_all_gather_single(gathered, payload, group=self.mesh.control, async_op=True)]
+
+        sent = payload.numel() * (self.mesh.ranks - 1)
+        self._issue(self._record("control", "exchange", what, (), sent, Purpose.CONTROL), call).wait()
+        return gathered.view(self.mesh.ranks, payload.numel())
+
+    def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
+        """As ``exchange``, with fp64 ``values`` (1-D) that stay on the mesh's device: [ranks, n] and the payloads.
+
+        One message on the CPU. On a GPU the values travel on their own, and the host does not wait for them.
+        """
+        if values.device.type == "cpu":
+            rows = self.exchange(torch.cat([values.view(torch.uint8), payload]), what)
+            head, tail = rows.split([values.nbytes, payload.numel()], dim=1)
+            return head.reshape(-1).clone().view(torch.float64).view(self.mesh.ranks, values.numel()), tail
+        rows = self.exchange(payload, what)
+        if self.mesh.ranks == 1:
+            return values.unsqueeze(0), rows
+        gathered = values.new_empty(self.mesh.ranks * values.numel())
+
+        def call() -> list[dist.Work]:
+            return [_all_gather_single(gathered, values, group=self.mesh.gather, async_op=True)]
+
+        record = self._record("gather", "all-gather", what, (), values.nbytes * (self.mesh.ranks - 1), Purpose.CONTROL)
+        self._issue(record, call).wait()
+        return gathered.view(self.mesh.ranks, -1), rows
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order; blocks. For start-up and error paths."""
+        text = json.dumps(value).encode()
+        sizes = (
+            self.exchange(torch.tensor([len(text)], dtype=torch.int64).view(torch.uint8)).contiguous().view(torch.int64)
+        )
+        padded = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else padded[:0]
+        rows = self.exchange(padded)
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes.view(-1), strict=True)]
+
+    def require_same(self, digests: Tensor) -> None:
+        """``MismatchError`` on every rank unless all ranks' ``history.digest()`` are equal; names a difference."""
+        if bool((digests == digests[0]).all()):
+            return
+        found = first_difference(self.exchange_objects(self.history.texts()))
+        where = "" if found is None else f": rank 0 issued [{found[1]}] where rank {found[0]} issued [{found[2]}]"
+        raise MismatchError(
+            f"ranks took part in different collectives{where}, so the gradients of this window are wrong. Expected the "
+            "same blocks in the same order on every rank (a branch inside of a block may differ: list the class of the "
+            "module around the branch in zero_optimization.units); then engine.reset() on every rank"
+        )
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.exchange(torch.zeros(1, dtype=torch.uint8))
+
+    def _record(
+        self, group: str, operation: str, what: str, names: Sequence[str], sent: int, purpose: Purpose
+    ) -> Record:
+        places = self._places
+        if purpose is not Purpose.CONTROL:
+            places["all"] += 1
+        places[group] += 1
+        record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
+        # every rank issues both kinds of gathers in one order, so that one digest covers them
+        self.history.note("gather" if group == EVALUATE else group, record.summary)
+        return record
+
+    def _issue(
+        self, record: Record, call: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
+    ) -> Pending:
+        """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
+        is_data = record.purpose is not Purpose.CONTROL
+        if self._debug and is_data:
+            self._compare(record.announcement)
+        self.sent[record.purpose] += record.sent
+        start = now() if self.trace.recording else 0
+        try:
+            works = call()
+        except RuntimeError as error:
+            raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
+        if self.trace.recording:
+            self._trace_arrival(works, record, start)
+        pending = Pending(works, functools.partial(self._wait, record, self.mesh, self.faults), finish)
+        if not self._overlap and is_data:
+            pending.arrive()
+        return pending
+
+    def _wait(self, record: Record, mesh: Mesh, faults: Faults, works: Sequence[dist.Work]) -> None:
+        """Until the data of ``works`` may be used. mesh, faults: of the time at which they were issued."""
+        start = now()
+        for work in works:
+            if mesh.backend != "nccl" or record.group == "control":
+                _settle(work, record, faults)
+            else:
+                _order(work, record, mesh.rank)
+        self.trace.waited(record.title, start)
+
+    def _trace_arrival(self, works: Sequence[dist.Work], record: Record, start: int) -> None:
+        """Write down when the last of ``works`` is done, from the thread that finds it done."""
+        details = {"purpose": record.purpose.value, "bytes sent": record.sent, "what": record.subject}
+
+        def arrived(_: Any) -> None:
+            self.trace.add(COMMUNICATION, record.title, start, now(), details)
+
+        works[-1].get_future().add_done_callback(arrived)
+
+    def _compare(self, announcement: str) -> None:
+        raw = announcement.encode()[:_ANNOUNCEMENT_BYTES].ljust(_ANNOUNCEMENT_BYTES)
+        rows = self.exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "what is issued next (debug)")
+        texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise MismatchError(
+                    f"collectives differ between ranks: rank 0 issues [{texts[0]}], rank {rank} issues [{text}]; "
+                    "expected the same order everywhere. Do the ranks take different branches of the model?"
+                )
+
+
+def _settle(work: dist.Work, record: Record, faults: Faults) -> None:
+    """Wait for ``work`` ([Note: Waiting in slices])."""
+    try:
+        work.wait(_SLICE)
+        return
+    except RuntimeError:
+        pass  # the slice is over, or the work has failed: then it is completed
+    rank = faults.mesh.rank
+    watch = faults.watch(record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
+    try:
+        while not work.is_completed():
+            watch.look()
+            if watch.overdue:
+                raise CommunicationError(
+                    f"{record.describe(rank)} did not end within {faults.mesh.timeout_s:g} s. {watch.verdict()}"
+                )
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                continue
+        try:
+            work.wait()
+        except RuntimeError as error:
+            watch.look_for_goodbyes()
+            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
+    except (CommunicationError, MismatchError) as error:
+        faults.give_up(str(error))
+        raise
+    watch.end()
+
+
+def _order(work: dist.Work, record: Record, rank: int) -> None:
+    """Make the stream wait for ``work``; the host goes on."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(f"{record.describe(rank)} failed: {error}") from error
+
+
+_KNOWN_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def _sendable(flat: Tensor) -> Tensor:
+    """``flat`` itself, or the same memory as bytes where a backend may not know its dtype; for what is only copied."""
+    return flat if flat.dtype in _KNOWN_DTYPES else flat.view(torch.uint8)

@@ -1,0 +1,595 @@
+"""What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
+
+Owns: notices (a rank raised, waits, leaves), the sentences that a waiting rank makes of them, the meetings before new
+process groups are built and before engines end. Must not know: which collectives there are, buckets, the engine.
+
+[Note: Notices] A rank that raises in forward, backward or step leaves the others waiting in a collective that it will
+never issue. So it tells them: it writes what happened under its number. A rank whose wait lasts longer than
+``POST_AFTER_S`` writes what it waits for, and looks at the others' notices between slices of its wait. One that has
+stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said. Shorter-lived
+ones do not count: an exception that happens on every rank may be caught on every rank, and the next call of the engine
+takes the notice back. Nor does a notice count of an attempt in which this rank raised, too. An attempt is a place and
+how many calls of its kind there were, since ranks make the same calls: a later failure at the same place counts again.
+
+When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
+for the same collective. A wait shorter than one slice touches nothing of this.
+
+[Note: Goodbyes] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
+collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A goodbye is one
+voice's, of which ranks make the same ones over a mesh in the same order, so that engines beside and after each other do
+not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have stood
+so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (board: [Note: How far a rank is]).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing.util
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+
+from shardengine.comm.board import Board, Unreachable
+from shardengine.comm.mesh import Mesh, await_threads
+from shardengine.comm.positions import Goodbye, Waiting, ring
+from shardengine.comm.record import EVALUATE
+from shardengine.errors import CommunicationError, MismatchError
+
+POST_AFTER_S = 1.0
+STANDS_S = 3.0
+LINGER_S = 5.0
+_GRACE_S = 2.0
+_UNHEARD_S = 10.0
+_TEXT_LIMIT = 2000
+MEETING = "meeting"
+"""In the place of a group: the wait of `meeting.meet`."""
+_STORE = "the process group's store, through which ranks tell each other what happened"
+_BLOCKS = (
+    "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
+    "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
+)
+_SAME = "Give every rank the same number of batches, and make the same calls on every rank"
+_EVALUATE = (
+    "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
+    "inside of `with engine.full_params():` that every rank opens"
+)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank said. where, attempt: which call raised · gave_up: because of another rank · over: it went on"""
+
+    text: str
+    where: str = ""
+    attempt: int = 0
+    gave_up: bool = False
+    over: bool = False
+
+    @property
+    def verb(self) -> str:
+        """What the rank did."""
+        return "gave up" if self.gave_up else "raised"
+
+
+class Faults:
+    """This rank's side of [Note: Notices] over one mesh. At one rank nothing is told."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._process = os.getpid()
+        self._voice = next(mesh.voices)
+        self._board = Board(mesh, f"at/{self._voice}")
+        self.issued: Counter[str] = Counter()
+        self._progress: tuple[int, int] | None = None
+        self._place = ""
+        self._inside = False
+        self._posted = False
+        self._farewell: Goodbye | None = None
+        self.gave_up = ""
+        self._told: Notice | None = None
+        self._known = 0
+        self._calls: Counter[str] = Counter()
+        self._raised: set[tuple[str, int]] = set()
+        if mesh.ranks > 1:
+            _open.add(self)
+            _at_exit()
+
+    @contextmanager
+    def announced(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
+        """Tell the others when the call inside raises by itself. place: the unit or module in which it raised.
+
+        kind: the calls that are counted together; every rank makes those of one kind in the same order.
+        """
+        self.withdraw()
+        self._known = 0
+        self._calls[kind] += 1
+        attempt = self._calls[kind]
+        outer = (self._place, self._inside)
+        self._place, self._inside = where, True
+        try:
+            yield
+        except (CommunicationError, MismatchError):
+            raise  # the consequence of another rank's fault, or raised on every rank
+        except BaseException as error:
+            if self._known not in (id(error), id(error.__cause__)):
+                self._raised.add((where, attempt))
+                self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where, attempt))
+                self.know(error)
+            raise
+        finally:
+            self._place, self._inside = outer if outer[1] else (where, False)
+
+    def note(self, steps: int, micro_batches: int) -> None:
+        """How far this rank is: steps that it has completed, micro-batches of the next one."""
+        if (steps, micro_batches) != self._progress and self._mesh.ranks > 1:
+            self._progress = (steps, micro_batches)
+            self._board.publish(self._after())
+
+    def succeed(self, before: Faults) -> None:
+        """This rank is as far as it was with ``before``, whose mesh this one's replaces."""
+        if before._progress is not None:
+            self.note(*before._progress)
+
+    def know(self, error: BaseException) -> None:
+        """The others know of ``error``, which is raised now: there is nothing more to tell."""
+        self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
+
+    def give_up(self, reason: str) -> None:
+        """A wait has failed, so that something is in flight which may never end."""
+        self.gave_up = reason
+        self.tell(Notice(reason, gave_up=True))
+
+    def tell(self, notice: Notice) -> None:
+        """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
+        if self._mesh.ranks == 1:
+            return
+        self._told = replace(notice, text=notice.text[:_TEXT_LIMIT])
+        self._write("fault", json.dumps(asdict(self._told)))
+
+    def withdraw(self) -> None:
+        """This rank goes on: what it told, and what it said that it waits for, stands no longer.
+
+        After a goodbye it does not go on: that it waited for others to close stands, since some may wait elsewhere.
+        """
+        if self._posted and self._farewell is None:
+            self.post(None)
+        if self._told is not None:
+            self.tell(replace(self._told, over=True))
+            self._told = None
+
+    def close(self) -> None:
+        """Nobody speaks here any more: what this rank told stands no longer, and its connection ends."""
+        self.withdraw()
+        self._board.close()
+        _open.discard(self)
+        if self._farewell is not None and self._hosts:
+            _last[:] = [self]
+
+    def leave(
+        self,
+        what: str,
+        *,
+        closes: bool = False,
+        ends: bool = False,
+        error: BaseException | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Say what this rank has done, so that it takes part in nothing any more ([Note: Goodbyes]).
+
+        closes: it goes to ``await_leaving``, unless it gave up before · ends: this process ends · error: why ·
+        wait: until it is said.
+        """
+        said = self._farewell is not None and not self._farewell.closes
+        if self._mesh.ranks == 1 or not self.issued or said or self._process != os.getpid():
+            return
+        reason = "" if error is None else f" ({type(error).__name__}: {error})"
+        reason = f" (gave up: {self.gave_up})" if self.gave_up else reason
+        without = "" if closes else ", without engine.close()" if self._progress is not None else ""
+        after = self._after()
+        text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
+        counts = {group: self.issued[group] for group in self.issued if group != "all"}
+        self._farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts, ends)
+        with suppress(Unreachable):
+            self._board.write(f"bye/{self._voice}", json.dumps(asdict(self._farewell)), wait=wait)
+
+    def await_leaving(self) -> str:
+        """After ``leave``: wait until every rank closes. "" where all do, otherwise who does not, and what it said."""
+        mine, others = self._farewell, set(range(self._mesh.ranks)) - {self._mesh.rank}
+        if mine is None or not others:
+            return ""
+        heard = time.monotonic()
+        deadline, pause = heard + self._mesh.timeout_s, 0.001
+        watch = self.watch(
+            Waiting("every rank's engine.close()", "close", "close", 1, issued={"close": 1}, where="close")
+        )
+        while True:
+            try:
+                byes = self.goodbyes()
+                gone = {rank: bye for rank, bye in byes.items() if not bye.closes}
+                elsewhere = {rank: bye for rank, bye in byes.items() if bye.issued != mine.issued}
+                if gone:
+                    return _list({rank: bye.text for rank, bye in gone.items()})
+                if elsewhere:
+                    counts = f"in the midst of other collectives: {mine.issued} here,"
+                    return _list({rank: f"{bye.text}, {counts} {bye.issued} there" for rank, bye in elsewhere.items()})
+                if byes.keys() == others:
+                    return ""
+                ripe = {rank: notice for rank, notice in watch.ripe().items() if rank not in byes}
+                if ripe:
+                    return _list({rank: f"{notice.verb}: {notice.text}" for rank, notice in ripe.items()})
+                if met := watch.stuck_before_groups():
+                    return met
+                heard = time.monotonic()
+            except Unreachable:
+                byes = {}
+            if time.monotonic() > min(deadline, heard + _UNHEARD_S):
+                return self.describe(others - byes.keys())
+            time.sleep(pause)
+            pause = min(0.25, 1.5 * pause)
+
+    def linger(self, deadline: float) -> None:
+        """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
+        if self._farewell is None or not self._hosts:
+            return
+        with suppress(Unreachable):
+            while len(self.goodbyes()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._board.close(wait_s=1.0)
+
+    def end_with_process(self, error: BaseException | None) -> None:
+        """Say that the process ends; no thread is at work afterwards."""
+        self.leave("has ended its process", ends=True, error=error)
+        self._board.close(wait_s=1.0)
+
+    @property
+    def _hosts(self) -> bool:
+        return self._mesh.store_host() == self._mesh.rank
+
+    def _after(self) -> str:
+        """How far this rank is, in words; "" where it is not known."""
+        if self._progress is None:
+            return ""
+        steps, micro_batches = self._progress
+        if micro_batches:
+            return f"after micro-batch {micro_batches} of step {steps + 1}"
+        return f"after step {steps}" if steps else "before its first step"
+
+    def watch(self, waiting: Waiting, lasted: float = 0.0) -> Watch:
+        """A wait that turned out to be a long one. lasted: seconds so far."""
+        return Watch(self, waiting, lasted)
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``."""
+        if self._mesh.ranks == 1:
+            return
+        deadline = time.monotonic() + self._mesh.timeout_s
+        pause, written = 0.02, False
+        told = self._told or Notice(f"it waits in {what}", gave_up=True)
+        self.tell(Notice(told.text, gave_up=told.gave_up))  # counts wherever it was: those who wait must come here, too
+        others = set(range(self._mesh.ranks)) - {self._mesh.rank}
+        came: set[int] = set()
+        while True:
+            try:
+                if not written:
+                    self._board.write("here", what)
+                here, written = set(self._board.read("here")), True
+            except Unreachable:
+                here, written = set(), False
+            if here == others:
+                return
+            came |= here
+            if time.monotonic() > deadline:
+                self.part()
+                raise CommunicationError(
+                    f"{what} on rank {self._mesh.rank}: expected every rank to call it within {self._mesh.timeout_s:g} "
+                    f"s. {self.describe(others - came or others - here)}. Start the ranks again"
+                )
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+
+    def part(self) -> None:
+        """After ``meet``: this rank is not there any more."""
+        if self._mesh.ranks > 1:
+            self._write("here", "")
+
+    def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
+        """Who is missing, and what each of them said last."""
+        try:
+            waits, told = (self.waits() if waits is None else waits), self.notices()
+            byes, passed = self.goodbyes(), self._board.read(f"at/{self._voice}")
+        except Unreachable as error:
+            return self._describe_unheard(missing, waits or {}, str(error))
+        said = []
+        for rank in sorted(missing):
+            parts = []
+            if rank in told and not (told[rank].gave_up and rank in waits):
+                parts.append(f"{told[rank].verb}: {told[rank].text}" + (" (and went on)" if told[rank].over else ""))
+            if rank in byes:
+                parts.append(byes[rank].text)
+            elif rank in waits:
+                parts.append(f"waits for {waits[rank].text}" + (f" in {waits[rank].where}" * bool(waits[rank].where)))
+            if not parts:
+                parts.append("says nothing (busy elsewhere, hung or gone)")
+                parts += [f"last seen {passed[rank]}"] if rank in passed else []
+            said.append(f"rank {rank} " + ", ".join(parts))
+        return "Missing: " + "; ".join(said)
+
+    def _describe_unheard(self, missing: set[int], waits: dict[int, Waiting], reason: str) -> str:
+        """As ``describe``, without the store ([Note: The store may be gone]). waits: what was heard before."""
+        host = self._mesh.store_host()
+        if host is None or host == self._mesh.rank:
+            said = [f"{_STORE}, cannot be reached ({reason}): the process that hosts it may be gone or stopped"]
+        else:
+            said = [f"Missing: rank {host} cannot be reached ({reason}), so it is gone or stopped; it hosts {_STORE}"]
+        said += [f"rank {rank} waited for {waits[rank].text}" for rank in sorted(missing & waits.keys() - {host})]
+        unheard = sorted(missing - waits.keys() - {host})
+        return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
+
+    def waits(self) -> dict[int, Waiting]:
+        """What the other ranks say that they wait for."""
+        return {rank: Waiting(**json.loads(text)) for rank, text in self._board.read("waits").items()}
+
+    def goodbyes(self) -> dict[int, Goodbye]:
+        """What the other ranks that have left said."""
+        return {rank: Goodbye(**json.loads(text)) for rank, text in self._board.read(f"bye/{self._voice}").items()}
+
+    def notices(self) -> dict[int, Notice]:
+        """What the other ranks told."""
+        return {rank: Notice(**json.loads(text)) for rank, text in self._board.read("fault").items()}
+
+    def standing(self) -> dict[int, Notice]:
+        """Those of them that count ([Note: Notices]), whatever their age."""
+        told = self.notices().items()
+        return {rank: n for rank, n in told if not n.over and (n.where, n.attempt) not in self._raised}
+
+    def news(self) -> int:
+        """A number that changes when some rank says something."""
+        return self._board.news()
+
+    def post(self, waiting: Waiting | None) -> None:
+        """Say what this rank waits for (None: for nothing)."""
+        self._posted = waiting is not None
+        self._write("waits", "" if waiting is None else json.dumps(asdict(self.placed(waiting))))
+
+    def placed(self, waiting: Waiting) -> Waiting:
+        """``waiting``, with where this rank stands and what it has issued."""
+        where = self._place if self._inside else waiting.where
+        return replace(waiting, voice=self._voice, issued={**self.issued, **waiting.issued}, where=where)
+
+    @property
+    def place(self) -> str:
+        """For errors: where this rank is."""
+        if not self._place:
+            return f"rank {self._mesh.rank} goes on"
+        return f"this rank ({self._mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this rank closes its engine."""
+        return self._farewell is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self in _open
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Not of one that has forked this one."""
+        return self._process == os.getpid()
+
+    @property
+    def mesh(self) -> Mesh:
+        """Whose ranks speak here."""
+        return self._mesh
+
+    def _write(self, kind: str, text: str) -> None:
+        with suppress(Unreachable):  # those who read say so
+            self._board.write(kind, text)
+
+
+class Watch:
+    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say."""
+
+    def __init__(self, faults: Faults, waiting: Waiting, lasted: float) -> None:
+        self._faults = faults
+        self._waiting = waiting
+        self._started = time.monotonic() - lasted
+        self._posted: float | None = None
+        self._news = -1
+        self._seen: dict[tuple[int, Notice], float] = {}
+        self._ring: dict[int, Waiting] = {}
+        self._ring_since = 0.0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the wait has lasted for ``timeout_s``."""
+        return time.monotonic() - self._started > self._faults.mesh.timeout_s
+
+    def look(self) -> None:
+        """Between two slices: raise where what another rank said means that the wait is in vain.
+
+        ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other.
+        """
+        if time.monotonic() - self._started > POST_AFTER_S:
+            self._post()
+        try:
+            news = self._faults.news()
+            if news == self._news and not self._seen and not self._ring:
+                return
+            left = self._left()
+            ripe = self.ripe(frozenset(left))
+            stuck = self._stuck() if self._posted is not None else {}
+        except Unreachable:
+            return  # said when the wait has failed
+        self._news = news
+        self._say({rank: notice for rank, notice in ripe.items() if not notice.gave_up})
+        self._say_stuck(stuck)
+        self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
+        self._say(ripe)
+
+    def look_before_groups(self) -> None:
+        """As ``look``, for a wait outside of the engine that has this voice: its notices and goodbyes do not count,
+        but those of ranks whose processes end."""
+        self._post()
+        with suppress(Unreachable):
+            self._say_stuck(self._stuck())
+            self._say_left({rank: bye for rank, bye in self._faults.goodbyes().items() if bye.ends})
+
+    def stuck_before_groups(self) -> str:
+        """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
+        if time.monotonic() - self._started <= POST_AFTER_S:
+            return ""
+        self._post()
+        stuck = self._stuck()
+        return _describe_ring(stuck) if any(each.group == MEETING for each in stuck.values()) else ""
+
+    def _say_stuck(self, stuck: dict[int, Waiting]) -> None:
+        if stuck:
+            raise MismatchError(_describe_ring(stuck))
+
+    def look_for_goodbyes(self) -> None:
+        """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
+        with suppress(Unreachable):
+            left = self._left()
+            told = self._faults.standing() if left else {}
+            self._say_left({rank: bye for rank, bye in left.items() if rank not in told})
+
+    def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, Notice]:
+        """The notices that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
+        now = time.monotonic()
+        self._seen = {item: self._seen.get(item, now) for item in self._faults.standing().items()}
+        return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
+
+    def _left(self) -> dict[int, Goodbye]:
+        """Who will not issue what this rank waits for."""
+        return {rank: bye for rank, bye in self._faults.goodbyes().items() if self._waiting.needs(bye.issued)
+                and not (bye.closes and self._faults.is_closing)}  # fmt: skip
+
+    def _say(self, told: dict[int, Notice]) -> None:
+        for rank, notice in sorted(told.items()):
+            raise CommunicationError(
+                f"rank {rank} {notice.verb}: {notice.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
+                "cause, then call engine.reset() on every rank, or start the ranks again"
+            )
+
+    def _say_left(self, left: dict[int, Goodbye]) -> None:
+        if left:
+            same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
+            cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else same
+            said = _list({rank: bye.text for rank, bye in left.items()})
+            place = self._faults.place
+            if self._waiting.group == MEETING:
+                place = f"this rank ({self._faults.mesh.rank}) is in {self._waiting.where}"
+            raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
+
+    def _stuck(self) -> dict[int, Waiting]:
+        """The ring in which this rank has stood for ``STANDS_S``."""
+        rank, now = self._faults.mesh.rank, time.monotonic()
+        found = ring(rank, {**self._faults.waits(), rank: self._faults.placed(self._waiting)})
+        if found != self._ring:
+            self._ring, self._ring_since = found, now
+        return found if now - self._ring_since >= STANDS_S else {}
+
+    def verdict(self) -> str:
+        """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
+        faults = self._faults
+        deadline = self._post() + _GRACE_S
+        missing = set(range(faults.mesh.ranks)) - {faults.mesh.rank}
+        waits: dict[int, Waiting] = {}
+        while missing:
+            try:
+                waits = faults.waits()
+                missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
+                silent = missing - set(waits) - set(faults.notices())
+            except Unreachable:
+                break  # ``describe`` says so
+            if not silent or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if not missing:
+            return "every rank waits for it: the connection between them is broken"
+        return faults.describe(missing, waits)
+
+    def end(self) -> None:
+        """It was only slow."""
+        if self._posted is not None:
+            self._faults.post(None)
+
+    def _post(self) -> float:
+        """Say, once, what this rank waits for. When it did."""
+        if self._posted is None:
+            self._posted = time.monotonic()
+            self._faults.post(self._waiting)
+        return self._posted
+
+
+def _describe_ring(stuck: dict[int, Waiting]) -> str:
+    places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
+    evaluates = [each.group == EVALUATE for each in stuck.values()]
+    trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]
+    cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
+    if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
+        cure = _EVALUATE
+    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
+
+
+def _list(said: dict[int, str]) -> str:
+    """What ranks said, as one sentence; those that said the same together."""
+    texts = dict.fromkeys(said[rank] for rank in sorted(said))
+    parts = []
+    for text in texts:
+        ranks = [rank for rank in sorted(said) if said[rank] == text]
+        parts.append(f"rank {ranks[0]} {text}" + (f" (and so ranks {ranks[1:]})" if ranks[1:] else ""))
+    return "; ".join(parts)
+
+
+# The end of the process
+
+_open: weakref.WeakSet[Faults] = weakref.WeakSet()
+_last: list[Faults] = []
+"""The one that was closed last, where this process hosts the store."""
+_registered: list[int] = []
+"""The process that says goodbye at its end; one that it forks does not."""
+
+
+def voices() -> list[Faults]:
+    """Those of this process that have not been closed."""
+    return [voice for voice in list(_open) if voice.is_of_this_process]
+
+
+def say_goodbyes(what: str) -> None:
+    """Say of every engine of this process that was not closed what this rank has done, before it waits for the end."""
+    for voice in list(_open):
+        voice.leave(what, ends=True)
+
+
+def _at_exit() -> None:
+    if _registered != [os.getpid()]:
+        _registered[:] = [os.getpid()]
+        atexit.register(_end)
+        multiprocessing.util.Finalize(None, _end, exitpriority=0)  # a process of multiprocessing runs nothing else
+
+
+def _end() -> None:
+    """The process ends. Nothing may fail here, nor wait for long."""
+    if _registered != [os.getpid()]:
+        return
+    _registered.clear()
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit) and not error.code:
+        error = None
+    with suppress(Exception):
+        ending = list(_open)
+        for voice in ending:
+            voice.end_with_process(error)
+        deadline = time.monotonic() + LINGER_S
+        for voice in [*ending, *_last]:
+            voice.linger(deadline)
+        await_threads(1.0)

@@ -1,0 +1,282 @@
+"""Start ranks from a script or a notebook. Owns: their processes and environment, and how a failure comes back.
+
+Must not know: buckets, models, the command line. ``shardengine train`` uses torchrun instead and takes only
+``rank_environment`` and ``default_ranks`` from here.
+
+[Note: Which failure is reported] When one rank fails, the others fail a moment later because their peer is gone. Every
+rank notes the time at which its own exception reached it, and the earliest one is the cause. A rank that ended without
+a word (killed by the system) comes before any exception that only says that a peer was lost.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardengine.comm.faults import say_goodbyes
+from shardengine.comm.rendezvous import LAUNCHED, loopback
+from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
+
+_GRACE_S = 5.0
+"""How long a rank may take to end after it was asked to, before it is killed."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank sends home once: its pickled value or exception, and where it failed."""
+
+    rank: int
+    value: bytes
+    failed: bool = False
+    time_ns: int = 0
+    trace: str = ""
+
+
+class _RankTraceback(Exception):
+    """Carries a rank's traceback as text, shown by Python above the exception that is raised in the parent."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def cores() -> int:
+    """CPU cores that this process may use: its affinity and the container's quota, at least 1."""
+    found = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, _, period = quota.read_text().partition(" ")
+        if limit != "max":
+            found = min(found, int(limit) // int(period))
+    return max(1, found)
+
+
+def default_ranks() -> int:
+    """One rank per GPU; without a GPU, 2."""
+    return torch.cuda.device_count() or 2
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Variables for ``ranks`` processes on this machine; what the caller has set already stays as it is.
+
+    OMP_NUM_THREADS = cores // ranks (torchrun would say 1, and unset every rank would take all cores).
+    GLOO_SOCKET_IFNAME = the loopback interface.
+    """
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+    wanted |= loopback()
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> list[Any]:
+    """Run ``fn(*args)`` in ``ranks`` new processes of this machine and return each rank's value, in rank order.
+
+    Around ``fn`` the process group exists (NCCL if there is a GPU for every rank, else gloo on loopback) and RANK,
+    LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that ``shardengine.initialize`` works as it is.
+    ``fn``, ``args`` and the values travel pickled; with ``cloudpickle`` installed ``fn`` may also be a lambda, a nested
+    function or a function of a notebook. In a script, call it under ``if __name__ == "__main__":``.
+
+    An exception in one rank ends the others and is raised here, with that rank's traceback as its cause. UsageError if
+    ``fn`` cannot be sent or ``ranks`` is not a positive integer; ShardEngineError if a rank died without an exception.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise UsageError(f"launch: expected ranks to be an integer >= 1, came {ranks!r}")
+    if os.environ.get(LAUNCHED):
+        raise UsageError(
+            "launch was called in a process that launch itself started. If this is a script, its start-up code runs "
+            'again in every rank: put the call under `if __name__ == "__main__":`'
+        )
+    payload = _pack(fn, tuple(args))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # lives here
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    connections: list[Connection] = []
+    try:
+        with _environment({**rank_environment(ranks), LAUNCHED: "1"}):
+            for rank in range(ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_run_rank, args=(sender, rank, ranks, store.port, payload))
+                process.start()
+                sender.close()
+                processes.append(process)
+                connections.append(receiver)
+        reports = _collect(connections)
+        failures = [report for report in reports.values() if report.failed]
+        if failures or len(reports) < ranks:
+            _raise(failures, _silent(processes, reports))
+        for process in processes:
+            process.join()
+        return [pickle.loads(reports[rank].value) for rank in range(ranks)]
+    finally:
+        _end(processes)
+        for connection in connections:
+            connection.close()
+
+
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """``fn`` and ``args`` as bytes; UsageError with what to do if that cannot work."""
+    interactive = fn.__module__ == "__main__" and "__file__" not in vars(sys.modules["__main__"])
+    try:
+        if find_spec("cloudpickle"):
+            packed: bytes = import_module("cloudpickle").dumps((fn, args))
+            return packed
+        if interactive:
+            raise pickle.PicklingError("it is defined in a notebook or an interactive session")
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"launch: {fn!r} cannot be sent to other processes ({error}); move the function to the top level of a "
+            "module and import it, or `pip install cloudpickle`, which sends lambdas and functions of notebooks as well"
+        ) from error
+
+
+def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: bytes) -> None:
+    """A rank's process: the process group around ``fn``, and one report home."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        gpus = torch.cuda.device_count()
+        if gpus:
+            torch.cuda.set_device(rank % gpus)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if gpus >= ranks else "gloo", store=store, rank=rank, world_size=ranks)
+        fn, args = pickle.loads(payload)
+        value = pickle.dumps(fn(*args))
+        say_goodbyes("has returned from the launched function")
+        dist.barrier()
+        dist.destroy_process_group()
+        report = _Report(rank, value)
+    except BaseException as error:
+        report = _Report(rank, _pack_error(error), True, time.time_ns(), traceback.format_exc())
+    sender.send_bytes(pickle.dumps(report))
+    sender.close()
+    if report.failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a group in the middle of a collective may never come back from its destructor
+
+
+def _pack_error(error: BaseException) -> bytes:
+    """The exception as bytes; an exception that does not survive pickling is replaced by one with the same text."""
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        packed = pickle.dumps(ShardEngineError(f"{type(error).__qualname__}: {error}"))
+    return packed
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone, so that no rank trains on as an orphan."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
+    """Reports by rank: of all ranks, or, once one failed, of those that answer while the failure spreads."""
+    reports: dict[int, _Report] = {}
+    pending = {connection: rank for rank, connection in enumerate(connections)}
+    deadline: float | None = None
+    while pending:
+        ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in [connection for connection in pending if connection in ready]:
+            rank = pending.pop(connection)
+            try:
+                report = reports[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                report = None
+            if deadline is None and (report is None or report.failed):
+                deadline = time.monotonic() + 0.5
+    return reports
+
+
+def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _Report]) -> dict[int, int]:
+    """Ranks that ended by themselves without a report, with their exit codes (negative: the signal)."""
+    silent: dict[int, int] = {}
+    for rank, process in enumerate(processes):
+        if rank not in reports:
+            process.join(0.2)
+            if process.exitcode is not None:
+                silent[rank] = process.exitcode
+    return silent
+
+
+def _raise(failures: Sequence[_Report], silent: Mapping[int, int]) -> None:
+    """Raise what went wrong first ([Note: Which failure is reported])."""
+    if silent:
+        rank, code = next(iter(silent.items()))
+        raise ShardEngineError(f"rank {rank} {describe_exit(code)}; what it printed last is above")
+    if not failures:
+        raise ShardEngineError("a rank closed its connection without a report; what it printed last is above")
+    errors = [pickle.loads(report.value) for report in failures]
+    consequences = [isinstance(error, MismatchError | CommunicationError) for error in errors]
+    number = min(range(len(failures)), key=lambda i: (consequences[i], failures[i].time_ns))
+    first, error = failures[number], errors[number]
+    if not isinstance(error, Exception):
+        error = ShardEngineError(f"rank {first.rank} ended by itself: {type(error).__name__}({error})")
+    raise error from _RankTraceback(f"Traceback of rank {first.rank}:\n{first.trace}")
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words: ``ended with exit code 1``, ``was killed by SIGKILL (…)``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (often the system, out of memory)" if name == "SIGKILL" else "")
+
+
+def _end(processes: Sequence[SpawnProcess]) -> None:
+    """Terminate what still runs, and kill what does not listen."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables while processes are started (a child's torch reads OMP_NUM_THREADS when it is loaded)."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,68 @@
+"""The JSON config: what a user may write, checked, with the reason for every refusal.
+
+load       Config and load_config            keys, sections   every key, and the dataclasses that hold the values
+reader     a JSON tree to checked values     kinds            value types: parse, describe, JSON Schema
+foreign    what other engines' files say
+
+Must not know: torch, devices, ranks.
+"""
+
+from __future__ import annotations
+
+from shardengine.config.keys import KEYS, SECTIONS, TRIPLE
+from shardengine.config.kinds import (
+    BOOL,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    Kind,
+    choice,
+    describe,
+    nearest,
+    optional,
+)
+from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, json_schema, load_config, timeout_of
+from shardengine.config.reader import Source, plain
+from shardengine.config.sections import (
+    AioConfig,
+    MonitorConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SinkConfig,
+    ZeroConfig,
+)
+
+__all__ = [
+    "BOOL",
+    "COUNT",
+    "KEYS",
+    "NOT_CLIPPED",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "SECTIONS",
+    "SIZE",
+    "TRIPLE",
+    "AioConfig",
+    "Config",
+    "Kind",
+    "MonitorConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "SinkConfig",
+    "Source",
+    "ZeroConfig",
+    "choice",
+    "describe",
+    "fitting_ranks",
+    "json_schema",
+    "load_config",
+    "nearest",
+    "optional",
+    "plain",
+    "timeout_of",
+]

@@ -1,0 +1,414 @@
+"""The table of every key that the JSON config knows. Owns: names, kinds, ranges, defaults, aliases and reasons.
+
+One row per key: `Key(name, status, kind, default, note)`. The loader (`config/load.py`), the JSON Schema and the frozen
+list in the tests are all read from this table, so a key exists in exactly one place. It must not know torch, files or
+the dataclasses.
+
+A row's status says what happens when the key is in a file:
+
+    ACTIVE     parsed and used, by the engine or where its note says so by the train command
+    LATER      known; accepted while switched off, otherwise "not available yet"
+    REFUSED    known from other engines; accepted while switched off, otherwise refused with the reason (`note`)
+    NO_EFFECT  known from other engines; accepted, and said once with the reason (`note`)
+
+"auto", which Hugging Face's integration replaces before other engines see it, is answered by `ONLY_CALLER` and
+`FILLED_FROM`; keys that `is_comment` knows are no keys at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from shardengine.config import foreign as config_foreign
+from shardengine.config.kinds import (
+    ANY,
+    AUTOCAST_DTYPE,
+    BETAS,
+    BOOL,
+    COUNT,
+    DTYPE,
+    EVERY,
+    GROUP_SIZE,
+    NOT_NEGATIVE,
+    OBJECT,
+    PART,
+    PLACE,
+    SIZE,
+    TEXT,
+    UNITS,
+    Kind,
+    choice,
+    integer,
+    number,
+    optional,
+)
+
+TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The batch sizes, any of which may follow from the others."""
+
+
+class Status(Enum):
+    """What becomes of a known key; the module docstring says what each means."""
+
+    ACTIVE = "active"
+    LATER = "later"
+    REFUSED = "refused"
+    NO_EFFECT = "no effect"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key by its dotted name. ``note`` describes it or, for REFUSED and NO_EFFECT, ends a "…, because" sentence.
+
+    ``default`` of a REFUSED key: the values that switch it off, beside those that ``is_off`` knows.
+    """
+
+    name: str
+    status: Status
+    kind: Kind
+    default: Any
+    note: str
+
+
+def _rows(status: Status, section: str, rows: Mapping[str, tuple[Kind, Any, str] | tuple[Kind, Any]]) -> Iterable[Key]:
+    for name, row in rows.items():
+        kind, default, note = row if len(row) == 3 else (*row, "")
+        yield Key(f"{section}.{name}" if section else name, status, kind, default, note)
+
+
+_DERIVED = "derived from the other two"
+_ACTIVE_TOP: dict[str, tuple[Kind, Any, str]] = {
+    "train_batch_size": (optional(COUNT, _DERIVED), None, "Samples per optimizer step over all ranks."),
+    "train_micro_batch_size_per_gpu": (optional(COUNT, _DERIVED), None, "Samples per rank and micro-batch."),
+    "gradient_accumulation_steps": (optional(COUNT, _DERIVED), None, "Micro-batches per optimizer step."),
+    "gradient_clipping": (NOT_NEGATIVE, 0.0, "Largest global gradient norm; 0 switches clipping off."),
+    "nonfinite_gradients": (
+        optional(choice("skip", "raise", "step"), "skip; raise with step_in_backward"),
+        None,
+        "What happens to a step whose gradients hold Inf or NaN: left out on all ranks, an error, or taken anyway.",
+    ),
+    "max_nonfinite_steps": (
+        SIZE,
+        20,
+        "Steps left out in a row for gradients that are not finite that are an error; 0: never. A dynamic loss scale "
+        "has its own end (fp16.min_loss_scale).",
+    ),
+    "gradient_allreduce_op": (choice("mean", "sum"), "mean", "How the gradients of the ranks are combined."),
+    "gradient_accumulation": (
+        optional(choice("full", "sharded"), "the stage's third letter"),
+        None,
+        "How gradients rest between micro-batches: full size and unreduced, or reduced and sharded.",
+    ),
+    "communication_data_type": (
+        optional(DTYPE, "the parameter's dtype"),
+        None,
+        "The dtype in which gradients are sent and completed; sums are in data_types.reduce_dtype.",
+    ),
+    "overlap_comm": (BOOL, True, "Communicate while the backward pass computes; never changes a bit of the result."),
+    "overlap_param_gather": (
+        BOOL,
+        False,
+        "Stages 1 and 2: step() does not wait for the stepped weights, the next forward does, block by block.",
+    ),
+    "reproducible": (
+        optional(BOOL, "true on gloo, false on NCCL"),
+        None,
+        "Sum over ranks in the declared order on every backend.",
+    ),
+    "broadcast_buffers": (BOOL, True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own."),
+    "timeout_s": (
+        number(0, above=True, below=1e7),
+        600.0,
+        "Seconds until an unfinished collective is an error; with initialize(mesh=...) the mesh's own number counts.",
+    ),
+    "debug": (BOOL, False, "Compare sequence numbers and names of collectives across ranks."),
+    "seed": (integer(0, 2**63 - 1), 42, "Seed of stochastic rounding, and of the train command's data and dropout."),
+    "steps_per_print": (EVERY, 10, "Optimizer steps between two lines of the train command; 0 or Infinity: none."),
+    "optimizer.type": (TEXT, None, 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'),
+    "optimizer.params": (OBJECT, {}, "The optimizer's hyper-parameters."),
+    "scheduler.type": (TEXT, None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or a torch scheduler class."),
+    "scheduler.params": (OBJECT, {}, "The schedule's parameters."),
+}
+_ACTIVE_ZERO: dict[str, tuple[Kind, Any, str]] = {
+    "stage": (integer(0, 3), 0, "0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too."),
+    "reduce_bucket_size": (COUNT, 12_500_000, "Elements of a gradient bucket, at most."),
+    "stage3_prefetch_bucket_size": (SIZE, 12_500_000, "Elements gathered ahead; 0 = no prefetch, else >= one unit."),
+    "stage3_reshard_after_forward": (BOOL, True, "Free a unit's weights between its forward and its backward pass."),
+    "units": (UNITS, "auto", 'Class names of the modules that are gathered as one; "auto" finds them.'),
+}
+_ACTIVE_BF16: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights."),
+    "auto_cast": (BOOL, True, "Cast the model's floating-point inputs to bf16, in containers, too."),
+    "master_weights": (BOOL, True, "Step fp32 master weights, not the bf16 weights themselves."),
+    "stochastic_rounding": (BOOL, False, "Round stepped bf16 weights up or down at random; without master weights."),
+}
+_ACTIVE_FP16: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Cast parameters to fp16; optimizers step fp32 master weights; the loss is scaled."),
+    "auto_cast": (BOOL, True, "Cast the model's floating-point inputs to fp16, in containers, too."),
+    "loss_scale": (number(0, below=3e38), 0.0, "A fixed loss scale; 0: it follows overflows."),
+    "initial_scale_power": (integer(0, 127), 16, "The first loss scale is 2 to this power."),
+    "loss_scale_window": (COUNT, 1000, "Steps without overflow after which the loss scale is doubled."),
+    "hysteresis": (COUNT, 2, "Overflows until the loss scale is halved."),
+    "min_loss_scale": (
+        number(0, above=True, below=3e38),
+        1.0,
+        "The loss scale is never halved below this; an overflow there is an error.",
+    ),
+    "consecutive_hysteresis": (BOOL, False, "Every step without overflow makes the hysteresis whole again."),
+}
+_ACTIVE_TYPES: dict[str, tuple[Kind, Any, str]] = {
+    "grad_accum_dtype": (optional(DTYPE, "fp32"), "fp32", "The dtype in which gradients wait for later micro-batches."),
+    "reduce_dtype": (optional(DTYPE, "fp32"), "fp32", "The dtype to which each sum over ranks is rounded."),
+}
+_ACTIVE_AUTOCAST: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Run the module's forward under torch.autocast."),
+    "dtype": (
+        AUTOCAST_DTYPE,
+        "bfloat16",
+        "What autocast computes in; with float16 the loss is scaled as fp16 says.",
+    ),
+}
+_ACTIVE_ACTIVATIONS: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Blocks keep only their inputs for backward, where their forward is computed again."),
+    "cpu_offload": (BOOL, False, "What checkpointed blocks keep waits in host memory; only with enabled."),
+}
+_ACTIVE_CHECKPOINT: dict[str, tuple[Kind, Any, str]] = {
+    "async_save": (
+        BOOL,
+        False,
+        "save_checkpoint returns when the weights are copied to host memory; threads do the rest.",
+    ),
+    "keep_last": (
+        optional(COUNT, "all"),
+        None,
+        "How many checkpoints stay; older ones go when a new one is whole. Tags that were given by name always stay.",
+    ),
+}
+_TIER = choice("none", "cpu", "nvme")
+_PATH = optional(TEXT, "needed for nvme")
+_ACTIVE_OFFLOAD_OPTIMIZER: dict[str, tuple[Kind, Any, str]] = {
+    "device": (_TIER, "none", "Where gradients' shards, master weights and optimizer state rest; the CPU steps them."),
+    "nvme_path": (_PATH, None, "A directory on the disk; each rank makes and removes a file of its own in it."),
+    "ratio": (PART, 1.0, 'The part, by bytes, that rests there; "auto": as little as device_memory allows.'),
+    "device_memory": (
+        optional(COUNT, "what is free there at initialize, GPUs only"),
+        None,
+        'With "ratio": "auto": bytes of the device that model state and the engine\'s buffers may take, per rank.',
+    ),
+    "pin_memory": (BOOL, True, "What crosses to and from a GPU is in page-locked memory, which it copies faster."),
+    "buffer_count": (integer(2), 4, "Host buffers for what is on its way from and to the disk, each of one bucket."),
+    "step_in_backward": (
+        BOOL,
+        False,
+        "Stages 1 to 3: what rests there is stepped while backward goes on; then only step() may follow.",
+    ),
+}
+_ACTIVE_OFFLOAD_PARAM: dict[str, tuple[Kind, Any, str]] = {
+    "device": (_TIER, "none", "Stage 3: where the shards of the weights rest."),
+    "nvme_path": (_PATH, None, "A directory on the disk; each rank makes and removes a file of its own in it."),
+    "pin_memory": (BOOL, True, "Shards in host memory are page-locked, which a GPU copies faster."),
+    "buffer_count": (integer(2), 5, "Host buffers for what is on its way from and to the disk, each of one bucket."),
+}
+_ACTIVE_AIO: dict[str, tuple[Kind, Any, str]] = {
+    "block_size": (COUNT, 1 << 20, "Bytes of one request to the disk; a multiple of 4096."),
+    "queue_depth": (COUNT, 8, "Reads, and as many writes, that are with the disk at the same time."),
+    "thread_count": (COUNT, 1, "Checksums that are taken at the same time."),
+}
+_ACTIVE_MONITOR: dict[str, tuple[Kind, Any, str]] = {
+    "enabled": (BOOL, False, "Rank 0 writes the numbers of every optimizer step."),
+    "output_path": (PLACE, None, "The directory that holds the job's; null: the working directory."),
+    "job_name": (TEXT, "shardengine", "The name of the job's directory in output_path."),
+}
+MONITORS = ("csv", "jsonl", "tensorboard")
+"""The monitors that are built: sections of "monitor"."""
+_LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
+    "": {"static_graph": (BOOL, False)},
+    "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
+    "zero_optimization": {
+        "zero_hpz_partition_size": (COUNT, 1),
+        "shard_group_size": (GROUP_SIZE, "all"),
+        "zero_quantized_weights": (BOOL, False),
+        "zero_quantized_gradients": (BOOL, False),
+    },
+    "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
+}
+KEYS: dict[str, Key] = {
+    key.name: key
+    for rows in (
+        _rows(Status.ACTIVE, "", _ACTIVE_TOP),
+        _rows(Status.ACTIVE, "zero_optimization", _ACTIVE_ZERO),
+        _rows(Status.ACTIVE, "bf16", _ACTIVE_BF16),
+        _rows(Status.ACTIVE, "fp16", _ACTIVE_FP16),
+        _rows(Status.ACTIVE, "data_types", _ACTIVE_TYPES),
+        _rows(Status.ACTIVE, "torch_autocast", _ACTIVE_AUTOCAST),
+        _rows(Status.ACTIVE, "activation_checkpointing", _ACTIVE_ACTIVATIONS),
+        _rows(Status.ACTIVE, "checkpoint", _ACTIVE_CHECKPOINT),
+        _rows(Status.ACTIVE, "zero_optimization.offload_optimizer", _ACTIVE_OFFLOAD_OPTIMIZER),
+        _rows(Status.ACTIVE, "zero_optimization.offload_param", _ACTIVE_OFFLOAD_PARAM),
+        _rows(Status.ACTIVE, "aio", _ACTIVE_AIO),
+        *(_rows(Status.ACTIVE, f"monitor.{name}", _ACTIVE_MONITOR) for name in MONITORS),
+        *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
+        *(
+            _rows(Status.REFUSED, section, {name: (ANY, *row) for name, row in keys.items()})
+            for section, keys in config_foreign.REFUSED.items()
+        ),
+        *(
+            _rows(Status.NO_EFFECT, section, {name: (ANY, None, why) for name, why in keys.items()})
+            for section, keys in config_foreign.NO_EFFECT.items()
+        ),
+    )
+    for key in rows
+}
+"""Every known key by its dotted name."""
+
+SECTIONS: frozenset[str] = frozenset(name[:dot] for name in KEYS for dot in range(len(name)) if name[dot] == ".")
+"""Every dotted name whose value is an object with declared keys."""
+
+GATES: dict[str, str] = {
+    section: gate for section, keys in _LATER.items() for gate in ("enabled", "device", "name") if gate in keys
+}
+"""Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
+
+
+def _device(value: Any) -> Any:
+    return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **{
+        f"zero_optimization.{short}": (f"zero_optimization.stage3_{long or short}", _same)
+        for short, long in {
+            **dict.fromkeys(("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), ""),
+            **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), ""),
+            **dict.fromkeys(("module_granularity_threshold", "use_all_reduce_for_fetch_params"), ""),
+            "allgather_sequential": "",
+            "gather_16bit_weights_on_model_save": "",
+            "gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+        }.items()
+    },
+    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _device),
+    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", _device),
+    "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param", _device),
+    "zero_optimization.mics_shard_size": (
+        "zero_optimization.shard_group_size",
+        lambda value: "all" if value == -1 and not isinstance(value, bool) else value,
+    ),
+    "zero_optimization.overlap_comm": ("overlap_comm", _same),
+    "activation_checkpointing.cpu_checkpointing": ("activation_checkpointing.cpu_offload", _same),
+    "aio.intra_op_parallelism": ("aio.thread_count", _same),
+    "bfloat16": ("bf16", _same),
+    "bf16.check_grad_overflow": (
+        "nonfinite_gradients",
+        lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
+    ),
+    "bf16.bf16_master_weights_and_grads": (
+        "bf16.master_weights",
+        lambda value: not value if isinstance(value, bool) else value,
+    ),
+    "tensor_parallel.tensor_parallel": ("tensor_parallel.tp", _same),
+    "tensorboard": ("monitor.tensorboard", _same),
+    "comet": ("monitor.comet", _same),
+    "wandb": ("monitor.wandb", _same),
+    "csv_monitor": ("monitor.csv", _same),
+}
+"""Old or other dotted name -> (current dotted name, how its value is translated)."""
+ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
+"""Such a name -> the key without which it means nothing."""
+
+ONLY_CALLER: frozenset[str] = frozenset(
+    (
+        *("zero_optimization.stage", "optimizer.type", "optimizer.params.lr", "scheduler.type"),
+        *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
+    )
+)
+"""Keys whose "auto" nothing here can replace; every other key takes its default, batch sizes follow from each other."""
+
+FILLED_FROM: dict[str, str] = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 and adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+"""Key -> the training argument from which Hugging Face's Trainer fills its "auto"."""
+
+
+def is_comment(name: str) -> bool:
+    """Whether ``name`` is no key but a remark: it begins with "_", "//", "#", "$" or "comment"."""
+    return name.startswith(("_", "//", "#", "$", "comment"))
+
+
+def is_off(value: Any) -> bool:
+    """Whether ``value``, of a feature of other engines, leaves it off.
+
+    Null, false, {}, "auto"; an object whose "enabled" is false, or that holds objects with "enabled" and all are off.
+    """
+    if isinstance(value, Mapping):
+        return not value or _switches(value) == {False}
+    return value is None or value is False or value == "auto"
+
+
+def _switches(tree: Mapping[str, Any]) -> set[bool]:
+    if "enabled" in tree:
+        return {not is_off(tree["enabled"])}
+    return {switch for inner in tree.values() if isinstance(inner, Mapping) for switch in _switches(inner)}
+
+
+_COMMON: dict[str, tuple[Kind, Any]] = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
+_ADAM: dict[str, tuple[Kind, Any]] = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
+
+OPTIMIZERS: dict[str, dict[str, tuple[Kind, Any]]] = {
+    "AdamW": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
+    "Adam": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "SGD": {
+        **_COMMON,
+        "momentum": (NOT_NEGATIVE, 0.0),
+        "dampening": (number(0), 0.0),
+        "weight_decay": (NOT_NEGATIVE, 0.0),
+        "nesterov": (BOOL, False),
+    },
+    "Lion": {**_COMMON, "lr": (NOT_NEGATIVE, 1e-4), "betas": (BETAS, (0.9, 0.99)), "weight_decay": (NOT_NEGATIVE, 0.0)},
+}
+"""The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
+
+OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
+    ("torch_adam", "foreach", "fused", "capturable", "set_grad_none"),
+    "there is one optimizer arithmetic, the same on every device",
+)
+"""Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
+
+OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
+    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion"), "states are fp32"),
+    "max_grad_norm": (0.0, ("AdamW", "Adam", "SGD", "Lion"), "gradients are clipped by the key gradient_clipping"),
+    "amsgrad": (False, ("AdamW", "Adam"), "the maximum of past second moments is not kept"),
+    "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
+    "differentiable": (False, ("AdamW", "Adam", "SGD"), "the step writes in place"),
+}
+"""Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
+
+OPTIMIZERS_LATER: tuple[str, ...] = (*("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop"),)
+"""Elementwise optimizers that a later version will run."""
+
+OPTIMIZERS_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of whole matrices"),
+    **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each whole parameter"),
+    "LBFGS": "it needs inner products over all parameters",
+    "SparseAdam": "it needs sparse gradients",
+    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),
+}
+"""Optimizers that cannot be stepped slice by slice -> why."""

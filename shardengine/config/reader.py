@@ -1,0 +1,406 @@
+"""From a JSON tree to flat, checked values. Owns: parsing the file, the walk over the tree, the wording of problems.
+
+A `Reader` takes one tree through four passes and collects everything that is wrong instead of stopping at the first:
+
+    scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
+    rename   old names move to the current ones; messages keep the name that was written
+    visit    every key is looked up in `config_keys.KEYS`, parsed by its kind and treated by its status
+    named    optimizer and scheduler: the type and its parameters
+
+[Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
+notice; a problem where only the caller can know (`config_keys.ONLY_CALLER`). Batch sizes follow from each other.
+
+It must not know the config's dataclasses, which `config/load.py` builds from the result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from shardengine.config.keys import (
+    ALIAS_NEEDS,
+    ALIASES,
+    FILLED_FROM,
+    GATES,
+    KEYS,
+    ONLY_CALLER,
+    OPTIMIZER_FIXED,
+    OPTIMIZER_NO_EFFECT,
+    OPTIMIZERS,
+    OPTIMIZERS_LATER,
+    OPTIMIZERS_REFUSED,
+    SECTIONS,
+    TRIPLE,
+    Key,
+    Status,
+    is_comment,
+    is_off,
+)
+from shardengine.config.kinds import describe, nearest
+from shardengine.errors import ConfigError
+
+Source = Literal["file", "default", "auto", "derived"]
+"""Where a value came from. "auto": the file says "auto" and the caller gave the value."""
+
+_AUTOMATIC = frozenset({"zero_optimization.units", "zero_optimization.offload_optimizer.ratio"})
+"""Keys of which "auto" is a value."""
+
+_ENDLESS = frozenset({"steps_per_print"})
+"""Keys of which Infinity is a value."""
+
+_ABSENT: Any = object()
+_OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
+
+_NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
+"""Sections that ``false`` does not switch off; of these only the last two may be null."""
+
+
+class JsonObject(dict[str, Any]):
+    """A JSON object that remembers which of its keys were written more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.duplicates = sorted({name for name in names if names.count(name) > 1 and not is_comment(name)})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a file into objects that know their duplicate keys. ConfigError names the path, line and column."""
+    try:
+        tree = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=JsonObject)
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror or error}", str(path)) from error
+    except json.JSONDecodeError as error:
+        place = f"at line {error.lineno}, column {error.colno}"
+        hint = '; JSON has no comments and no comma before a closing bracket: write remarks as keys that begin with "_"'
+        raise ConfigError(f"not JSON: {error.msg} {place}{hint}", str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON that can be read: {error}", str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"expected a JSON object at the top level, came {describe(tree)}", str(path))
+    return tree
+
+
+def plain(value: Any) -> Any:
+    """Copy mappings and sequences into dicts and lists, all the way down."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Reader:
+    """One reading of one file: collects values, sources, problems and notices. Lives for one `load_config`.
+
+    ``automatic``: the keys that are "auto" in the file.
+    """
+
+    def __init__(self, auto: Mapping[str, Any] | None = None) -> None:
+        """auto: dotted name → the value that counts where the file says "auto"."""
+        self._auto = dict(auto or {})
+        self.automatic: set[str] = set()
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, Source] = {}
+        self.failed: set[str] = set()
+        self.written: dict[str, str] = {}
+        self.present: frozenset[str] = frozenset()
+
+    def read(self, tree: dict[str, Any]) -> None:
+        """Check ``tree`` (changed in place) and fill ``values`` and ``sources`` with what is written in it."""
+        for name in self._auto:
+            if name not in KEYS and name.rpartition(".")[0] not in ("optimizer.params", "scheduler.params"):
+                params = {param: f"optimizer.params.{param}" for table in OPTIMIZERS.values() for param in table}
+                close = params.get(name) or _nearest_key("", name)
+                text = f'auto names the unknown key "{name}"; the nearest valid key is "{close}"'
+                self.problems.append(text)
+        self._scan(tree, "")
+        self._nest(tree)
+        self._rename(tree)
+        self.present = frozenset(name for name, value in tree.items() if isinstance(value, dict))
+        self._visit(tree, "")
+
+    def problem(self, name: str, text: str) -> None:
+        """Note that the key ``name`` (dotted) cannot be used; ``text`` says what was expected and what came."""
+        self.failed.add(name)
+        self.problems.append(f"{self._place(name)}: {text}")
+
+    def _place(self, name: str) -> str:
+        for new, old in self.written.items():
+            if name == new or name.startswith(new + "."):
+                return old + name[len(new) :]
+        return name or "the top level"
+
+    def _scan(self, node: Any, path: str, *, opaque: bool = False) -> bool:
+        """Drop remarks; report and drop what no key can hold: duplicates, numbers that are not finite, foreign types.
+
+        opaque: inside of what has no effect or is refused, whatever it holds.
+        """
+        known = KEYS.get(ALIASES[path][0] if path in ALIASES else path)
+        opaque |= known is not None and known.status in _OPAQUE
+        if isinstance(node, dict):
+            for name in node.duplicates if isinstance(node, JsonObject) else ():
+                self.problem(_join(path, name), "the key is written more than once; keep one")
+            for name in list(node):
+                if not isinstance(name, str):
+                    self.problem(path, f"expected keys that are strings, came {describe(name)}")
+                    del node[name]
+                elif is_comment(name) or not self._scan(node[name], _join(path, name), opaque=opaque):
+                    del node[name]
+            return True
+        if isinstance(node, list):
+            usable = [self._scan(item, f"{path}[{index}]", opaque=opaque) for index, item in enumerate(node)]
+            if not all(usable):
+                self.failed.add(path)
+            return all(usable)
+        if opaque or (node == math.inf and path in _ENDLESS):
+            return True
+        if isinstance(node, float) and not math.isfinite(node):
+            self.problem(path, f"expected a finite number, came {node!r}")
+        elif node is not None and not isinstance(node, (str, int, float)):
+            self.problem(path, f"expected a JSON value, came {describe(node)}")
+        else:
+            return True
+        return False
+
+    def _nest(self, tree: dict[str, Any]) -> None:
+        """Move values from dotted names on the top level to where they belong, in place; what is there counts."""
+        for name in [name for name in tree if name.rpartition(".")[0] in SECTIONS]:
+            value, holder = tree.pop(name), tree
+            *sections, leaf = name.split(".")
+            for section in sections:
+                inside = holder.setdefault(section, {})
+                holder = inside if isinstance(inside, dict) else {}
+            if leaf in holder:
+                self.notices.append(
+                    f'"{name}" on the top level has no effect, because {name} is also written in its place'
+                )
+            else:
+                holder[leaf] = value
+
+    def _automatic(self, name: str, default: str) -> Any:
+        """What the caller gives for ``name``, which is "auto" in the file; otherwise _ABSENT, with a notice that the
+        ``default`` counts, or a problem. See [Note: "auto"]."""
+        self.automatic.add(name)
+        argument = FILLED_FROM.get(name)
+        trainer = f", which Hugging Face's Trainer fills from its argument {argument}" if argument else ""
+        if name in self._auto:
+            return self._auto[name]
+        if name in TRIPLE:
+            self.notices.append(f'{self._place(name)} is "auto" and is worked out from the other batch sizes')
+        elif name in ONLY_CALLER:
+            self.problem(name, f'"auto"{trainer}, cannot be known here; write a value, or give one: {_give(name)}')
+        else:
+            instead = f"; for another one: {_give(name)}" if argument else ""
+            self.notices.append(f'{self._place(name)} is "auto"{trainer}: here {default} counts{instead}')
+        return _ABSENT
+
+    def _rename(self, tree: dict[str, Any]) -> None:
+        """Move values from old names to the current ones, in place."""
+        for old, (new, translate) in ALIASES.items():
+            section, _, leaf = old.rpartition(".")
+            holder = tree.get(section) if section else tree
+            if not isinstance(holder, dict) or leaf not in holder:
+                continue
+            written = holder.pop(leaf)
+            if (switch := ALIAS_NEEDS.get(old)) is not None:
+                enabled = holder.get(switch.rpartition(".")[2])
+                if (self._auto.get(switch) if enabled == "auto" else enabled) is not True:
+                    self.notices.append(f"{old} has no effect, because {switch} is not true")
+                    continue
+            value = translate(written)
+            section, _, leaf = new.rpartition(".")
+            if section and not tree.get(section):
+                tree[section] = {}
+            target = tree[section] if section else tree
+            if not isinstance(target, dict):
+                continue
+            if leaf in target:
+                self.problem(new, f"the key is written twice, also as {old}; keep one")
+                continue
+            target[leaf] = value
+            self.written[new] = old
+            if new in SECTIONS or KEYS[new].status is not Status.NO_EFFECT:
+                changed = f": {json.dumps(value)}" if isinstance(written, bool) and value is not written else ""
+                self.notices.append(f"{old} is read as {new}{changed}")
+
+    def _visit(self, tree: Mapping[str, Any], section: str) -> None:
+        for name, value in tree.items():
+            dotted = _join(section, name)
+            if dotted in SECTIONS:
+                self._section(dotted, value)
+            elif dotted in KEYS:
+                self._leaf(KEYS[dotted], value)
+            else:
+                close = _nearest_key(section, name)
+                level = ", on the top level" if section and "." not in close else ""
+                self.problem(dotted, f'unknown key; the nearest valid key is "{close}"{level}')
+
+    def _section(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self._visit(value, name)
+            gate = f"{name}.{GATES[name]}" if name in GATES else ""
+            if gate and gate not in self.failed and value.get(GATES[name]) not in (None, False, KEYS[gate].default):
+                self.later(name, f'"{GATES[name]}": {json.dumps(KEYS[gate].default)}')
+        elif value is None and name != "zero_optimization":
+            return
+        elif value is not False or name in _NEVER_FALSE:
+            self.problem(name, f"expected an object, came {describe(value)}")
+
+    def _leaf(self, key: Key, value: Any) -> None:
+        section = key.name.rpartition(".")[0]
+        if key.status is Status.NO_EFFECT:
+            asked = not is_off(value) if isinstance(value, Mapping) or not section else True
+            if asked:
+                self.notices.append(f"{self._place(key.name)} has no effect, because {key.note}")
+            return
+        if key.status is Status.REFUSED:
+            if not is_off(value) and value not in key.default:
+                self.problem(key.name, f"cannot be switched on, because {key.note}")
+            return
+        if key.status is not Status.ACTIVE and (value is None or value is False):
+            return
+        source: Source = "file"
+        if value == "auto" and key.name not in _AUTOMATIC:
+            value, source = self._automatic(key.name, f"the default {json.dumps(plain(key.default))}"), "auto"
+            if value is _ABSENT:
+                return
+        try:
+            parsed = key.kind.parse(value)
+        except ValueError:
+            self.problem(key.name, f"expected {key.kind.words}, came {describe(value)}")
+            return
+        if key.status is Status.ACTIVE:
+            self.values[key.name], self.sources[key.name] = parsed, source
+        elif section not in GATES and parsed != key.default:
+            self.later(key.name, json.dumps(key.default))
+
+    def later(self, name: str, off: str) -> None:
+        """Note that what ``name`` switches on does not exist yet; off: the value that switches it off."""
+        self.problem(name, f"not available yet in this version; switch it off ({off}) or leave it out")
+
+    def named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
+        """Take the type and the unchecked params of "optimizer" or "scheduler"; None where there is no usable one."""
+        self.sources.pop(f"{section}.params", None)
+        params: dict[str, Any] = self.values.pop(f"{section}.params", {})
+        name: str | None = self.values.pop(f"{section}.type", None)
+        if name is not None:
+            self.sources.update({f"{section}.params.{param}": "file" for param in params})
+            return name, params if section == "optimizer" else self._fill(section, params, {})
+        if section in self.present and f"{section}.type" not in self.failed:
+            self.problem(f"{section}.type", f"the key is missing; expected a name such as {example}")
+        return None
+
+    def _fill(self, section: str, params: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """``params`` with what stands in the place of "auto". defaults: what is known of them."""
+        filled = {}
+        for param, value in params.items():
+            dotted = f"{section}.params.{param}"
+            if value == "auto":
+                default = f"the default {json.dumps(defaults[param])}" if param in defaults else "the default"
+                value = self._automatic(dotted, default)
+                self.sources[dotted] = "auto"
+            if value is _ABSENT:
+                del self.sources[dotted]
+            else:
+                filled[param] = value
+        return filled
+
+    def optimizer(self) -> tuple[str, dict[str, Any]] | None:
+        """Take the optimizer as (normalised type, every hyper-parameter of it); None where there is no usable one."""
+        read = self.named("optimizer", "AdamW")
+        if read is None:
+            return None
+        written, given = read
+        known = {name.lower(): name for name in (*OPTIMIZERS, *OPTIMIZERS_LATER, *OPTIMIZERS_REFUSED)}
+        name = known.get(written.lower())
+        if name is None:
+            close = known[nearest(written, known)]
+            text = (
+                f'unknown optimizer "{written}"; the nearest known one is "{close}", available: {", ".join(OPTIMIZERS)}'
+            )
+            self.problem("optimizer.type", text)
+        elif name in OPTIMIZERS_REFUSED:
+            text = f"{name} is not elementwise and cannot be stepped on shards: {OPTIMIZERS_REFUSED[name]}"
+            self.problem("optimizer.type", f"{text}; use one of {', '.join(OPTIMIZERS)}")
+        elif name in OPTIMIZERS_LATER:
+            self.problem("optimizer.type", f"{name} is not available yet; use one of {', '.join(OPTIMIZERS)}")
+        else:
+            return self._hyper_parameters(name, given)
+        return None
+
+    def _hyper_parameters(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        params = {param: default for param, (_, default) in OPTIMIZERS[name].items()}
+        fixed_here = {param: value for param, (value, owners, _) in OPTIMIZER_FIXED.items() if name in owners}
+        known = {**params, **fixed_here, **({"adam_w_mode": True} if "betas" in params and name != "Lion" else {})}
+        unknown = {param: value for param, value in given.items() if param not in known}
+        given = self._fill("optimizer", {p: value for p, value in given.items() if p in known}, known) | unknown
+        if name in ("Adam", "AdamW"):
+            name = self._decoupled(name, given)
+        self.sources.update({f"optimizer.params.{param}": "default" for param in params if param not in given})
+        for param, value in given.items():
+            dotted = f"optimizer.params.{param}"
+            if param in params:
+                kind = OPTIMIZERS[name][param][0]
+                try:
+                    params[param] = kind.parse(value)
+                except ValueError:
+                    self.problem(dotted, f"expected {kind.words}, came {describe(value)}")
+                continue
+            self.sources.pop(dotted, None)
+            fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
+            if param in OPTIMIZER_NO_EFFECT:
+                self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
+            elif name not in owners:
+                names = (*params, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in params else []))
+                close = nearest(param, names)
+                self.problem(
+                    dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"'
+                )
+            elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
+                text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
+                self.problem(dotted, text)
+        if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
+            text = "nesterov needs momentum > 0 and dampening 0"
+            self.problem(
+                "optimizer.params.nesterov", f"{text}, came {params['momentum']:g} and {params['dampening']:g}"
+            )
+        return name, params
+
+    def _decoupled(self, name: str, given: dict[str, Any]) -> str:
+        mode = given.pop("adam_w_mode", True)
+        self.sources.pop("optimizer.params.adam_w_mode", None)
+        if not isinstance(mode, bool):
+            self.problem("optimizer.params.adam_w_mode", f"expected true or false, came {describe(mode)}")
+        elif name == "AdamW" and not mode:
+            self.problem(
+                "optimizer.params.adam_w_mode", 'expected true for AdamW, came false; for L2 write type "Adam"'
+            )
+        elif name == "Adam" and not mode:
+            self.notices.append('optimizer "Adam" with "adam_w_mode": false is Adam, with weight decay as an L2 term')
+        elif name == "Adam":
+            self.notices.append('optimizer "Adam" is AdamW (decoupled weight decay) unless "adam_w_mode" is false')
+            return "AdamW"
+        return name
+
+
+def _give(name: str) -> str:
+    return f'load_config(file, auto={{"{name}": …}})'
+
+
+def _join(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _nearest_key(section: str, name: str) -> str:
+    """The most similar key of the section, or the key of the same name in another section."""
+    elsewhere = [key for key in (*KEYS, *SECTIONS) if key.rpartition(".")[2] == name]
+    beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]
+    close = nearest(_join(section, name), beside)
+    alike = difflib.SequenceMatcher(None, name.lower(), close.rpartition(".")[2].lower()).ratio()
+    return elsewhere[0] if elsewhere and alike < 0.8 else close

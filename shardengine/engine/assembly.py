@@ -1,0 +1,314 @@
+"""Putting the parts of one engine together, in order: analyse → agree → place → reducer → schedule → hooks.
+
+Must not know: steps, the user's loop, what the parts do afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardengine import kernels, stages
+from shardengine.comm import Collectives, Mesh, compare, settle_kernels, together
+from shardengine.config import Config
+from shardengine.ddp import BufferSync, Reducer, Rules, Window, no_payload
+from shardengine.engine.core import Core
+from shardengine.errors import ConfigError, UsageError
+from shardengine.offload import BufferPool, Tiers, is_apart
+from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window
+from shardengine.runtime import ActivationStore, Arrivals, Guard, Schedule, Unit, activations, hooks, placing
+from shardengine.sharding import Layout, Partition, Precision, holds_weights, is_lookup, layout, partition, precision
+
+_log = logging.getLogger(__name__)
+
+
+def _look(
+    model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, which: Precision
+) -> tuple[Partition, kernels.Offer]:
+    """What one rank alone finds out about the model and the machine, or refuses."""
+    units = config.zero_optimization.units
+    if config.activation_checkpointing.enabled:
+        activations.check(model, partition.find_units(model, units))
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which)
+    return found, kernels.offer()
+
+
+def build(
+    model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]], states: Sequence[str] = ()
+) -> Core:
+    """Partition ``model`` as ``config`` says and attach to it.
+
+    groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32.
+    """
+    zero = config.zero_optimization
+    stage = stages.select(
+        zero.stage,
+        reshard_after_forward=zero.stage3_reshard_after_forward,
+        gradient_accumulation=config.gradient_accumulation,
+    )
+    which = precision.of(config)
+    pool = BufferPool(pins=is_apart(mesh.device) and zero.offload_optimizer.pin_memory)
+    direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
+    direct |= which.reduce is not torch.float32  # the backend would round no sum
+    collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
+
+    found, offer = together(
+        collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, which)
+    )
+    settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
+    offers = compare(collectives, partition.facts(model, found, settings, groups), offer)
+    settle_kernels(offers, mesh.rank)
+    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
+    footprint = _footprint(config, stage, found, plan, states)
+    with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
+        tiers = _open_tiers(config, collectives, unfinished)
+        core = _assemble(model, config, collectives, pool, found, footprint, tiers)
+        unfinished.pop_all()
+    return core
+
+
+def _assemble(
+    model: nn.Module,
+    config: Config,
+    collectives: Collectives,
+    pool: BufferPool,
+    found: Partition,
+    footprint: Footprint,
+    tiers: Tiers,
+) -> Core:
+    """Place the weights of ``model``, wire what moves them, attach."""
+    stage, plan, which = footprint.stage, footprint.layout, footprint.precision
+    homes = tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
+    if collectives.mesh.rank == 0:
+        tell_choice(tiers, footprint, homes)
+        if stage.moves_weights:
+            tell_window(footprint, found, _classes_of(model))
+    with collectives.faults.announced("initialize", lambda error: "placing the weights"):
+        units = placing.place(
+            found,
+            plan,
+            collectives,
+            shards_weights=stage.moves_weights,
+            whole_masters=stage.gathers_gradients,
+            which=which,
+            homes=homes,
+        )
+        buffers = BufferSync(model, collectives)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(collectives.mesh.device).contiguous()
+        buffers.broadcast(persistent_only=False)
+    window = Window(config.gradient_accumulation_steps or 1)
+    reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
+    arrivals, blocks = _expect(config, stage, collectives, model, found, units)
+    driven = (units, reducer, schedule, window, buffers, arrivals)
+    core = Core(stage, collectives, pool, found, plan, *driven, Guard(), which, tiers)
+    _attach(core, model, blocks)
+    _checkpoint_activations(core, model, config)
+    return core
+
+
+def _footprint(config: Config, stage: stages.Stage, found: Partition, plan: Layout, states: Sequence[str]) -> Footprint:
+    """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
+    which = precision.of(config)
+    return Footprint(
+        stage,
+        plan,
+        which,
+        _rules(config, stage, plan.ranks),
+        state=4 * len(states),
+        micro_batches=config.gradient_accumulation_steps or 1,
+        prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
+        outside=outside_bytes(found, which),
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of ``device``'s memory that nothing holds; ``ConfigError`` for a CPU, whose memory is the host's."""
+    if not is_apart(device):
+        raise ConfigError(
+            'zero_optimization.offload_optimizer.device_memory: expected a number of bytes beside "ratio": "auto", '
+            "came null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
+        )
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack) -> Tiers:
+    """The tiers, which ``unfinished`` closes; the memory for which a ratio is to be found is the same on every rank."""
+    zero, mesh = config.zero_optimization, collectives.mesh
+    wanted = zero.offload_optimizer
+    measures = wanted.ratio == "auto" and wanted.device_memory is None
+
+    def open_tiers() -> tuple[Tiers, int]:
+        free = free_bytes(mesh.device) if measures else 0
+        return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, apart=is_apart(mesh.device)))), free
+
+    tiers, free = together(collectives, "opening the tiers", open_tiers)
+    if measures:
+        tiers.device_memory = min(collectives.exchange_objects(free))
+    return tiers
+
+
+def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
+    """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
+    reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.window)
+    arrivals, blocks = _expect(config, core.stage, core.collectives, model, found, units)
+    new = replace(
+        core,
+        partition=found,
+        layout=plan,
+        units=units,
+        reducer=reducer,
+        schedule=schedule,
+        arrivals=arrivals,
+    )
+    _attach(new, model, blocks)
+    _checkpoint_activations(new, model, config)
+    return new
+
+
+def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
+    """What stage and config say about gradients."""
+    which = precision.of(config)
+    several = (config.gradient_accumulation_steps or 1) > 1
+    return Rules(
+        sharded=stage.reduces_every_micro_batch,
+        gathers=stage.gathers_gradients,
+        divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
+        wire=which.wire,
+        reduce=which.reduce,
+        accumulate=which.accumulate if several else torch.float32,
+        scaled=which.scales_loss,
+    )
+
+
+def _drive(
+    config: Config,
+    stage: stages.Stage,
+    collectives: Collectives,
+    pool: BufferPool,
+    plan: Layout,
+    units: list[Unit],
+    window: Window,
+) -> tuple[Reducer, Schedule]:
+    """What moves the gradients and the weights of ``units``."""
+    by_index = {b.layout.index: b for unit in units for a in unit.arenas for b in a.buckets}
+    buckets = [by_index[index] for index in range(len(plan.buckets))]
+    members = {member.index: member.parameter for unit in units for member in unit.members}
+    parameters = [members[index] for index in range(len(plan.parameters))]
+    rules = _rules(config, stage, collectives.mesh.ranks)
+    reducer = Reducer(plan, buckets, collectives, pool, rules, parameters)
+    prefetch = config.zero_optimization.stage3_prefetch_bucket_size
+    schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
+
+    def complete() -> None:
+        """Where there is no optimizer, which has more to say."""
+        reducer.agree(no_payload)
+        reducer.views.show(reducer.touched, None)
+
+    schedule.on_complete = complete
+    return reducer, schedule
+
+
+def _expect(
+    config: Config,
+    stage: stages.Stage,
+    collectives: Collectives,
+    model: nn.Module,
+    found: Partition,
+    units: list[Unit],
+) -> tuple[Arrivals | None, list[tuple[str, nn.Module]]]:
+    """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
+    if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
+        return None, found.units
+    blocks, block_of = partition.find_blocks(model, config.zero_optimization.units)
+    numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
+    members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
+    return Arrivals(units[0].members, members_of), blocks
+
+
+def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
+    core.note_seen()
+    modules = {module: index for index, (_, module) in enumerate(units, start=1)}
+    trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
+    core.guard.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    if core.precision.inputs is not None:
+        core.guard.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
+    if not core.stage.moves_weights:
+        core.guard.handles.extend(hooks.attach_settle(core.schedule, model))
+        if core.arrivals is not None:
+            core.guard.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
+        return
+    if core.mesh.ranks > 1 and "generate" in dir(model):
+        # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
+        core.guard.marked = model
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    for module, index in modules.items():
+        if is_lookup(module):
+            core.schedule.read_in_forward_only(index)
+    core.guard.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+    _watch(core, model, modules)
+
+    def refuse() -> None:
+        if not core.guard.open and not all(unit.pinned for unit in core.units):
+            raise UsageError(
+                "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
+                "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
+            )
+
+    core.guard.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+
+
+def _classes_of(model: nn.Module) -> dict[str, str]:
+    """Each parameter's name → the class of the module that has it."""
+    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
+
+
+def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:
+    """Weights that rest sharded are found by who reads them, also outside of their unit's forward."""
+    unit_of = {id(member.parameter): unit.index for unit in core.units for member in unit.members}
+    names = core.partition.first_names()
+    told: set[int] = set()
+
+    def tell(_name: str, parameter: int) -> None:
+        number = unit_of[parameter]
+        if core.mesh.rank == 0 and number not in told:
+            told.add(number)
+            _log.warning(
+                "parameter %r is read outside of the forward of its unit %r, which is therefore gathered and kept "
+                "until the window of micro-batches ends; to have it there anyway, leave it out of "
+                "zero_optimization.units: list there the classes of the modules that are to be gathered one by one",
+                names[parameter],
+                core.units[number].name,
+            )
+
+    core.guard.handles.extend(hooks.attach_reads(core.schedule, modules, unit_of, tell))
+    core.partition.places[:] = partition.places_of(model)
+
+
+def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:
+    if config.activation_checkpointing.enabled:
+        offload = config.activation_checkpointing.cpu_offload
+        saving = ActivationStore(core.mesh.device, holds_weights).saving if offload else nullcontext
+        if offload:
+            core.mark_weights()
+        blocks = partition.find_units(model, config.zero_optimization.units)
+        core.guard.handles.extend(activations.attach(blocks, saving))
+        core.guard.caching.extend(_without_caches(model))
+
+
+def _without_caches(model: nn.Module) -> list[Any]:
+    """Hugging Face configs in ``model`` that asked for a cache of keys and values, which no checkpointed block can
+    fill; they do not any more. What a call asks for by itself is refused there."""
+    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None}
+    asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in asking:
+        config.use_cache = False
+    return asking

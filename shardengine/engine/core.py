@@ -1,0 +1,187 @@
+"""The parts of one engine, wired, and what they do together. The formulas are ``engine/formulas.py``'s.
+
+Owns: weights that were written, published, awaited; letting go of the model. Must not know: how the parts are made
+(``engine/assembly.py``), steps, the user's loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardengine import stages
+from shardengine.comm import Collectives, Mesh, Pending, Purpose
+from shardengine.ddp import BufferSync, Reducer, Window
+from shardengine.errors import UsageError
+from shardengine.offload import BufferPool, Tiers
+from shardengine.runtime import Arrivals, Guard, Schedule, Unit, Weights, weight_bytes
+from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
+
+
+@dataclass(frozen=True)
+class Core:
+    """Everything below the engine's surface, wired."""
+
+    stage: stages.Stage
+    collectives: Collectives
+    pool: BufferPool
+    partition: Partition
+    layout: Layout
+    units: list[Unit]
+    reducer: Reducer
+    schedule: Schedule
+    window: Window
+    buffers: BufferSync
+    arrivals: Arrivals | None
+    guard: Guard
+    precision: Precision
+    tiers: Tiers
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks and today's groups; ``reset()`` replaces them."""
+        return self.collectives.mesh
+
+    def verify_parameters(self) -> None:
+        """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
+        for name, holder, key, value in self.partition.places:
+            if holder.get(key) is not value:
+                kind = "module" if isinstance(value, nn.Module) else "parameter"
+                raise UsageError(
+                    f"{kind} {name!r} was replaced after initialize (rank {self.mesh.rank}): expected the one that "
+                    "initialize saw; change the model first, then call initialize"
+                )
+        if sum(len(m._parameters) + len(m._modules) for m in self.partition.modules) != len(self.partition.places):
+            raise UsageError(
+                f"a parameter or module was added or removed after initialize (rank {self.mesh.rank}): expected the "
+                "ones that initialize saw; change the model first, then call initialize"
+            )
+        hides = self.stage.moves_weights or self.arrivals is not None
+        dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if hides else ()
+        for dtype in dtypes:
+            if restore_poison(dtype, self.mesh.device):
+                raise UsageError(
+                    f"a parameter was written while its weights were elsewhere (rank {self.mesh.rank}); the write is "
+                    "lost. Write inside `with engine.full_params(writable=True):`"
+                )
+        self.adopt_written_weights()
+        hidden = () if self.arrivals is None else self.arrivals.hidden
+        for member in (member for unit in self.units if not unit.pinned for member in unit.misplaced(hidden)):
+            raise UsageError(
+                f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
+                f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
+                "memory that the engine does not own; call .to(), .half() and the like before initialize"
+            )
+
+    def unfrozen(self) -> dict[str, nn.Parameter]:
+        """The parameters that were frozen when the layout was made and are not now, by name."""
+        pairs = zip(self.partition.specs, self.partition.inside, strict=True)
+        found = {spec.name: p for spec, p in pairs if p.requires_grad and not spec.trainable}
+        if any(p.requires_grad and p.numel() for p in self.partition.outside):
+            found |= {name: p for name, p in self.partition.named_outside() if p.requires_grad and p.numel()}
+        return found
+
+    def note_stepped(self) -> None:
+        """The weights are new: a graph from before the step refuses backward, as after any torch optimizer's step."""
+        torch.autograd.graph.increment_version(self.partition.inside)
+        self.note_seen()
+
+    def note_seen(self) -> None:
+        """What was written into parameters so far is known."""
+        self.guard.versions[:] = [parameter._version for parameter in self.partition.inside]
+
+    def adopt_written_weights(self) -> None:
+        """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``).
+
+        The first time all weights are compared with their masters, so that an initialisation through
+        ``parameter.data``, which torch does not count, is not lost; but not on disk, where that would read all masters.
+        """
+        written = self.guard.versions != [parameter._version for parameter in self.partition.inside]
+        if not written and (self.guard.compared or self.reducer.early.begun):
+            return
+        if self.reducer.early.begun:
+            raise UsageError(
+                f"a parameter was written after the last step (rank {self.mesh.rank}), which was noticed when backward "
+                "had stepped master weights (offload_optimizer.step_in_backward): expected writes before engine(...) "
+                "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
+            )
+        self.note_seen()
+        self.guard.compared = True
+        for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
+            if written or bucket.shelf.place != "nvme":
+                bucket.adopt_weights()
+
+    def weight_bytes(self) -> Counter[str]:
+        """Bytes that hold weights at this moment, by tier; frozen ones outside of arenas are included."""
+        return weight_bytes(self.units) + Counter(device=sum(p.nbytes for p in self.partition.outside))
+
+    def mark_weights(self) -> None:
+        """Write down where weights and buffers lie that are in no arena; arenas do so themselves."""
+        for tensor in (*self.partition.outside, *self.buffers.named(persistent_only=False).values()):
+            mark_weights(tensor)
+
+    def sent(self) -> Counter[Purpose]:
+        """Bytes sent so far, by purpose."""
+        return Counter(self.collectives.sent)
+
+    def publish(self, stepped: Iterable[Bucket]) -> None:
+        """Gather each bucket as soon as it is stepped, where weights rest replicated and masters do not.
+
+        Returns when all have landed, or with ``overlap_param_gather`` at once (``arrivals``).
+        """
+        pending: list[Pending] = []
+        for bucket in stepped:
+            if not self.stage.publishes_after_step:
+                continue
+            pending.append(self._gather(bucket))
+            if self.arrivals is not None:
+                self.arrivals.depart(bucket, pending.pop())
+        for each in pending:
+            each.wait()
+        if self.arrivals is not None:
+            self.arrivals.hide()
+
+    def await_weights(self) -> None:
+        """Nothing is in flight afterwards that a step or a read of whole buckets could meet."""
+        if self.arrivals is not None:
+            self.arrivals.await_all()
+
+    @contextmanager
+    def adopting_masters(self) -> Iterator[None]:
+        """What optimizers step was written (a checkpoint was loaded): the weights follow everywhere; collective.
+
+        They are on their way while the body runs, which must not touch them.
+        """
+        pending: list[Pending] = []
+        with torch.no_grad():
+            for state in self.reducer.buckets:
+                state.bucket.adopt_master()
+                if self.stage.publishes_after_step:
+                    pending.append(self._gather(state.bucket))
+        try:
+            yield
+        finally:
+            for each in pending:
+                each.wait()
+        self.note_stepped()
+
+    def _gather(self, bucket: Bucket) -> Pending:
+        names = self.layout.names_in(bucket.layout)
+        return self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS, bucket.layout.label)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a ``full_params`` is open."""
+        return any(unit.pinned for unit in self.units)
+
+    def require_hidden(self) -> None:
+        """``UsageError`` inside ``full_params``, whose end needs the engine."""
+        if self.guard.shown:
+            raise UsageError(
+                f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
+            )

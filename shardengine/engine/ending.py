@@ -1,0 +1,79 @@
+"""The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a fault.
+
+Must not know: what the engine was used for.
+
+[Note: Together or not] The end has collectives where weights are gathered, where a save has to be told of on all ranks,
+and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains would
+take the gathers of an end for its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+from shardengine.engine.core import Core
+from shardengine.errors import CommunicationError
+
+_log = logging.getLogger(__name__)
+
+
+def part(core: Core, *, saves: bool) -> str:
+    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Together or not]).
+
+    "" where all that follows may be collective; otherwise why not. saves: some are to tell.
+    """
+    faults = core.collectives.faults
+    faults.leave("has closed its engine", closes=True)
+    together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
+    if not together and not faults.gave_up:
+        return ""
+    said = f"this one gave up: {faults.gave_up}" if faults.gave_up else faults.await_leaving()
+    return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
+
+
+def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
+    """Take the hooks off and give every parameter whole weights in memory of its own; collective.
+
+    Who holds a view of the old memory keeps it. Weights that are parked, for which there was no room, become the
+    parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
+    let go of before the error is raised. ends_groups: owned process groups end, too. alone: why the other ranks are not
+    here; ``CommunicationError`` where weights would have to be gathered.
+    """
+    core.guard.unhook()
+    core.reducer.early.finish()
+    orderly = False
+    with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
+        if ends_groups and core.mesh.owned:
+            last.callback(lambda: core.mesh.destroy(orderly=orderly))
+        last.callback(core.guard.unmark)
+        last.callback(core.collectives.faults.close)
+        last.callback(core.pool.forget)
+        last.callback(core.reducer.drop)
+        try:
+            with core.collectives.faults.announced("close", lambda error: "gathering the weights"):
+                if alone and core.stage.moves_weights:
+                    raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
+                _leave_weights(core)
+        finally:
+            core.tiers.close()
+        if alone:
+            _log.warning("%s", alone)
+            return
+        core.reducer.release()  # what is in flight after a fault may have no end but the timeout
+        orderly = True
+
+
+def _leave_weights(core: Core) -> None:
+    core.await_weights()
+    core.schedule.rest()
+    for unit in core.units:
+        parked = any(arena.parked is not None for arena in unit.arenas)  # then all of it rests with this rank
+        if core.stage.moves_weights and not parked:
+            unit.gather(core.collectives)
+            unit.await_full()
+        views = {arena: arena.resting_views() for arena in unit.arenas}
+        for member in unit.members:
+            member.show(views[member.arena][member.slot].clone())
+        for arena in unit.arenas:
+            arena.forsake()

@@ -1,0 +1,481 @@
+"""The engine: the library's surface, wired to the parts below. Nothing is computed here.
+
+Life of one step: ``engine(batch)`` runs the module, its hooks gather and reshard units (schedule) · ``engine.backward``
+divides the loss, autograd hands each gradient to the reducer, the sweep closes the micro-batch · on the boundary
+``engine.step`` clips, steps the shards (optimizer) and gathers the stepped weights where they rest replicated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardengine import other_engines
+from shardengine.comm import Collectives, Mesh, meeting, together
+from shardengine.comm import mesh as mesh_module
+from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
+from shardengine.ddp import Window
+from shardengine.engine import assembly, ending, gathered, given, monitors, overflow, recovery, relayout, whole
+from shardengine.engine.core import Core
+from shardengine.engine.inspection import Report, attached
+from shardengine.engine.monitors import Monitor, Monitors
+from shardengine.engine.parking import Phases, unpark
+from shardengine.engine.recovery import ForWith, announced, announced_with
+from shardengine.errors import UsageError
+from shardengine.offload import BufferPool
+from shardengine.optim import EngineCalls, Settings, ShardedOptimizer, groups_for, lend, lr_schedules, state_names
+from shardengine.runtime import casting
+
+_log = logging.getLogger(__name__)
+_OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+
+
+@given.looked_at
+def initialize(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path | Config,
+    *,
+    optimizer: _OptimizerLike = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    lr_scheduler: Any = None,
+    mesh: Mesh | None = None,
+    monitors: Sequence[Monitor] = (),
+) -> Engine:
+    """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
+
+    Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
+    (arena by arena) and takes rank 0's values; its parameters stay the user's own objects under their own names.
+
+    config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
+    has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
+    until ``close()``), a function from a list of parameters to one, or None
+    (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
+    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``mesh.build`` ·
+    monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside those of the config.
+
+    Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
+    MismatchError (ranks disagree; names them).
+    """
+    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors)
+
+
+class Engine(Phases):
+    """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any] | str | Path | Config,
+        optimizer: _OptimizerLike = None,
+        model_parameters: Iterable[Any] | None = None,
+        lr_scheduler: Any = None,
+        mesh: Mesh | None = None,
+        monitors: Sequence[Monitor] = (),
+    ) -> None:
+        """As ``initialize``."""
+        self.module = model
+        self._give_back: Callable[[], None] = lambda: None
+        timeout_s = timeout_of(config, _known(optimizer))
+        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet)
+        try:
+            self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
+        except BaseException:
+            mesh.leave_behind()
+            raise
+        self.global_steps = 0
+        self.global_samples = 0
+        self._window = self._core.window
+        self._applied = False
+        self._buffers_sent = False
+        self._report = Report()
+        self._monitors = Monitors(self.config.monitor, monitors, mesh.rank)
+        attached.add(model)
+        recovery.say_when_let_go(self._core.collectives)
+
+    def _build(
+        self,
+        mesh: Mesh,
+        config: Any,
+        optimizer: _OptimizerLike,
+        parameters: Any,
+        lr_scheduler: Any,
+        user_monitors: Sequence[Monitor],
+    ) -> None:
+        """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
+        start = Collectives(mesh, BufferPool())
+
+        def read() -> tuple[Config, tuple[str | None, list[dict[str, Any]], dict[str, Any]]]:
+            if self.module in attached:
+                raise UsageError(
+                    "this model already belongs to an engine: expected one engine per model; call engine.close() "
+                    "first (or build the model anew, if that engine is gone)"
+                )
+            monitors.check(user_monitors)
+            resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
+            return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
+
+        self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
+        told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
+        if told and mesh.rank == 0:
+            _log.warning("of the config: %s", "; ".join(told))
+        scheduled = lr_scheduler is not None or self.config.scheduler is not None
+        states = () if kind is None else state_names(kind, groups, scheduled=scheduled)
+        self._core = core = assembly.build(self.module, self.config, mesh, groups, states)
+        self.optimizer: ShardedOptimizer | None = None
+
+        def equip() -> None:
+            if kind is not None:
+                settings = Settings.of(self.config, core.precision)
+                self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, settings)
+                self.optimizer.calls = EngineCalls(self._begin_window, self._add_param_group, self.step)
+                core.schedule.on_complete = self.optimizer.finish_gradients
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    self._give_back = lend(optimizer, self.optimizer)
+                    self.optimizer.lent = optimizer
+            self.lr_scheduler = self._make_scheduler(lr_scheduler)
+            if self.optimizer is not None:
+                self.optimizer.begin()
+
+        try:
+            together(start, "making the optimizer and the scheduler", equip)
+        except BaseException:
+            self._give_back()
+            ending.dissolve(core, ends_groups=False)
+            raise
+
+    # Forward and backward
+
+    @announced("forward")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; its output comes back as it is."""
+        self._need_core().verify_parameters()
+        core = self._core = relayout.follow(self._core, self.module, self.config, self.optimizer)
+        core.schedule.restart()
+        training = self.module.training and torch.is_grad_enabled() and self._window.is_first
+        if self.config.broadcast_buffers and training and not self._buffers_sent:
+            core.buffers.broadcast(persistent_only=True)
+            self._buffers_sent = True
+        try:
+            with core.precision.forward(core.mesh.device.type):
+                return self.module(*args, **kwargs)
+        except BaseException as error:
+            core.schedule.restart()
+            self._buffers_sent = False
+            casting.explain(error, core.precision.cast, inputs=core.precision.inputs is not None)
+            raise
+
+    forward = __call__
+
+    @announced("backward")
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
+        """Backward of ``loss`` divided by the accumulation steps; returns that quotient.
+
+        gradient: what the gradient of a ``loss`` that is no scalar is multiplied with, as in ``Tensor.backward``.
+        A window that is ended early keeps the divisor, so that every sample weighs the same. In the window's last
+        micro-batch this may be called several times: each call's gradients are completed and added.
+        ``loss.backward()`` works as well, and divides by nothing but the ranks; where the loss is scaled it is refused.
+        """
+        if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(
+                f"backward: expected a scalar loss with a graph, or gradient= for one that is no scalar, came {shape}"
+                + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
+            )
+        schedule = self._need_core().schedule
+        schedule.settle()
+        self._core.adopt_written_weights()
+        if self.optimizer is not None:
+            self.optimizer.require_whole()
+        scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
+        schedule.begin_backward()
+        scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
+        try:
+            (scaled if scale == 1 else scaled.float() * scale).backward(gradient, retain_graph=retain_graph)
+            schedule.end_backward()
+        except BaseException:
+            schedule.backward_failed()
+            self._buffers_sent = False
+            raise
+        self._monitors.add_loss(loss, scale)
+        return scaled.detach()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
+        return ForWith("no_sync", self._window.no_sync)
+
+    # The step
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
+        self._window.set_boundary(bool(is_boundary))
+
+    @announced("step")
+    def step(self, *, flush: bool = False) -> None:
+        """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
+
+        flush: end the window here, although its last backward was not on the boundary. Where gradients are not finite
+        on any rank, every rank leaves the step out: weights, states and scheduler stay, the window counts
+        (``was_step_applied``, ``skipped_steps``). NonfiniteGradientError with "nonfinite_gradients": "raise", or after
+        "max_nonfinite_steps" in a row, names the parameters; LossScaleError where a loss scale cannot fall any further.
+        """
+        core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
+        core.schedule.settle()
+        window.require_backward()
+        if core.pinned:
+            raise UsageError("step() inside full_params(): its end would undo the step; call it after the `with` block")
+        self._applied = False
+        if not window.synchronises:
+            raise UsageError("step() inside no_sync(): expected it after the `with` block, with a backward in between")
+        optimizer.watch_rates()
+        if not window.is_boundary and not flush:
+            window.count()
+            return
+        if not core.reducer.window_complete:
+            core.reducer.flush()
+            core.schedule.on_complete()
+        core.reducer.views.adopt()
+        if core.reducer.views.changed:
+            core.reducer.views.exchange_again()
+        if optimizer.is_spoiled() and optimizer.settings.scaler is not None:
+            overflow.report(core, optimizer.settings.scaler, taken=True)
+        self._report.observe(self._live_bytes())
+        core.schedule.rest()
+        core.await_weights()
+        core.adopt_written_weights()
+        with torch.no_grad():
+            core.publish(optimizer.step_buckets())
+        self._end_step()
+
+    def _end_step(self, *, reports: bool = True) -> None:
+        """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told."""
+        core, optimizer, window = self._core, self._need_optimizer("step()"), self._window
+        core.note_stepped()
+        scaler, exhausted = optimizer.settings.scaler, optimizer.is_exhausted
+        self._applied = optimizer.conclude()
+        try:
+            if reports and not self._applied and scaler is not None:
+                if exhausted:
+                    overflow.report(core, scaler)
+                elif scaler.skipped == 1 and not scaler.policy.dynamic:
+                    overflow.tell(core, self.global_steps + 1, scaler.policy.limit)
+        finally:
+            self._close_window(core, optimizer, window)
+
+    def _close_window(self, core: Core, optimizer: ShardedOptimizer, window: Window) -> None:
+        core.reducer.release()
+        optimizer.end_window()
+        self._buffers_sent = False
+        micro_batches = window.close()
+        self.global_steps += 1
+        self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
+        self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
+        if self._monitors:
+            values = {"lr": self.get_lr()[0], "skipped_steps": self.skipped_steps, "samples": self.global_samples}
+            self._monitors.note(self.global_steps, values, optimizer.norm, micro_batches)
+        if self.lr_scheduler is not None and self._applied:
+            optimizer.mark_stepped(self.lr_scheduler)
+            self.lr_scheduler.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the window; it starts anew.
+
+        Also the way on after a forward or backward that raised *on every rank, at the same place*; after a failure of
+        one rank alone, call ``reset()`` on every rank instead.
+        """
+        if self.optimizer is not None:
+            self.optimizer.require_whole()
+        self._need_core().schedule.settle()
+        self._core.schedule.rest()
+        self._core.reducer.release()
+        self._buffers_sent = False
+        if self.optimizer is not None:
+            self.optimizer.end_window()
+        self._monitors.forget()
+        self._window.restart()
+
+    def _begin_window(self) -> None:
+        """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted."""
+        if not self._window.only_counted:
+            self.zero_grad()
+
+    def reset(self) -> None:
+        """After a fault: every rank returns to the last completed step, over new process groups; collective.
+
+        The window is dropped, unless some rank had begun to update weights: then all ranks finish that step (see
+        ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint. CommunicationError
+        names the ranks that do not call it within ``timeout_s``. A Mesh of the caller's is no longer used afterwards.
+        """
+        core, optimizer = self._need_core(), self.optimizer
+        found = recovery.reset(core, optimizer, self.global_steps)
+        if found.finished:
+            self._end_step(reports=False)
+        found.check()
+        self.zero_grad()
+        recovery.compare_options(core, optimizer)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the complete gradient before clipping, of the last finished window; None before the first."""
+        self._need_core().schedule.settle()
+        norm = None if self.optimizer is None else self.optimizer.norm
+        return None if norm is None else norm.item()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
+        optimizer = self._need_optimizer("clip_grad_norm_()")
+        self._core.schedule.settle()
+        if not self._core.reducer.window_complete or optimizer.norm is None:
+            raise UsageError(
+                "clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then"
+            )
+        optimizer.clip_next_step(float(max_norm))
+        return optimizer.norm.item()
+
+    # Whole parameters
+
+    @announced_with("full_params")
+    def full_params(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[None]:
+        """Parameters (all, or the units that hold ``names``) are whole inside the ``with``; collective.
+
+        writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
+        """
+        return gathered.full_params(self._need_core(), names, writable=writable)
+
+    @announced_with("full_grads")
+    def full_grads(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[dict[str, Tensor | None]]:
+        """``with`` this: name → the whole complete gradient, before clipping, on every rank; collective.
+
+        For every name asked for (None: all); None where no rank used the parameter, or it is frozen or has no elements.
+        Tied names share a tensor. Complete: between the backward on the boundary and ``step()``. The dtype is the one
+        in which gradients are sent; they were rounded to it. Where the loss is scaled they are shown in fp32, without
+        the scale. writable: what rank 0 wrote is what every rank steps with,
+        and the norm is taken again. An exception inside, on any rank, then leaves all as it was and raises on all.
+        """
+        scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
+        return whole.full_grads(self._need_core(), names, writable=writable, scale=scale)
+
+    @announced_with("full_optimizer_state")
+    def full_optimizer_state(
+        self, names: Iterable[str] | None = None, *, writable: bool = False
+    ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
+        """``with`` this: name → {"weight", the states, "step"} of the parameter, whole, on every rank; collective.
+
+        "weight" is what is stepped, in fp32: the master weight, or the weight itself where it has none (what is written
+        to a bf16 one is rounded to nearest); None for parameters that the optimizer does not step. writable: as in
+        ``full_grads``; the weights follow, and a graph from before refuses backward as it does after a step.
+        """
+        optimizer = self._need_optimizer("full_optimizer_state()")
+        return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
+
+    @announced("state_dict")
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
+        return gathered.full_state_dict(self._need_core(), self.module)
+
+    @announced("save_pretrained")
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
+        gathered.save_pretrained(self._need_core(), self.module, directory)
+
+    @announced_with("trace")
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
+        """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
+
+        Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
+        """
+        return gathered.traced(self._need_core(), path)
+
+    # Mode, end
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module into training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module into evaluation mode."""
+        return self.train(False)
+
+    def close(self) -> None:
+        """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective.
+
+        CommunicationError where weights are sharded and another rank does not close its engine at this place.
+        """
+        if self.module not in attached:
+            return
+        alone = ending.part(self._core, saves=self._saves is not None)
+        try:
+            unpark(self._core)
+            if not alone:
+                self.wait_for_checkpoint()
+        finally:
+            self._core.require_hidden()
+            try:
+                ending.dissolve(self._core, alone=alone)
+            finally:
+                attached.discard(self.module)
+                self._monitors.close()
+                self.optimizer = None
+                self._give_back()
+                if self._saves is not None:
+                    self._saves.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "module" not in self.__dict__:
+            raise AttributeError(f"Engine has no attribute {name!r}")
+        return other_engines.read_from_module(self, self.__dict__["module"], name)
+
+    def __copy__(self) -> Engine:
+        """Another name for the same engine, as frameworks make one: it shares everything."""
+        same = object.__new__(type(self))
+        same.__dict__.update(self.__dict__)
+        return same
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        """An engine holds process groups, files and hooks."""
+        raise UsageError(
+            "an engine cannot be copied or pickled: expected engine.save_checkpoint(dir), engine.state_dict() or "
+            "engine.save_pretrained(dir), or a copy of the model before initialize"
+        )
+
+    def __iter__(self) -> NoReturn:
+        """An engine is no tuple."""
+        raise TypeError(
+            "initialize returns the engine alone, came an assignment to several names: expected engine = "
+            "shardengine.initialize(...); then engine.optimizer and engine.lr_scheduler"
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the engine owns where and in which dtype the weights live."""
+        raise UsageError(
+            "the engine cannot be moved or cast after initialize, its buckets hold the weights: call .to(), .half(), "
+            ".cuda() and the like on the model before initialize"
+        )
+
+    half = float = double = bfloat16 = cuda = cpu = to
+
+    @announced("add_param_group")
+    def _add_param_group(self, group: dict[str, Any]) -> None:
+        optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
+        self._core = relayout.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)
+
+    def _make_scheduler(self, given: Any) -> Any:
+        if given is None and self.config.scheduler is None:
+            return None
+        return lr_schedules.make(given, self.config.scheduler, self._need_optimizer("a learning-rate scheduler"))
+
+
+def _known(optimizer: _OptimizerLike) -> dict[str, Any] | None:
+    """What a given optimizer says of the config's "auto"."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
+        return None
+    return {"optimizer.params.lr": float(optimizer.defaults["lr"])}

@@ -1,0 +1,56 @@
+"""What the stage's formulas say of one engine: bytes of model state and bytes on the wire, padding included.
+
+Must not know: what is measured.
+"""
+
+from __future__ import annotations
+
+from shardengine import stages
+from shardengine.config import Config
+from shardengine.engine.core import Core
+from shardengine.offload import Homes
+from shardengine.planner import Footprint, outside_bytes, wire_of
+from shardengine.sharding import Layout, Partition
+
+
+def footprint_of(
+    core: Core, config: Config, state: int, found: Partition | None = None, plan: Layout | None = None
+) -> Footprint:
+    """What decides the bytes of ``core``, or of what it becomes with the partition ``found`` and the layout ``plan``.
+
+    state: bytes of optimizer state per element, without master weights.
+    """
+    return Footprint(
+        stage=core.stage,
+        layout=plan or core.layout,
+        precision=core.precision,
+        rules=core.reducer.rules,
+        state=state,
+        micro_batches=core.window.size,
+        prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
+        outside=outside_bytes(found or core.partition, core.precision),
+    )
+
+
+def homes_of(core: Core) -> Homes:
+    """What of ``core`` rests away from the device."""
+    return next((arena.homes for unit in core.units for arena in unit.arenas), Homes())
+
+
+def predicted_traffic(core: Core, micro_batches: int) -> float:
+    """The stage's formula for bytes sent per rank and step, padding included."""
+    sent, once = 0.0, core.schedule.gathered_once
+    for arena in core.layout.arenas:
+        volume = stages.Volume(
+            trainable=arena.length if arena.trainable else 0,
+            twice=0 if arena.unit in once else arena.length,
+            once=arena.length if arena.unit in once else 0,
+        )
+        sent += core.stage.bytes_sent(
+            volume,
+            core.mesh.ranks,
+            micro_batches=micro_batches,
+            weight=arena.itemsize,
+            gradient=wire_of(core.reducer.rules, arena).itemsize,
+        )
+    return sent

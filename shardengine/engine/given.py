@@ -1,0 +1,113 @@
+"""What ``initialize`` is called with, looked at before anything else: one sentence where it is of another kind.
+
+Must not know: what becomes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from shardengine.comm import Mesh
+from shardengine.config import KEYS, SECTIONS, Config
+from shardengine.errors import UsageError
+from shardengine.other_engines import about_argument
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_ORDER = "expected initialize(model, config, optimizer=..., lr_scheduler=...)"
+
+
+def looked_at(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``initialize``, with a TypeError that says what to do where it has no such argument, and with ``_check``."""
+    signature = inspect.signature(initialize)
+    known = [name for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD]
+
+    @functools.wraps(initialize)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in kwargs:
+            if name not in known and (name in KEYS or name in SECTIONS):
+                raise TypeError(f"shardengine.initialize has no argument {name!r}: it belongs into the config")
+            if name not in known:
+                raise TypeError(about_argument("initialize", name, known))
+        if len(args) > 2:
+            kinds = ", ".join(type(each).__name__ for each in args)
+            raise TypeError(f"shardengine.initialize: {_ORDER}, came {len(args)} without a name: {kinds}")
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if missing := [name for name in ("model", "config") if name not in given]:
+            raise TypeError(f"shardengine.initialize: {_ORDER}, came nothing for {' and '.join(missing)}")
+        _check(**given)
+        return initialize(*args, **kwargs)
+
+    return call
+
+
+def _check(
+    model: Any,
+    config: Any,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    lr_scheduler: Any = None,
+    mesh: Any = None,
+    monitors: Any = (),
+) -> None:
+    """``UsageError`` for the first argument that is of another kind than it can be."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            "shardengine.initialize: expected a call outside of torch.inference_mode(): nothing trains in it"
+        )
+    if not isinstance(model, nn.Module):
+        cure = ""
+        if isinstance(config, nn.Module):
+            cure = ": the model comes first"
+        elif isinstance(model, (str, Path)):
+            cure = ": load it first, for example with transformers' AutoModelForCausalLM.from_pretrained(...)"
+        elif isinstance(model, type):
+            cure = ": make one of it"
+        raise _refused("model", "a torch.nn.Module", model, cure)
+    if not isinstance(config, (Config, Mapping, str, Path)):
+        cure = ": it is passed as optimizer=" if isinstance(config, torch.optim.Optimizer) else ""
+        raise _refused("config", "a dict, the path of a JSON file or a Config", config, cure)
+    if isinstance(config, str) and config.lstrip().startswith(("{", "[")):
+        raise _refused("config", "a dict or the path of a JSON file", config, ": json.loads(text) makes a dict of it")
+    makes = callable(optimizer) and not isinstance(optimizer, nn.Module)
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or makes):
+        cure = ""
+        if isinstance(optimizer, (str, Mapping)):
+            example = '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}'
+            cure = f": an optimizer by its name belongs into the config, {example}"
+        elif isinstance(optimizer, (list, tuple)):
+            cure = ": one engine has one optimizer, with several groups where that is wanted"
+        raise _refused("optimizer", "a torch optimizer, a function from parameters to one, or None", optimizer, cure)
+    if isinstance(model_parameters, (str, torch.Tensor, Mapping)) or not isinstance(model_parameters or (), Iterable):
+        cure = ": put it into a list" if isinstance(model_parameters, (torch.Tensor, Mapping)) else ""
+        raise _refused("model_parameters", "a list of parameters or of groups, or None", model_parameters, cure)
+    if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
+        cure = ': by its name it belongs into the config, under "scheduler"'
+        raise _refused("lr_scheduler", "a scheduler, a function from the optimizer to one, or None", lr_scheduler, cure)
+
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise _refused("mesh", "what shardengine.mesh.build() returns, or None", mesh, "")
+    if not isinstance(monitors, Iterable):
+        raise _refused("monitors", "a list", monitors, "")
+
+
+def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:
+    return UsageError(f"shardengine.initialize: expected {name} to be {expected}, came {_kind(value)}{cure}")
+
+
+def _kind(value: Any) -> str:
+    """What ``value`` is, for errors."""
+    if value is None:
+        return "None"
+    if isinstance(value, str):
+        return f"the string {value if len(value) < 40 else value[:40] + '…'!r}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"one of type {type(value).__name__}"

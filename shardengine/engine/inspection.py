@@ -1,0 +1,205 @@
+"""What an engine says about itself: sizes, learning rates, bytes in memory and on the wire. Reads, changes nothing.
+
+Must not know: forward, backward, the step. Every call here is local; none is collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardengine.comm import STEP, Purpose
+from shardengine.config import Config
+from shardengine.ddp import Window
+from shardengine.engine import formulas
+from shardengine.engine.core import Core
+from shardengine.errors import UsageError
+from shardengine.optim import ShardedOptimizer
+
+attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that belong to an open engine."""
+
+
+class Report:
+    """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
+
+    def __init__(self) -> None:
+        self.model_state_bytes: Counter[str] = Counter()
+        self.micro_batches = 0
+        self.last_step: Counter[Purpose] = Counter()
+        self.waited_s = 0.0
+        self._before: Counter[Purpose] = Counter()
+        self._waited_before = 0
+
+    def observe(self, live_bytes: Counter[str]) -> None:
+        """Model state at rest by tier, with complete gradients."""
+        self.model_state_bytes = live_bytes
+
+    def close_step(self, sent: Counter[Purpose], waited_ns: int, micro_batches: int) -> None:
+        """A step ended; sent: all bytes so far, by purpose; waited_ns: all waiting for collectives so far."""
+        self.waited_s, self._waited_before = (waited_ns - self._waited_before) / 1e9, waited_ns
+        self.last_step = sent - self._before
+        self._before, self.micro_batches = sent, micro_batches
+
+    def data_bytes(self) -> int:
+        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
+        return sum(self.last_step[purpose] for purpose in STEP)
+
+
+class Inspection:
+    """The reading half of the engine's surface."""
+
+    module: nn.Module
+    global_steps: int
+    config: Config
+    optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    global_samples: int
+    _core: Core
+    _window: Window
+    _report: Report
+    _applied: bool
+    _buffers_sent: bool
+    _saves: Any = None
+    """What is written behind training (checkpoint.saving.Background), from the first save on."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._core.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._core.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._core.mesh.ranks
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches whose backward has run and that were counted, over all steps."""
+        return self._window.total
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.config.train_batch_size or 0
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu or 0
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.config.gradient_accumulation_steps or 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends the window."""
+        return self._window.is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights."""
+        return self._applied
+
+    def get_loss_scale(self) -> float:
+        """What ``backward`` multiplies the loss of the coming window with; 1 where the loss is not scaled."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of ``global_steps`` were left out because their gradients were not finite."""
+        scaler = None if self.optimizer is None else self.optimizer.settings.scaler
+        return 0 if scaler is None else scaler.skipped
+
+    def zero_optimization_stage(self) -> int:
+        """The configured stage, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._need_optimizer("get_lr()").param_groups]
+
+    def memory(self) -> dict[str, float]:
+        """Bytes of model state per rank: the stage's formula beside what is measured.
+
+        ``*_model_state_bytes`` and ``live_*`` are those of the device, ``*_host_bytes`` and ``*_disk_bytes`` those of
+        the tiers. ``measured_*`` is taken before each update, when gradients are complete and weights at rest;
+        ``live_*`` is at this moment. ``buffer_bytes`` is the pool's on the device (transient gradient and receive
+        buffers), ``host_buffer_bytes`` the pool's in host memory, for what is on its way there or back (0 where the
+        device is the host), ``predicted_buffer_bytes`` what the device holds at most beside model state
+        (docs/limits.md), and ``tier_buffer_bytes`` what stands in host memory between a disk and the step.
+        ``offload_ratio`` is no number of bytes but the part of the optimizer that is away, as given or as
+        ``"ratio": "auto"`` chose it.
+
+        ``units`` counts the modules that are gathered as one, ``largest_unit_bytes``, ``smallest_unit_bytes`` and
+        ``root_bytes`` are their weights when they are whole, and ``live_window_bytes`` what is whole at one moment of a
+        pass, at most. Where weights rest whole there is no unit, and the root is everything.
+        """
+        pool = self._core.pool
+        buffer_bytes = pool.bytes_on(self.device)
+        states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
+        footprint, homes = formulas.footprint_of(self._core, self.config, states), formulas.homes_of(self._core)
+        predicted = footprint.at_rest(homes)
+        window = footprint.live_window()
+        measured = self._report.model_state_bytes or self._live_bytes()
+        return {
+            "predicted_model_state_bytes": predicted["device"],
+            "measured_model_state_bytes": measured["device"],
+            "predicted_host_bytes": predicted["cpu"],
+            "measured_host_bytes": measured["cpu"],
+            "predicted_disk_bytes": predicted["nvme"],
+            "measured_disk_bytes": measured["nvme"],
+            "live_weight_bytes": self._core.weight_bytes()["device"],
+            "live_gradient_bytes": self._core.reducer.gradient_bytes()["device"],
+            "live_state_bytes": 0 if self.optimizer is None else self.optimizer.state_bytes()["device"],
+            "buffer_bytes": buffer_bytes,
+            "host_buffer_bytes": pool.allocated_bytes - buffer_bytes,
+            "predicted_buffer_bytes": footprint.buffers(homes),
+            "tier_buffer_bytes": self._core.tiers.buffer_bytes,
+            "offload_ratio": footprint.part_away(homes),
+            "units": window.count,
+            "root_bytes": window.root,
+            "largest_unit_bytes": window.largest,
+            "smallest_unit_bytes": window.smallest,
+            "live_window_bytes": window.bytes,
+        }
+
+    def traffic(self) -> dict[str, Any]:
+        """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
+
+        ``exposed_s_*``: seconds that this rank stood still, waiting for collectives.
+        """
+        return {
+            "formula_bytes_per_step": formulas.predicted_traffic(
+                self._core, self._report.micro_batches or self._window.size
+            ),
+            "measured_bytes_last_step": self._report.data_bytes(),
+            "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
+            "exposed_s_last_step": self._report.waited_s,
+            "exposed_s_total": self._core.collectives.trace.waited_ns / 1e9,
+            "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
+        }
+
+    def _live_bytes(self) -> Counter[str]:
+        """By tier."""
+        states = Counter() if self.optimizer is None else self.optimizer.state_bytes()
+        return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
+
+    def _need_core(self) -> Core:
+        if self.module not in attached:
+            raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
+        return self._core
+
+    def _need_optimizer(self, call: str) -> ShardedOptimizer:
+        if self.optimizer is None:
+            raise UsageError(
+                f"{call} needs an optimizer and this engine has none: pass optimizer= to initialize, or put "
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} into the config'
+            )
+        return self.optimizer

@@ -1,0 +1,78 @@
+"""What to say of a step that was left out, because gradients are not finite. Must not know: when one is left out."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shardengine.engine.core import Core
+from shardengine.errors import LossScaleError, NonfiniteGradientError
+from shardengine.optim import LossScaler
+
+_SHOWN = 5
+_log = logging.getLogger(__name__)
+
+
+def describe(core: Core) -> str:
+    """The first parameters whose complete gradient is not finite, the same text on every rank; collective."""
+    mine = []
+    for state in core.reducer.buckets:
+        first, last = state.bucket.layout.slice_interval(state.bucket.rank)
+        for piece in core.layout.pieces_within(state.bucket.layout, (first, last)):
+            values = None if state.complete is None else state.complete[piece.start - first : piece.end - first]
+            if values is not None and not bool(torch.isfinite(values).all()):
+                mine.append(piece.parameter)
+    found = sorted({index for rank in core.collectives.exchange_objects(mine) for index in rank})
+    names = ", ".join(repr(core.layout.parameters[index].name) for index in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"Inf or NaN in {names}{more}" if found else "finite ones whose norm is larger than fp32 holds"
+
+
+def _hint(core: Core) -> str:
+    """What else a NaN may come from where weights rest sharded."""
+    return (
+        " A weight that is read outside of its module's forward is NaN at stage 3, also in a loss over parameters(): "
+        "read it inside `with engine.full_params():`."
+        if core.stage.moves_weights
+        else ""
+    )
+
+
+def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
+    """Raise the error that a step with such gradients is, on every rank; collective, before they are forgotten.
+
+    taken: buckets may have taken the step already.
+    """
+    came = f"rank {core.mesh.rank}: expected finite ones, came {describe(core)}"
+    left = "The step was left out, the weights are those of the last one"
+    if scaler.policy.dynamic:
+        raise LossScaleError(
+            f"gradients are not finite although the loss scale is at its minimum ({scaler.policy.minimum:g}), {came}. "
+            f"{left}: look for a division by zero or a learning rate that is too high, or compute in bf16"
+        )
+    if taken:
+        left = (
+            "Buckets may have taken the step in backward (offload_optimizer.step_in_backward): call engine.reset() on "
+            "every rank, which goes back to the last step or says that a checkpoint must be loaded"
+        )
+    limit = scaler.policy.limit
+    often = f" in {limit} steps in a row (max_nonfinite_steps)" if limit > 1 else ""
+    raise NonfiniteGradientError(
+        f"gradients are not finite{often}, {came}. {left}. Look for a division by zero, a logarithm of zero, a "
+        "learning rate that is too high or an overflow in a low-precision sum; the config's nonfinite_gradients "
+        f'("skip", "raise" or "step") says what happens to such a step.{_hint(core)}'
+    )
+
+
+def tell(core: Core, step: int, limit: int) -> None:
+    """Say, on rank 0, that ``step`` was left out; collective, as ``report``. limit: so many in a row are an error."""
+    found = describe(core)
+    if core.mesh.rank == 0:
+        end = f"{limit} in a row are an error (max_nonfinite_steps)" if limit else "they are no error"
+        _log.warning(
+            "step %d was left out on all ranks: expected finite gradients, came %s. Weights, optimizer state and "
+            'engine.lr_scheduler stay as they were. Later ones are only counted (engine.skipped_steps); %s. '
+            '"nonfinite_gradients": "raise" stops at the first.%s',
+            step, found, end, _hint(core),
+        )  # fmt: skip

@@ -1,0 +1,284 @@
+"""After a fault: telling the other ranks, and the way back to one completed step on all of them (``engine.reset()``).
+
+Must not know: how ranks tell each other (faults), which collectives were under way.
+
+[Note: Back to one step] A fault finds the ranks at different places, but never further apart than one update, because
+the norm's exchange lies between two updates. So there are two ways back:
+
+- no rank has begun the update of a step that another rank has not completed: the window is dropped everywhere
+- otherwise some weights have taken the step already. The ranks that have not completed it hold complete gradients and
+  know the norm; they finish the update with the bucket at which they stopped. Then all ranks publish all buckets
+
+A rank that was interrupted inside of a bucket's kernels can do neither, nor one that does not know the norm: then the
+update is lost on every rank, and a checkpoint must be loaded before anything goes on. What is in flight on the old
+groups is abandoned together with the memory that it writes into; the schedule's predictions and the order of launches
+are forgotten, since they may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from shardengine.comm import Collectives, Faults, compare, describe, together
+from shardengine.engine.core import Core
+from shardengine.engine.inspection import Inspection, attached
+from shardengine.errors import CommunicationError, UsageError
+from shardengine.optim import ShardedOptimizer
+from shardengine.other_engines import explain_arguments
+
+_log = logging.getLogger(__name__)
+_E = TypeVar("_E", bound=Inspection)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def announced(
+    call: str,
+) -> Callable[[Callable[Concatenate[_E, _P], _T]], Callable[Concatenate[_E, _P], _T]]:
+    """A method of the engine that tells the other ranks when it raises on this one."""
+
+    def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
+        @functools.wraps(method)
+        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            trace = engine._core.collectives.trace
+            with _telling(engine, call):
+                try:
+                    if not trace.recording:
+                        return method(engine, *args, **kwargs)
+                    with trace.span(call, step=engine.global_steps + 1):
+                        return method(engine, *args, **kwargs)
+                except TypeError as error:
+                    explain_arguments(error)
+                    raise
+
+        return told
+
+    return decorate
+
+
+def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
+    """The unit that was needed last, and the innermost module in whose forward (or recomputation) ``error`` was raised.
+
+    Autograd does not say whose backward it runs: there, and in the step, only the unit is known.
+    """
+    names = {id(module): name for name, module in model.named_modules() if name}
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [names[id(caller)] for caller in callers if id(caller) in names]
+    return f"unit {core.schedule.demanded.name!r}" + (f", module {inside[-1]!r}" if inside else "")
+
+
+def announced_with(
+    call: str,
+) -> Callable[
+    [Callable[Concatenate[_E, _P], AbstractContextManager[_T]]],
+    Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
+]:
+    """As ``announced``, for a method that returns a context manager: what raises in entering it or in leaving it."""
+
+    def decorate(
+        method: Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
+    ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
+        @functools.wraps(method)
+        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
+            return ForWith(call, lambda: _told_with(engine, call, method(engine, *args, **kwargs)))
+
+        return told
+
+    return decorate
+
+
+class ForWith(AbstractContextManager[_T], ContextDecorator):
+    """What ``engine.<call>(...)`` returns for a ``with``: says so where nobody enters it, which does nothing.
+
+    make: the context, anew for each call of what it decorates.
+    """
+
+    def __init__(self, call: str, make: Callable[[], AbstractContextManager[_T]]) -> None:
+        self._call = call
+        self._make = make
+        self._context = make()
+        self._entered = False
+
+    def __enter__(self) -> _T:
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    def _recreate_cm(self) -> ForWith[_T]:
+        self._entered = True
+        return ForWith(self._call, self._make)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_entered", True):
+            _log.warning("engine.%s(...) did nothing: expected it in `with engine.%s(...):`", self._call, self._call)
+
+
+@contextmanager
+def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
+    with _telling(engine, call):
+        value = context.__enter__()
+    try:
+        yield value
+    except BaseException as error:  # the user's own, or of a call that has told it
+        if not context.__exit__(type(error), error, error.__traceback__):
+            raise
+    else:
+        with _telling(engine, f"leaving {call}"):
+            context.__exit__(None, None, None)
+
+
+@contextmanager
+def _telling(engine: Inspection, call: str) -> Iterator[None]:
+    """``Faults.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
+    if engine.module not in attached:
+        yield  # closed: the call says so, and nobody waits for it
+        return
+    core = engine._core
+    kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
+    where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
+    faults = core.collectives.faults
+    try:
+        with faults.announced(where, lambda error: _raised_in(error, core, engine.module), kind):
+            yield
+    finally:
+        faults.note(engine.global_steps, engine._window.micro_batches)
+
+
+def say_when_let_go(collectives: Collectives) -> None:
+    """Tell the other ranks when nobody has an engine any more that was not closed, and leave its groups behind.
+
+    The module's hooks use its collectives without the engine, so these are what has to be gone.
+    """
+    weakref.finalize(collectives, _let_go, collectives.faults).atexit = False  # that is told apart
+
+
+def _let_go(faults: Faults) -> None:
+    if faults.is_open and not faults.is_closing:
+        faults.leave("has let go of its engine", wait=False)  # in the midst of anything
+        faults.mesh.leave_behind()
+
+
+@dataclass(frozen=True)
+class Return:
+    """What ``reset`` found. finished: this rank has now finished an update that it had not · problem: why it cannot."""
+
+    finished: bool
+    problem: str = ""
+
+    def check(self) -> None:
+        """``UsageError`` where training cannot go on from here."""
+        if self.problem:
+            raise UsageError(self.problem)
+
+
+def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
+    """New groups; then all ranks are at the same step ([Note: Back to one step]); collective.
+
+    steps: completed on this rank.
+    """
+    _renew_groups(core)
+    if optimizer is not None:
+        optimizer.early.wait()
+    places = core.collectives.exchange_objects(_place(core, optimizer, steps))
+    newest = max(place["steps"] for place in places)
+    begun = any(place["begun"] for place in places)
+    target = newest if len({place["steps"] for place in places}) > 1 else newest + begun
+    behind = [rank for rank, place in enumerate(places) if place["steps"] < target]
+    stuck = [rank for rank in behind if not places[rank]["ready"] or places[rank]["steps"] < target - 1]
+    rolls = begun or target > min(place["steps"] for place in places)
+    problem = ""
+    if stuck:
+        problem = (
+            f"reset() cannot bring all ranks to one step: some weights have taken step {target}, but ranks {stuck} "
+            "cannot finish it (stopped inside of an update, or before they knew the norm). Call "
+            "engine.load_checkpoint() on every rank"
+        )
+    finished = rolls and not stuck and core.mesh.rank in behind
+    core.schedule.recover()
+    in_flight = core.stage.publishes_after_step and (rolls or core.arrivals is not None)
+    if core.arrivals is not None:
+        core.arrivals.drop()
+    if in_flight:
+        for unit in core.units:
+            unit.relocate()
+    if optimizer is not None and rolls and not stuck:
+        _finish(core, optimizer, target, behind)
+    for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
+        shelf.abandon()
+    if optimizer is not None and not finished:
+        optimizer.end_window(lost=bool(stuck))
+    core.reducer.drop()
+    core.pool.forget()
+    if in_flight and not stuck:
+        core.publish(state.bucket for state in core.reducer.buckets)
+        core.await_weights()
+    return Return(finished, problem)
+
+
+def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
+    """``MismatchError`` where ranks have other optimizer options, which a fault may have left behind; collective."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    options += [] if optimizer is None else [describe(optimizer.scaling)]
+    compare(core.collectives, {"list of optimizer options after reset()": options})
+
+
+def _renew_groups(core: Core) -> None:
+    collectives = core.collectives
+    collectives.faults.meet("engine.reset()")
+    before = collectives.faults
+    try:
+        collectives.use(collectives.mesh.renew())
+        collectives.barrier()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"engine.reset() on rank {collectives.mesh.rank}: new process groups could not be built: {error}. Start "
+            "the ranks again"
+        ) from error
+    finally:
+        before.part()
+        if before is not collectives.faults:
+            before.close()
+            say_when_let_go(collectives)
+
+
+def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int]) -> None:
+    """Ranks ``behind`` finish their update; an error of one is one on all, and nothing is forgotten; collective."""
+
+    def finish() -> None:
+        if core.mesh.rank in behind:
+            with torch.no_grad():
+                for _ in optimizer.step_buckets():
+                    pass
+
+    try:
+        together(core.collectives, f"finishing step {step} in reset()", finish)
+    except Exception:
+        if optimizer.update is not None:
+            optimizer.update.quiet = True
+        raise
+
+
+def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:
+    update = None if optimizer is None else optimizer.update
+    complete = core.reducer.window_complete and core.reducer.at_rest
+    return {
+        "steps": steps,
+        "begun": optimizer is not None and optimizer.has_begun,
+        "ready": optimizer is not None
+        and update is not None
+        and complete
+        and not (update.torn or optimizer.early.torn),
+    }

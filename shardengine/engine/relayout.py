@@ -1,0 +1,331 @@
+"""A new layout between two steps: parameters were unfrozen, or joined the optimizer; every bit moves along.
+
+Owns: when that is allowed, the agreement of the ranks on it, and moving weights, master weights and optimizer states
+into the new buckets. Must not know: forward, backward, the step.
+
+[Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
+one buffer, cut into spans (elements [first, last) of one parameter), and each span is copied to where the new layout
+has the same elements on this rank. Parameters belong to the same unit before and after, so a unit's old memory is free
+before the next unit begins: in memory there is never more beside the model state than one unit's and one bucket's.
+What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
+a disk without room is no loss, and what the old one leaves is used by the next.
+A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.comm import Purpose, compare, together
+from shardengine.config import Config
+from shardengine.engine import formulas
+from shardengine.engine.assembly import succeed
+from shardengine.engine.core import Core
+from shardengine.errors import UsageError
+from shardengine.offload import Forms, Homes, Tier
+from shardengine.optim import ShardedOptimizer, check_options, check_owned, lr_schedules
+from shardengine.planner import tell_choice
+from shardengine.runtime import Unit, placing
+from shardengine.sharding import MASTER, SHARD, Bucket, Layout, Partition, in_memory_order, layout, partition
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements from ``first`` on of parameter ``name``, in memory order. key: "weight", "master" or a state's name."""
+
+    name: str
+    key: str
+    first: int
+    values: Tensor
+
+
+class Destination:
+    """Where elements go: spans whose ``values`` are written to."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._spans: dict[tuple[str, str], list[Span]] = {}
+        for span in spans:
+            self._spans.setdefault((span.name, span.key), []).append(span)
+
+    def receive(self, span: Span) -> None:
+        """Copy the elements of ``span`` that have a place here."""
+        for own in self._spans.get((span.name, span.key), ()):
+            start = max(own.first, span.first)
+            end = min(own.first + own.values.numel(), span.first + span.values.numel())
+            if start < end:
+                own.values[start - own.first : end - own.first].copy_(
+                    span.values[start - span.first : end - span.first]
+                )
+
+
+def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer | None) -> Core:
+    """Before a forward: ``core``, or the one of a new layout where parameters of the optimizer were unfrozen.
+
+    Collective where the window is empty, autograd records and the optimizer has parameters that are frozen.
+    """
+    if not torch.is_grad_enabled():
+        return core
+    unfrozen = core.unfrozen()
+    grouped = _group_of(optimizer)
+    if core.window.is_first and len(grouped) > sum(spec.group >= 0 for spec in core.layout.parameters):
+        compare(core.collectives, {"set of unfrozen parameters": list(unfrozen)})
+    for name, parameter in unfrozen.items():
+        if id(parameter) not in grouped:
+            raise UsageError(
+                f"parameter {name!r} was unfrozen after initialize, and no optimizer group holds it (rank "
+                f"{core.mesh.rank}): call engine.optimizer.add_param_group({{'params': [...]}}) on every rank before "
+                "the next forward, or freeze it again"
+            )
+    if not unfrozen or optimizer is None:
+        return core
+    _require_rest(core, f"unfreezing parameter {next(iter(unfrozen))!r}")
+    return rebuild(core, model, config, optimizer)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A new layout on which all ranks agree, and for which there is room. homes: as in ``Arena``."""
+
+    partition: Partition
+    layout: Layout
+    homes: Homes
+
+
+def add_group(
+    core: Core,
+    model: nn.Module,
+    config: Config,
+    optimizer: ShardedOptimizer,
+    group: dict[str, Any],
+    scheduler: Any,
+) -> Core:
+    """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; then as ``rebuild``. Collective."""
+    core.schedule.settle()
+    groups = optimizer.param_groups
+    before = dict(group) if isinstance(group, dict) else {}
+    count = len(groups)
+
+    def append() -> Partition:
+        _require_rest(core, "add_param_group()")
+        core.verify_parameters()
+        _append(core, model, optimizer, group)
+        lr_schedules.check_extended(scheduler, optimizer)
+        return partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16)
+
+    try:
+        found = together(core.collectives, "add_param_group()", append)
+        names = core.partition.first_names()
+        new = [names[id(parameter)] for parameter in group["params"]]
+        compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
+        planned = _plan(core, model, config, optimizer)
+    except BaseException:
+        if len(groups) > count:
+            groups.pop()
+        if isinstance(group, dict):
+            group.clear()
+            group.update(before)
+        raise
+    return _carry_out(core, model, config, planned, optimizer)
+
+
+def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
+    if not isinstance(group, dict) or "params" not in group:
+        came = f"a dict with {sorted(group)}" if isinstance(group, dict) else type(group).__name__
+        raise UsageError(f'add_param_group: expected a dict with "params" and options, came {came}')
+    groups = optimizer.param_groups
+    if not isinstance(group["params"], (Tensor, set)):
+        group["params"] = list(group["params"])
+        if not group["params"]:
+            raise UsageError("add_param_group: expected at least one parameter in the group, came none")
+        _refuse_known(core, groups, group["params"])
+    elif isinstance(group["params"], Tensor):
+        _refuse_known(core, groups, [group["params"]])
+    torch.optim.Optimizer.add_param_group(optimizer, group)
+    check_owned(model, groups)
+    index = len(groups) - 1
+    check_options(group, "add_param_group", index, groups[0])
+
+
+def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:
+    """``UsageError`` for a parameter that is given twice, or is in a group already."""
+    number_of = {id(parameter): number for number, old in enumerate(groups) for parameter in old["params"]}
+    names = core.partition.first_names()
+    tensors = [item[1] if isinstance(item, tuple) else item for item in given]
+    for parameter in tensors:
+        if id(parameter) in number_of:
+            raise UsageError(
+                f"add_param_group: parameter {names.get(id(parameter))!r} is in optimizer group "
+                f"{number_of[id(parameter)]} already (rank {core.mesh.rank}): expected parameters that are in no group"
+            )
+        number_of[id(parameter)] = len(groups)
+
+
+def _group_of(optimizer: ShardedOptimizer | None) -> dict[int, int]:
+    """id(parameter) → optimizer group, of the parameters that have elements."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.numel()}
+
+
+def _require_rest(core: Core, what: str) -> None:
+    """``UsageError`` unless the window is empty and nothing is open."""
+    place = (
+        "inside a window of micro-batches (call engine.step(), or engine.zero_grad(), first)"
+        if not core.window.is_first
+        else "inside no_sync()"
+        if not core.window.synchronises
+        else "inside full_params()"
+        if core.guard.shown
+        else ""
+    )
+    if place:
+        raise UsageError(f"{what} {place}: expected it between two steps (rank {core.mesh.rank})")
+
+
+def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:
+    """The same model in a new layout, for the parameters that are trainable now; ``core`` is spent. Collective.
+
+    What fails on one rank alone, or differs between ranks, leaves ``core`` as it is.
+    """
+    return _carry_out(core, model, config, _plan(core, model, config, optimizer), optimizer)
+
+
+def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> _Planned:
+    """What may fail on one rank alone, or differ between ranks; collective. Nothing has changed."""
+    found = together(
+        core.collectives,
+        "making a new layout",
+        lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
+    )
+    compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
+    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
+    homes = core.tiers.homes(
+        [bucket.length for bucket in plan.buckets], footprint.on_device
+    )  # "auto": for the same memory
+    planned = _Planned(found, plan, homes)
+
+    def take_room() -> None:
+        for tier, forms in _forms(core, planned, optimizer):
+            tier.reserve(forms)
+
+    try:
+        together(core.collectives, "taking room for a new layout", take_room)
+    except BaseException:
+        core.tiers.free_reserved()
+        raise
+    return planned
+
+
+def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
+    """What ``_move`` adds to shelves of other tiers than the device."""
+    homes, specs = planned.homes, planned.layout.parameters
+    for arena in planned.layout.arenas:
+        dtype = getattr(torch, arena.dtype)
+        stepped = any(specs[slot.parameter].group >= 0 for slot in arena.slots)
+        masters = core.precision.master_of(dtype)
+        for bucket in arena.buckets:
+            length = bucket.length if core.reducer.rules.gathers else bucket.slice_length
+            tier = homes.state.get(bucket.index)
+            if tier is not None and stepped and (masters or homes.needs_copy(bucket.index)):
+                yield tier, {MASTER: (length, torch.float32 if masters else dtype)}
+            if tier is not None and optimizer.state_names:
+                yield tier, dict.fromkeys(optimizer.state_names, (length, torch.float32))
+            if homes.weights is not None and core.stage.moves_weights:
+                yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
+
+
+def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, optimizer: ShardedOptimizer) -> Core:
+    """The core of the new layout, when all has been moved there; collective. What fails here is not taken back."""
+    found, plan = planned.partition, planned.layout
+    core.await_weights()
+    core.schedule.rest()
+    core.schedule.retire()
+    core.reducer.release()
+    core.guard.unhook()
+    with torch.no_grad():
+        units = [_move(core, unit, planned, optimizer) for unit in core.units]
+    core.tiers.free_reserved()
+    counts = zip(core.layout.parameters, optimizer.steps, strict=True)
+    steps = {spec.name: count for spec, count in counts if spec.group >= 0}
+    new = succeed(core, model, config, found, plan, units)
+    optimizer.lay_out(plan, new.reducer, [steps.get(spec.name, 0) for spec in plan.parameters])
+    new.schedule.on_complete = optimizer.finish_gradients
+    new.pool.clear()
+    new.note_stepped()
+    if core.mesh.rank == 0:
+        footprint = formulas.footprint_of(new, config, optimizer.state_bytes_per_element)
+        tell_choice(new.tiers, footprint, planned.homes)
+    return new
+
+
+def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer) -> Unit:
+    """``old`` in the new layout ([Note: Moving by intervals]), which is emptied."""
+    found, plan, homes = planned.partition, planned.layout, planned.homes
+    arenas, members = [], []
+    for arena_layout in plan.arenas_of.get(old.index, ()):
+        arena, shown = placing.new_arena(found, plan, arena_layout, core.mesh, homes)
+        arenas.append(arena)
+        members += shown
+    buckets = [bucket for arena in arenas for bucket in arena.buckets]
+    weights = Destination(span for b in buckets for span in _spans(plan, b, {"weight": b.full}))
+    inside = {id(parameter) for parameter in core.partition.inside}
+    for member in members:
+        if id(member.parameter) not in inside:
+            spec = plan.parameters[member.index]
+            weights.receive(Span(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
+    for bucket, _ in old.buckets():
+        _carry(core, bucket, {"weight": bucket.shard if bucket.separate else bucket.full}, weights)
+    unit = Unit(old.index, old.name, arenas, members, plan)
+    for member in members:
+        member.parameter.grad = None
+        member.show(member.view)
+    whole = core.reducer.rules.gathers
+    for arena in arenas:
+        masters = core.precision.master_of(arena.dtype)
+        for bucket in arena.buckets:
+            if arena.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
+                weights_here = bucket.full if whole else bucket.own_slice(bucket.full)
+                bucket.begin_master(weights_here.float() if masters else weights_here)
+    if core.stage.moves_weights:
+        unit.detach_shards()
+    for bucket in buckets:
+        if bucket.layout.index >= 0:
+            optimizer.begin_state(bucket, whole=whole)
+    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.edit()))
+    for bucket, _ in old.buckets():
+        _carry(core, bucket, bucket.shelf.look(), kept)
+        bucket.shelf.drop()
+    for arena in old.arenas:
+        arena.forsake()
+    return unit
+
+
+def _spans(plan: Layout, bucket: Bucket, tensors: dict[str, Tensor]) -> Iterator[Span]:
+    """What ``tensors`` of ``bucket`` (all of it, or this rank's slice) hold."""
+    for key, flat in tensors.items():
+        interval = bucket.layout.held_interval(flat.numel(), bucket.rank)
+        for piece in plan.pieces_within(bucket.layout, interval):
+            part = flat[piece.start - interval[0] : piece.end - interval[0]]
+            yield Span(plan.parameters[piece.parameter].name, key, piece.offset, part)
+
+
+def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Destination) -> None:
+    """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
+    stepped = {spec.name for spec in core.layout.parameters if spec.group >= 0}
+    for key, held in tensors.items():
+        full = held
+        if held.numel() < bucket.layout.length:
+            full = core.pool.take(bucket.layout.length, held.dtype, core.mesh.device)
+            bucket.own_slice(full).copy_(held)
+            names = core.layout.names_in(bucket.layout)
+            core.collectives.all_gather(full, names, Purpose.RELAYOUT, bucket.layout.label).wait()
+        for span in _spans(core.layout, bucket, {key: full}):
+            if key == "weight" or span.name in stepped:
+                target.receive(span)
+        if full is not held:
+            core.pool.give(full)

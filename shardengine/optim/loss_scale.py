@@ -1,0 +1,71 @@
+"""Steps that are left out because gradients are not finite, and the loss scale of fp16, which follows them. Integers
+and floats only.
+
+Gradients in fp16 vanish below 6e-8 and overflow above 65504. Multiplying the loss moves them between the two; a step
+whose gradients overflowed is left out. Must not know: tensors, the step, who finds the overflow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardengine.sharding import ScalePolicy
+
+_FACTOR = 2.0
+_LARGEST = 2.0**127
+"""fp32 has no larger power of two."""
+
+
+class LossScaler:
+    """``scale`` is what the loss of the coming window is multiplied with; ``skipped`` counts the steps left out."""
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        self.policy = policy
+        self.scale = policy.initial
+        self.skipped = 0
+        self._in_a_row = 0
+        self._good = 0
+        self._tolerated = policy.hysteresis
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether another step that is left out is an error: a dynamic scale cannot be halved, nor is it tolerated; or
+        it is one too many in a row."""
+        if self.policy.dynamic:
+            return self._tolerated <= 1 and self.scale <= self.policy.minimum
+        return 0 < self.policy.limit <= self._in_a_row + 1
+
+    def update(self, overflow: bool) -> None:
+        """A step was taken, or left out because of an ``overflow``."""
+        self.skipped += overflow
+        self._in_a_row = self._in_a_row + 1 if overflow else 0
+        if not self.policy.dynamic:
+            return
+        if overflow:
+            if self._tolerated <= 1:
+                self.scale = max(self.scale / _FACTOR, self.policy.minimum)
+            self._tolerated, self._good = max(self._tolerated - 1, 1), 0
+            return
+        self._good += 1
+        if self.policy.consecutive:
+            self._tolerated = self.policy.hysteresis
+        if self._good % self.policy.window == 0:
+            self.scale, self._tolerated = min(self.scale * _FACTOR, _LARGEST), self.policy.hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: JSON values."""
+        return {
+            "scale": self.scale,
+            "good": self._good,
+            "tolerated": self._tolerated,
+            "skipped": self.skipped,
+            "in_a_row": self._in_a_row,
+            "dynamic": self.policy.dynamic,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The opposite. A fixed scale stays as configured, and a dynamic one does not go on from a fixed one."""
+        self.skipped, self._in_a_row = int(state["skipped"]), int(state.get("in_a_row", 0))
+        if self.policy.dynamic and state.get("dynamic", True):
+            self.scale, self._good = max(float(state["scale"]), self.policy.minimum), int(state["good"])
+            self._tolerated = max(1, min(int(state["tolerated"]), self.policy.hysteresis))

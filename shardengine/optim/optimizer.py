@@ -1,0 +1,497 @@
+"""The step: norm, clipping and the update of this rank's shards, with the user's own ``param_groups``.
+
+Owns: master weights' optimizer state, step counts per parameter, which parameters are stepped.
+Must not know: hooks, modules, how gradients came to be complete.
+
+The three phases of a step, repeated as comments below:
+  1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
+  2. update   per bucket: the segments of one group and step count in one kernel call, which unscales, clips, steps the
+              master weights and writes the weights
+  3. publish  the caller gathers each stepped bucket where weights rest replicated
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardengine import kernels
+from shardengine.ddp import GradientBucket, Payload, Reducer
+from shardengine.errors import MismatchError, UsageError
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
+from shardengine.offload import HOST
+from shardengine.optim.cuts import Cuts, Label
+from shardengine.optim.in_backward import StepsInBackward
+from shardengine.optim.update import HostFlag, Part, Settings, Update, step_bucket
+from shardengine.other_engines import read_from_optimizer
+from shardengine.sharding import MASTER, Bucket, Layout
+
+_log = logging.getLogger(__name__)
+_RATES = (
+    "learning rates changed inside an accumulation window, from %s to %s; a step uses those of the last micro-batch. "
+    "To step a scheduler once per step, call its step() only if engine.was_step_applied(), or pass it to initialize as "
+    "lr_scheduler"
+)
+_AHEAD = 2
+"""Buckets that are fetched while one is stepped."""
+
+
+@dataclass(frozen=True)
+class EngineCalls:
+    """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group · step:
+    clip, step, publish, or only count."""
+
+    forget: Callable[[], None]
+    extend: Callable[[dict[str, Any]], None]
+    step: Callable[[], None]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps this rank's shards.
+
+    ``param_groups`` are the given groups themselves (the same dicts, the user's parameters), so a learning-rate
+    scheduler made for either optimizer works.
+
+    Where the reducer gathers gradients (state replicated) every rank steps whole buckets instead of its slices.
+    """
+
+    calls: EngineCalls | None = None
+    lent: torch.optim.Optimizer | None = None
+    """The user's own, for which schedulers may have been made."""
+    being_read: Future[None] | None = None
+    """While it runs, something else reads the states; see ``await_reader``."""
+
+    def __init__(
+        self,
+        kind: str,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        layout: Layout,
+        reducer: Reducer,
+        settings: Settings,
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.param_groups = groups  # the given list itself, so that both optimizers' see a group that is added
+        self.calls = EngineCalls(reducer.release, _no_engine, _no_step)
+        self.kind = kind
+        self.norm: Tensor | None = None
+        self.update: Update | None = None
+        self.early = StepsInBackward()
+        self.settings = settings
+        self._rates: list[Any] = []
+        self._told_of_rates = False
+        self.lay_out(layout, reducer, [0] * len(layout.parameters))
+
+    def begin(self) -> None:
+        """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
+        for state in self._reducer.buckets:
+            self.begin_state(state.bucket, whole=self._reducer.rules.gathers)
+
+    def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
+        """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
+        self._layout = layout
+        self._reducer = reducer
+        self.steps = steps
+        buckets = [state.bucket for state in reducer.buckets]
+        self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
+        self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
+        self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
+        if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
+            reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states that a bucket begins with."""
+        return state_names(self.kind, self.param_groups)
+
+    def begin_state(self, bucket: Bucket, *, whole: bool) -> None:
+        """Optimizer state of ``bucket`` before its first step. whole: of all of it, not of this rank's slice."""
+        if names := self.state_names:
+            count = bucket.layout.length if whole else bucket.layout.slice_length
+            bucket.shelf.add_zeros(names, count)
+
+    def finish_gradients(self) -> None:
+        """The gradients are complete: exchange the norm and which parameters were used; collective."""
+        if not self._reducer.early.begun:
+            self.require_whole()
+        if not self.early:
+            self.fetch(0)
+        # 1. norm
+        sums, options = self._reducer.agree(self._payload)
+        if not bool((options == options[0]).all()):
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+            changes, self._reducer.views.digest = self._reducer.views.digest, 0
+            raise MismatchError(
+                "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
+                "parameter.grad so far does, so their weights would: expected the same on every rank, this one has "
+                f"{groups}, loss scale {self.loss_scale:g} and changes of gradients with the digest "
+                f"{changes:08x}; set them and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
+            )
+        self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
+        self.update = Update(None if self.update is None else self.update.max_norm)
+        self._reducer.views.show(
+            self._reducer.touched,
+            sums[:, 1:].sum(dim=0),
+            self.finish_gradients,
+            scale=self.loss_scale,
+            fixed=_STEPPED_WITH if self._reducer.early.begun else "",
+        )
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the loss scale cannot answer another overflow."""
+        return self.settings.scaler is not None and self.settings.scaler.is_exhausted
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of this window was multiplied with."""
+        return 1.0 if self.settings.scaler is None else self.settings.scaler.scale
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The loss scale and how it came to be, which must be the same on every rank; {} where there is none."""
+        return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
+
+    def _payload(self) -> Payload:
+        """This rank's part of the squared norm, in all and of each parameter, and a digest of the optimizer's options
+        and loss scale, 4 bytes."""
+        found = [
+            (parameter, kernels.sum_of_squares(complete[start:end]))
+            for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True)
+            if (complete := state.complete) is not None
+            for parameter, start, end in parts
+        ]
+        device = self._reducer.buckets[0].bucket.full.device
+        if all(square.device == HOST for _, square in found):
+            device = HOST  # added up where they are, and moved together
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        total, squares = zero.clone(), [zero] * len(self._layout.parameters)
+        for parameter, square in found:
+            near = square.to(device)
+            squares[parameter] = near if squares[parameter] is zero else squares[parameter] + near
+            if self._layout.parameters[parameter].group >= 0:
+                total += near
+        options = [
+            (key, float(value) if isinstance(value, Tensor) else value)
+            for group in self.param_groups
+            for key, value in group.items()
+            if key != "params"
+        ]
+        text = repr((options, self.scaling, self._reducer.views.digest))
+        digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
+        values = torch.stack([total, *squares])
+        return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
+
+    def step_buckets(self) -> Iterator[Bucket]:
+        """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
+
+        Goes on where an update that was interrupted between two buckets stopped.
+        """
+        # 2. update
+        update = self.update = self.update or Update()
+        if update.torn or self.early.torn:
+            raise UsageError(
+                "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
+                "load a checkpoint"
+            )
+        if self.early and not update.begun:
+            self.early.require_same(lambda index: [self._rule(label) for label in self._cuts_ahead()[index]])
+        if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
+            raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
+        for each in (self, self.lent):  # torch's schedulers warn where no step came before theirs
+            if each is not None:
+                each.__dict__["_opt_called"] = True
+        self.await_reader()
+        if not update.begun:
+            update.begun, update.touched = True, self._reducer.touched
+            update.scalars = {"factor": self._factor(update), "skip": self._skip()}
+            update.left_out = None if update.scalars["skip"] is None else HostFlag(update.scalars["skip"])
+            for parameter in update.touched:
+                self.steps[parameter] += 1
+        way, work = self._reducer.way_back, zip(self._reducer.buckets, self._cuts.of(self._labels()), strict=True)
+        fetches = any(state.bucket.shelf.away for state in self._reducer.buckets)
+        rules: dict[Label, tuple[Rule, Noise | None]] = {}
+        for state, spans_of in itertools.islice(work, update.stepped, None):
+            index = state.bucket.layout.index
+            if index in self.early:
+                self.early.deliver(state, way)
+            else:
+                self.early.wait()  # a tier serves one thread
+                state.bucket.shelf.take()
+                if fetches:
+                    self.fetch(index + 1)
+                for label in spans_of.keys() - rules.keys():
+                    rules[label] = self._rule(label)
+                parts = [(*rules[label], spans) for label, spans in spans_of.items()]
+                step_bucket(state, parts, update, way, whole=self._reducer.rules.gathers)
+            update.stepped, update.torn = update.stepped + 1, False
+            # 3. publish
+            yield state.bucket
+
+    def step_early(self, state: GradientBucket) -> None:
+        """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
+        so that it knows what will be stepped."""
+        index = state.bucket.layout.index
+        stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
+        if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
+            return  # it waits for the step, which is an error then
+        if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
+            parts = self._parts(self._cuts_ahead()[index])
+            then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
+            self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
+
+    def _missing_states(self, bucket: Bucket) -> set[str]:
+        """SGD's momentum, where it was raised from 0."""
+        return set(self.state_names) - bucket.shelf.sizes.keys()
+
+    def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
+        return [(*self._rule(label), spans) for label, spans in spans_of.items()]
+
+    def _rule(self, label: Label) -> tuple[Rule, Noise | None]:
+        """The arithmetic of a group's step, and what it rounds with."""
+        group, step = label
+        noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
+        return kernels.rule_for(self.kind, self.param_groups[group], step), noise
+
+    def fetch(self, first: int) -> None:
+        """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
+        for state in self._reducer.buckets[first : first + _AHEAD]:
+            if state.bucket.layout.index not in self.early:
+                state.bucket.shelf.fetch()
+
+    def conclude(self) -> bool:
+        """The update is done: whether it was applied, which is where the host learns that it was left out.
+
+        Asked again, after a fault, it says the same and changes nothing.
+        """
+        update, scaler = self.update or Update(), self.settings.scaler
+        if update.applied is None:
+            update.applied = not update.left_out
+            for parameter in () if update.applied else update.touched:
+                self.steps[parameter] -= 1
+            if scaler is not None:
+                scaler.update(not update.applied)
+        return update.applied
+
+    def await_reader(self) -> None:
+        """Call this before the states are changed: nothing else reads or steps them afterwards."""
+        self.early.wait()
+        if self.being_read is not None:
+            self.being_read.exception()
+            self.being_read = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """``engine.step()``: on the boundary it steps, before it it counts. closure: as in torch, called first; its
+        value is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.calls is not None:
+            self.calls.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the window's gradients, as ``engine.zero_grad()``; but nothing where the last call was a ``step()``
+        that only counted a micro-batch: a loop that calls both after every backward means the end of a window."""
+        if self.calls is not None:
+            self.calls.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step the parameters of ``param_group`` as well, from the next step on; collective, between two steps.
+
+        They are the model's, and in no group yet: unfrozen before this call, or trainable all along. Frozen ones join
+        when they are unfrozen. The group is a dict with "params" and options, as in torch; weights and states move to a
+        new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank
+        that is lost, while the weights are moved is not taken back.
+        """
+        if self.calls is None:
+            super().add_param_group(param_group)
+        else:
+            self.calls.extend(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
+        raise UsageError(
+            "engine.optimizer.state_dict() is not available yet: optimizer state is sharded over the ranks"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not available yet, as ``state_dict``."""
+        raise UsageError(
+            "engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks"
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """AttributeError says what to call instead of what another engine's optimizer has."""
+            return read_from_optimizer(self, name)
+
+    @property
+    def state_bytes_per_element(self) -> int:
+        """Bytes of optimizer state per element, without master weights."""
+        return 4 * len(self.state_names)
+
+    def state_bytes(self) -> Counter[str]:
+        """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
+        found: Counter[str] = Counter()
+        for state in self._reducer.buckets:
+            found[state.bucket.shelf.rests_in] += sum(state.bucket.shelf.sizes.values())
+        return found
+
+    def clip_next_step(self, max_norm: float) -> None:
+        """Clip the coming step to ``max_norm``; later ones to the configured value again."""
+        if self._reducer.early.user is not None:
+            raise UsageError(
+                "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
+                "before the norm is known"
+            )
+        if not 0 < max_norm < math.inf:
+            raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
+        self.update = self.update or Update()
+        self.update.max_norm = max_norm
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something on this rank has taken the window's step, or is about to."""
+        return bool(self.early) or (self.update is not None and self.update.begun)
+
+    def require_whole(self) -> None:
+        """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
+        self._reducer.early.require_none("this call")
+        if self.has_begun:
+            finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
+            way = "engine.load_checkpoint() on every rank" if self.update is not None and self.update.lost else finish
+            raise UsageError(
+                "the last step() or load was interrupted in the middle of its update, so its window can neither be "
+                f"forgotten nor gone on with: call {way}"
+            )
+
+    def watch_rates(self) -> None:
+        """Call it at each micro-batch of a window: warns once where learning rates change from one to the next."""
+        before, self._rates = self._rates, [_plain(group["lr"]) for group in self.param_groups]
+        if before and before != self._rates and not self._told_of_rates:
+            self._told_of_rates = True
+            if self._reducer.buckets[0].bucket.rank == 0:
+                _log.warning(_RATES, before, self._rates)
+
+    def end_window(self, *, lost: bool = False) -> None:
+        """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
+        self._rates = []
+        self.early.forget(self._reducer.way_back)
+        self.update = Update(begun=True, torn=True, lost=True) if lost else None
+
+    def is_spoiled(self) -> bool:
+        """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
+        cannot be left out any more: it is an error then, and nothing more of it may be done."""
+        scaler = self.settings.scaler
+        if not self._reducer.early.begun or scaler is None or self.norm is None or bool(torch.isfinite(self.norm)):
+            return False
+        self.update = self.update or Update()
+        self.update.torn = True
+        return True
+
+    def mark_stepped(self, scheduler: Any) -> None:
+        """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
+        scheduler.optimizer._opt_called = True
+
+    def held(self, *, writable: bool = False) -> dict[int, dict[str, Tensor]]:
+        """Per bucket index what this rank steps: "weight" (the master, where there is one) and the states.
+
+        writable: to be written to, too; otherwise that may be lost.
+        """
+        return {state.bucket.layout.index: self._kept(state.bucket, writable) for state in self._reducer.buckets}
+
+    def _kept(self, bucket: Bucket, writable: bool) -> dict[str, Tensor]:
+        states = dict(bucket.shelf.edit() if writable else bucket.shelf.look())
+        if bucket.has_master:
+            return {"weight": states.pop(MASTER), **states}
+        weight = bucket.full if self._reducer.rules.gathers else bucket.edit_shard() if writable else bucket.shard
+        return {"weight": weight, **states}
+
+    def parameter_state(self, *, writable: bool = False) -> Iterator[tuple[int, str, int, Tensor]]:
+        """What this rank holds: (parameter, "weight" or state name, first element, values) per piece, as ``held``."""
+        for state in self._reducer.buckets:
+            layout = state.bucket.layout
+            whole, kept = (layout.start, layout.end), self._kept(state.bucket, writable)
+            first, last = whole if self._reducer.rules.gathers else layout.slice_interval(state.bucket.rank)
+            for piece in self._layout.pieces_within(layout, (first, last)):
+                for name, flat in kept.items():
+                    yield piece.parameter, name, piece.offset, flat[piece.start - first : piece.end - first]
+
+    def _counted(self, parameter: int) -> int | None:
+        """Label for the norm: parameters that some optimizer group steps."""
+        return 0 if self._layout.parameters[parameter].group >= 0 else None
+
+    def _factor(self, update: Update) -> Tensor | None:
+        max_norm = self.settings.max_norm if update.max_norm is None else update.max_norm
+        if self.norm is None or (not max_norm and self.loss_scale == 1):
+            return None
+        return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.loss_scale)
+
+    def _skip(self) -> Tensor | None:
+        unknown = self.norm is None or self.settings.scaler is None
+        return None if unknown or self.norm is None else ~torch.isfinite(self._norm_now(self.norm))
+
+    def _norm_now(self, norm: Tensor) -> Tensor:
+        """The norm of what is stepped with: ``norm``, unless the user has multiplied gradients after the exchange."""
+        if not self._reducer.views.multiplied:
+            return norm
+        stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
+        return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.loss_scale)
+
+    def _cuts_ahead(self) -> list[dict[Label, Spans]]:
+        """Per bucket what the coming step steps, if that touches everything: found once per step."""
+        if self._ahead is None or self._ahead[0] != self.steps:
+            self._ahead = list(self.steps), self._cuts.of(self._labels(ahead=True))
+        return self._ahead[1]
+
+    def _labels(self, *, ahead: bool = False) -> list[Label | None]:
+        """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""
+        touched, steps = self._reducer.touched, self.steps
+        return [
+            (spec.group, steps[index] + ahead) if spec.group >= 0 and (ahead or index in touched) else None
+            for index, spec in enumerate(self._layout.parameters)
+        ]
+
+
+def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
+    """What an optimizer keeps of each element. scheduled: a scheduler may yet raise SGD's momentum from 0."""
+    accelerates = kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
+    return STATE_NAMES[kind] if accelerates else ()
+
+
+def _own_parts(layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """(parameter, first, end) of what lies in this rank's slice of ``bucket``, counted from the slice's start."""
+    interval = bucket.layout.slice_interval(bucket.rank)
+    for piece in layout.pieces_within(bucket.layout, interval):
+        yield piece.parameter, piece.start - interval[0], piece.end - interval[0]
+
+
+_STEPPED_WITH = (
+    "buckets are stepped with it in backward already: expected offload_optimizer.step_in_backward to be false"
+)
+
+
+def _no_step() -> None:
+    raise UsageError("engine.optimizer.step(): expected the optimizer of an open engine, came one without an engine")
+
+
+def _no_engine(_group: dict[str, Any]) -> None:
+    raise UsageError("add_param_group: expected the optimizer of an open engine, came one without an engine")
+
+
+def _plain(rate: Any) -> Any:
+    """A learning rate as it is now: a tensor's value, or what was given."""
+    return float(rate) if isinstance(rate, Tensor) else rate

@@ -1,0 +1,155 @@
+"""The update of one bucket, on whichever device its tier has it stepped. Owns: how far an update is.
+
+Must not know: param_groups, the norm, the order of buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardengine import kernels
+from shardengine.config import Config
+from shardengine.ddp import GradientBucket
+from shardengine.errors import InternalError
+from shardengine.kernels import Noise, Rule, Spans
+from shardengine.offload import HOST, Done, Transit, mark
+from shardengine.optim.loss_scale import LossScaler
+from shardengine.sharding import MASTER, Precision
+
+_UNDER_WAY = 2
+"""Buckets whose weights are on their way while the next one is stepped."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the config says about steps.
+
+    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
+    are left out; None: none is · in_backward: what rests away is stepped as soon as its gradient is complete.
+    """
+
+    max_norm: float = 0.0
+    seed: int | None = None
+    scaler: LossScaler | None = None
+    in_backward: bool = False
+
+    @classmethod
+    def of(cls, config: Config, which: Precision) -> Settings:
+        """which: the config's."""
+        in_backward = config.zero_optimization.offload_optimizer.step_in_backward
+        scaler = None if which.scaling is None else LossScaler(which.scaling)
+        return cls(config.gradient_clipping, which.seed, scaler, in_backward)
+
+
+Part = tuple[Rule, Noise | None, Spans]
+"""The spans of a bucket that have one group and step count."""
+
+
+class HostFlag:
+    """A 0-dim flag of a device for the host, which waits for what the device was given until now and for no more."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self._done = Done()
+        self._flag = flag
+        if flag.device.type == "cuda":
+            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._done = mark(flag.device)
+
+    def __bool__(self) -> bool:
+        self._done.wait_on_host()
+        return bool(self._flag)
+
+
+@dataclass
+class Update:
+    """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
+
+    max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
+    multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · left_out:
+    the latter for the host · begun: the step counts of what was ``touched`` have advanced · stepped: whole buckets that
+    are done, weights included · torn: inside of a bucket's kernels · applied: what ``conclude`` found · lost: cannot be
+    finished, a checkpoint must be loaded · quiet: ``reset()`` could not finish it; no collective is under way, so that
+    either may be tried
+    """
+
+    max_norm: float | None = None
+    scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
+    left_out: HostFlag | None = None
+    begun: bool = False
+    touched: frozenset[int] = frozenset()
+    applied: bool | None = None
+    stepped: int = 0
+    torn: bool = False
+    lost: bool = False
+    quiet: bool = False
+    _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
+
+    def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
+        """The scalars where a bucket is stepped: moved once, because that waits for the other device."""
+        if device not in self._moved:
+            moved = {name: None if value is None else value.to(device) for name, value in self.scalars.items()}
+            self._moved[device] = moved
+        return self._moved[device]
+
+
+def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: Transit, *, whole: bool) -> None:
+    """Step what rests of a bucket, part by part, where its shelf is taken; then its weights are where they rest.
+
+    way: of weights that rest on another device than the shelf is stepped on · whole: every rank steps all of it.
+    """
+    bucket, gradient = state.bucket, state.gradient
+    if gradient is None:
+        raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
+    device = bucket.shelf.device
+    flats = dict(bucket.shelf.take())
+    flats["weight"] = flats.pop(MASTER) if bucket.has_master else bucket.take_weights(whole=whole).to(device)
+    flats["gradient"] = gradient.to(device)
+    target = bucket.begin_weights() if bucket.has_master else None
+    low = target
+    if target is not None and bucket.is_stepped_apart:
+        low = way.buffer(target.numel(), target.dtype, device)
+    update.torn = bool(parts)
+    compute(flats, parts, low, update.scalars_on(device))
+    if target is not None and low is not None and (low is not target or bucket.rest is not None):
+        changed = not is_set(update.scalars_on(HOST)["skip"])
+        if low is not target:
+            send(written(low, target, parts if changed else ()), low, way, from_host=bucket.shelf.away)
+        bucket.end_weights(changed=changed)
+    if target is None:
+        bucket.put_weights(flats["weight"])
+    bucket.shelf.put()
+
+
+def compute(
+    flats: dict[str, Tensor], parts: Sequence[Part], low: Tensor | None, scalars: dict[str, Tensor | None]
+) -> None:
+    """The kernels of a bucket, on the device of ``flats`` (as ``kernels.update`` has them). low: takes the weights."""
+    copied = low is not None and flats["weight"].dtype is not torch.float32
+    if low is not None and not copied:
+        flats["low"] = low
+    for rule, noise, spans in parts:
+        kernels.update(flats, spans, rule, noise=noise, **scalars)
+    if low is not None and copied:  # what was rounded at random must not be rounded again
+        low.copy_(flats["weight"])
+
+
+def written(low: Tensor, target: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
+    """What ``parts`` have written to ``low``, and its place in ``target``."""
+    return [(low[s.start : s.end], target[s.start : s.end]) for _, _, spans in parts for s in spans]
+
+
+def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: Transit, *, from_host: bool) -> None:
+    """The first of each pair, a part of ``low``, goes to the second; then ``low`` goes back to the pool."""
+    for end in way.send(pairs, low):
+        (end.wait if from_host else end.wait_on_host)()
+    way.settle(_UNDER_WAY)
+
+
+def is_set(flag: Tensor | None) -> bool:
+    """Whether a flag on a device is set; None: no."""
+    return flag is not None and bool(flag)

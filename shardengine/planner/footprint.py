@@ -1,0 +1,242 @@
+"""What an engine takes of every tier's memory, from its layout alone: as well before anything is placed.
+
+Owns: the formula of model state by tier, and the bound of what the device holds beside it.
+Must not know: what is there, what is measured, how a choice of tiers is made.
+
+[Note: Buffers] The pool keeps a buffer for its next use, so the bound adds up what each length of buffer needs at most
+at one moment: the gradients that a window holds beyond ``at_rest``, which counts complete ones, and of each length of
+bucket the three that may be under way (``ddp/reducer.py``), with what is received and two slices in fp32. With it goes
+the live window of stages whose weights move. What depends on the model's code is not in it: gradients that wait for
+their bucket, ``no_sync()``, several backwards in one window, units that are kept because an output is a view.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardengine.ddp import Rules
+from shardengine.offload import Homes, Tiers
+from shardengine.sharding import ArenaLayout, BucketLayout, Layout, Partition, Precision, dtype_of
+from shardengine.stages import Stage
+
+_UNDER_WAY = 3
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One layout and what else decides its bytes per rank; padding is included.
+
+    state: bytes of optimizer state per element, without master weights · micro_batches: of a window · prefetch:
+    elements that may be gathered ahead · outside: bytes of weights that are in no arena.
+    """
+
+    stage: Stage
+    layout: Layout
+    precision: Precision
+    rules: Rules
+    state: int
+    micro_batches: int
+    prefetch: int
+    outside: int
+
+    def at_rest(self, homes: Homes) -> defaultdict[str, float]:
+        """The stage's formula for model state, by tier, at the end of a window of micro-batches.
+
+        Weights that rest sharded in another tier are counted there. What of the optimizer is away: the state of what
+        this rank steps, in its tier, and its complete gradient, in the host's memory (where every rank steps everything
+        the gradient is gathered, and stays on the device).
+        """
+        predicted = defaultdict(float, device=float(self.outside))
+        weights_place = "device" if homes.weights is None or not self.stage.moves_weights else homes.weights.name
+        gathers = self.stage.gathers_gradients
+        for arena in self.layout.arenas:
+            stepped = any(self.layout.parameters[slot.parameter].group >= 0 for slot in arena.slots)
+            for bucket in arena.buckets:
+                tier = homes.state.get(bucket.index)
+                state = self.state + (self._master_bytes(arena, bucket, homes) if stepped else 0)
+                gradient = self._resting_bytes(arena, away=tier is not None)
+                predicted["device"] += self.stage.model_state_bytes(
+                    bucket.length if arena.trainable else 0,
+                    self.layout.ranks,
+                    weight=arena.itemsize if weights_place == "device" else 0,
+                    gradient=0 if tier is not None and not gathers else gradient,
+                    state=0 if tier is not None else state,
+                    frozen=0 if arena.trainable else bucket.length,
+                )
+                predicted[weights_place] += 0 if weights_place == "device" else bucket.slice_length * arena.itemsize
+                if tier is not None:
+                    count = bucket.length if gathers else bucket.slice_length
+                    predicted[tier.name] += count * state
+                    predicted["cpu"] += 0 if gathers else count * gradient
+        return predicted
+
+    def buffers(self, homes: Homes) -> float:
+        """Bytes on the device beside ``at_rest``, at most ([Note: Buffers])."""
+        found, lengths = self._window_bytes(homes), Counter[tuple[int, int]]()
+        for arena in self.layout.arenas:
+            for bucket in arena.buckets if arena.trainable else ():
+                found += self._held_beyond_rest(arena, bucket, away=bucket.index in homes.state)
+                lengths[bucket.length, wire_of(self.rules, arena).itemsize] += 1
+        ranks = self.layout.ranks
+        for (length, itemsize), count in lengths.items():
+            whole = length * itemsize * (1 if ranks == 1 else 2)
+            found += min(count, _UNDER_WAY) * (whole + 2 * 4 * length // ranks)
+        return found
+
+    def on_device(self, homes: Homes) -> int:
+        """Bytes of the device that the engine needs, at most."""
+        return round(self.at_rest(homes)["device"] + self.buffers(homes))
+
+    def part_away(self, homes: Homes) -> float:
+        """Which part of the optimizer's elements rests away from the device."""
+        total = sum(bucket.length for bucket in self.layout.buckets)
+        return sum(self.layout.buckets[index].length for index in homes.state) / max(total, 1)
+
+    def _master_bytes(self, arena: ArenaLayout, bucket: BucketLayout, homes: Homes) -> int:
+        """Bytes per element of master weights: fp32, or a copy of weights that are stepped elsewhere."""
+        if self.precision.master_of(getattr(torch, arena.dtype)):
+            return 4
+        return arena.itemsize if homes.needs_copy(bucket.index) else 0
+
+    def _resting_bytes(self, arena: ArenaLayout, *, away: bool) -> int:
+        """Bytes per element of a gradient that is complete, or waits on the device for more micro-batches."""
+        wire, accumulate = wire_of(self.rules, arena), self.rules.accumulate
+        waits_there = not away or self.rules.sharded
+        keeps = self.micro_batches > 1 and self._fits(arena) and waits_there
+        return accumulate.itemsize if keeps else wire.itemsize
+
+    def _fits(self, arena: ArenaLayout) -> bool:
+        """Whether the complete gradient may lie where it was summed."""
+        return self.rules.accumulate in (torch.float32, wire_of(self.rules, arena))
+
+    def _held_beyond_rest(self, arena: ArenaLayout, bucket: BucketLayout, *, away: bool) -> float:
+        """Bytes of the bucket's gradients that a window holds on the device beyond those of ``at_rest``."""
+        rules, wire = self.rules, wire_of(self.rules, arena)
+        leaves = away and not rules.gathers
+        waits = self.micro_batches > 1 and not rules.sharded
+        whole = rules.accumulate.itemsize if waits else 0
+        if (rules.gathers and not (waits and rules.accumulate is wire)) or not (waits or rules.sharded or away):
+            whole += wire.itemsize
+        apart = self.micro_batches > 1 and not self._fits(arena)
+        sliced = self._resting_bytes(arena, away=away) if rules.sharded else wire.itemsize if apart else 0
+        sliced += rules.accumulate.itemsize if rules.sharded and apart else 0
+        held = whole * bucket.length + (0 if leaves else sliced * bucket.slice_length)
+        fraction = self.stage.gradients.fraction(self.layout.ranks)
+        rests = 0 if leaves else self._resting_bytes(arena, away=away) * bucket.length * fraction
+        return max(0.0, held - rests)
+
+    def live_window(self) -> LiveWindow:
+        """Bytes of whole weights where they rest sharded ([Note: Live window])."""
+        units: Counter[int] = Counter()
+        for arena in self.layout.arenas:
+            units[arena.unit] += arena.length * arena.itemsize
+        root, blocks = units.pop(0, 0), sum(units.values())
+        largest = max(units, key=lambda unit: units[unit], default=0)
+        widest = max((arena.itemsize for arena in self.layout.arenas), default=0)
+        ahead = max(self.prefetch * widest, units[largest]) if self.prefetch else 0
+        work = units[largest] if self.stage.reshards_after_forward else blocks
+        smallest = min(units.values(), default=0)
+        return LiveWindow(root, blocks, len(units), largest, units[largest], smallest, work, ahead)
+
+    def _window_bytes(self, homes: Homes) -> float:
+        """Bytes of whole weights beside those at rest; at one rank these are whole themselves, unless they are away."""
+        if not self.stage.moves_weights or (self.layout.ranks == 1 and homes.weights is None):
+            return 0.0
+        return self.live_window().bytes
+
+
+@dataclass(frozen=True)
+class LiveWindow:
+    """What is whole at one moment of a pass, at most, in bytes; and the units that decide it.
+
+    [Note: Live window] The root, the unit at work, and what is gathered ahead of it: up to the prefetch's elements, at
+    least one unit. Units that are kept until their backward (``stage3_reshard_after_forward: false``) are all at work.
+
+    root, blocks: of the root and of all units together · count: of units · number: of the largest unit, 0 where
+    there is none · largest, smallest: bytes of such a unit · work: of what is at work · ahead: of what is gathered
+    ahead
+    """
+
+    root: int
+    blocks: int
+    count: int
+    number: int
+    largest: int
+    smallest: int
+    work: int
+    ahead: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.root + min(self.blocks, self.work + self.ahead)
+
+    @property
+    def whole(self) -> int:
+        """All weights."""
+        return self.root + self.blocks
+
+
+def wire_of(rules: Rules, arena: ArenaLayout) -> torch.dtype:
+    """The dtype in which gradients of ``arena`` are sent."""
+    own: torch.dtype = getattr(torch, arena.dtype)
+    return rules.wire or own
+
+
+def outside_bytes(partition: Partition, which: Precision) -> int:
+    """Bytes of the weights that get no place in an arena, in the dtype that they have once they are placed."""
+    return sum(p.numel() * dtype_of(p, which).itemsize for p in partition.outside)
+
+
+def tell_choice(tiers: Tiers, footprint: Footprint, homes: Homes) -> None:
+    """Log what ``"ratio": "auto"`` came to; nothing where the ratio was given."""
+    if tiers.chooses:
+        _log.info(
+            'offload_optimizer: "ratio": "auto" is %.4f, %d of %d buckets are away; the device needs at most %d bytes '
+            "of %d for model state and buffers",
+            footprint.part_away(homes),
+            len(homes.state),
+            len(footprint.layout.buckets),
+            footprint.on_device(homes),
+            tiers.device_memory,
+        )
+
+
+def tell_window(footprint: Footprint, partition: Partition, classes: Mapping[str, str]) -> None:
+    """Warn where stage 3 has more than half of the weights whole at one moment. classes: parameter name → module class.
+
+    Not where weights are kept on purpose, nor where one rank holds all of them anyway.
+    """
+    stage, window = footprint.stage, footprint.live_window()
+    if not stage.reshards_after_forward or footprint.layout.ranks == 1 or 2 * window.bytes <= window.whole:
+        return
+    in_root = sorted((spec for spec in partition.specs if not spec.unit), key=lambda spec: -spec.numel)[:3]
+    largest = f"unit {partition.units[window.number - 1][0]!r} of {window.largest}" if window.number else "no unit"
+    if 2 * (window.root + window.largest) > window.whole:
+        names = ", ".join(f"{spec.name} ({classes[spec.name]})" for spec in in_root)
+        cure = "list the classes of smaller modules in zero_optimization.units" + (
+            f"; what several modules share, and what belongs to no smaller module, stays in the root: {names}"
+            if names
+            else ""
+        )
+    elif 2 * (window.root + 2 * window.largest) > window.whole:
+        cure = "set zero_optimization.stage3_prefetch_bucket_size to 0, so that nothing is gathered ahead"
+    else:
+        most = (window.whole // 2 - window.root - window.largest) // max(window.ahead // footprint.prefetch, 1)
+        cure = f"set zero_optimization.stage3_prefetch_bucket_size to {most} elements or less"
+    _log.warning(
+        "stage 3 has %d of %d bytes of weights whole at one moment (the root with %d, %s, gathered ahead up to %d), "
+        "which is more than half: %s",
+        window.bytes,
+        window.whole,
+        window.root,
+        largest,
+        window.ahead,
+        cure,
+    )

@@ -1,0 +1,231 @@
+"""What checkpointed blocks keep from forward to backward, in host memory. Owns: the way there and back, the buffers.
+
+Must not know: blocks, checkpointing, units.
+
+[Note: There and back] What autograd saves inside of ``saving`` is copied to host memory at once, beside computation.
+When the block's forward is over the current stream waits for the copies and the tensors are given up: from there on
+their memory is free for others. In backward, what one block asks for begins its way back unless it is back already,
+and with it what the block before saved: one block ahead. It stays on the device until its graph is freed.
+
+[Note: Stretches] What is copied is the stretch of the storage over which a tensor's elements lie, and a view of the
+same shape and strides is laid over it afterwards: transposed, sliced and expanded tensors come back as they were, for
+no more memory. The stretch begins at a multiple of 64 bytes, so that it is aligned as it was. Tensors over the same
+stretch (a mask that all blocks are given) share one copy while their storage lives and is not written to.
+
+Not copied: weights and module buffers, which are there anyway, tensors that are not on the device, and those that are
+not plain strided ones. Weights and buffers are known by a mark on their storage (``bucket.mark_weights``), so a model
+of any size costs a block the same; a buffer that the user has replaced since initialize has none and is copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import UsageError
+from shardengine.offload import CopyStream, is_apart
+
+_ALIGN_BYTES = 64
+_FEW = 64
+
+
+class HostBuffers:
+    """Host memory that is used again: uint8 buffers, pinned where ``pinned``.
+
+    Before a new one is made, idle ones of its size together are freed. So it never holds more than twice of what was in
+    use at one time, whatever the sizes.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.allocated_bytes = 0
+        self._pinned = pinned
+        self._idle: dict[int, list[Tensor]] = {}  # by size: blocks are alike, so there are few
+        self._returned: deque[Tensor] = deque()  # by finalizers, which may run anywhere
+
+    def take(self, count: int) -> Tensor:
+        """At least ``count`` bytes with undefined contents."""
+        while self._returned:
+            returned = self._returned.popleft()
+            self._idle.setdefault(returned.numel(), []).append(returned)
+        fitting = [size for size in self._idle if count <= size <= 2 * count]
+        if fitting:
+            return self._take_idle(min(fitting))
+        spared = 0
+        while self._idle and spared < count:
+            spared += self._take_idle(next(iter(self._idle))).numel()
+        with torch.inference_mode(False):  # it is used again outside of the caller's
+            buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+        self.allocated_bytes += count - spared
+        return buffer
+
+    def _take_idle(self, size: int) -> Tensor:
+        buffer = self._idle[size].pop()
+        if not self._idle[size]:
+            del self._idle[size]
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Hand a buffer of ``take`` back; from any thread, also in the middle of ``take``."""
+        self._returned.append(buffer)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that nobody has taken."""
+        idle = sum(size * len(buffers) for size, buffers in self._idle.items())
+        return idle + sum(buffer.numel() for buffer in tuple(self._returned))
+
+
+class ActivationStore:
+    """Host memory for what blocks keep. ``stays``: whether a storage is there anyway; asked for each saved tensor."""
+
+    def __init__(self, device: torch.device, stays: Callable[[torch.UntypedStorage], bool]) -> None:
+        self.buffers = HostBuffers(pinned=is_apart(device))
+        self.stream = CopyStream(device)
+        self._device = device
+        self.stays = stays
+        self._known: dict[_Key, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stretch]]] = {}
+        self._kept = _FEW
+        self._latest: list[weakref.ref[_Stretch]] = []
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What autograd saves inside goes to host memory; for one forward of one block."""
+        call = _Call(self, self._latest)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
+                yield
+        finally:
+            call.give_up_sources()
+            self._latest = call.stretches
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is of a kind that can be copied and laid out again."""
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        return (
+            plain and tensor.device == self._device and tensor.numel() > 0 and not (tensor.is_conj() or tensor.is_neg())
+        )
+
+    def stretch_of(self, source: Tensor, before: list[weakref.ref[_Stretch]]) -> tuple[_Stretch, bool]:
+        """The copy of ``source`` (1-D, a whole stretch), and whether it was made now."""
+        storage = source.untyped_storage()
+        key = (id(storage), int(source.storage_offset()), source.numel(), source.dtype, source._version)
+        if key in self._known:
+            alive, known = self._known[key]
+            stretch = known()
+            if stretch is not None and alive() is storage:
+                return stretch, False
+        stretch = _Stretch(self, source, before)
+        self._known[key] = weakref.ref(storage), weakref.ref(stretch)
+        if len(self._known) > 2 * self._kept:  # so that each entry is looked at about once
+            self._known = {at: pair for at, pair in self._known.items() if pair[1]() is not None}
+            self._kept = max(len(self._known), _FEW)
+        return stretch, True
+
+
+_Key = tuple[int, int, int, torch.dtype, int]
+
+
+class _Call:
+    """One forward of one block: what it saves, and ``before``: what the call before it saved."""
+
+    def __init__(self, store: ActivationStore, before: list[weakref.ref[_Stretch]]) -> None:
+        self.stretches: list[weakref.ref[_Stretch]] = []
+        self._store = store
+        self._before = before
+        self._sources: list[tuple[Tensor, int, _Stretch]] = []
+
+    def pack(self, tensor: Tensor) -> _Packed:
+        """For autograd: what stands in for ``tensor`` until backward."""
+        version = tensor._version
+        if not self._store.moves(tensor) or self._store.stays(tensor.untyped_storage()):
+            return _Packed(tensor, None, (), (), 0, version)
+        offset, strides = int(tensor.storage_offset()), tensor.stride()
+        last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+        first = offset - offset % (_ALIGN_BYTES // tensor.itemsize)
+        source = tensor.detach().as_strided((last + 1 - first,), (1,), first)
+        stretch, new = self._store.stretch_of(source, self._before)
+        if new:
+            self._sources.append((source, version, stretch))
+            self.stretches.append(weakref.ref(stretch))
+        return _Packed(None, stretch, tuple(tensor.shape), strides, offset - first, version)
+
+    def give_up_sources(self) -> None:
+        """The forward was issued: whoever uses the sources' memory next does so after their copies."""
+        for source, version, stretch in self._sources:
+            stretch.done.wait()
+            stretch.written_meanwhile = source._version != version
+        self._sources.clear()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What autograd holds instead of a tensor: the ``tensor`` itself where it stays, or its place in a stretch."""
+
+    tensor: Tensor | None
+    stretch: _Stretch | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    version: int
+
+
+class _Stretch:
+    """A stretch of one storage, in host memory or on its way back ([Note: There and back])."""
+
+    def __init__(self, store: ActivationStore, source: Tensor, before: list[weakref.ref[_Stretch]]) -> None:
+        self.written_meanwhile = False
+        self.before = before
+        self._store = store
+        self._length, self._dtype, self._device = source.numel(), source.dtype, source.device
+        self._back: Tensor | None = None
+        self._host: Tensor | None = None
+        self._host = store.buffers.take(source.nbytes)
+        self.done = store.stream.copy(source, self._on_host(self._host))
+
+    def fetch(self) -> Tensor:
+        """Begin the way back, once. The buffer is free at once: its next copy runs on the same stream, after this."""
+        if self._back is None:
+            host, self._host = self._host, None
+            self._back = torch.empty(self._length, dtype=self._dtype, device=self._device)
+            if host is not None:
+                self.done = self._store.stream.copy(self._on_host(host), self._back)
+                self._store.buffers.give(host)
+        return self._back
+
+    def _on_host(self, buffer: Tensor) -> Tensor:
+        return buffer[: self._length * self._dtype.itemsize].view(self._dtype)
+
+    def __del__(self) -> None:
+        """Its graph is gone. Where a copy is under way, the memory's next use comes after it."""
+        host, self._host = self._host, None
+        if host is not None:
+            self._store.buffers.give(host)
+        if self._back is not None:
+            self.done.wait()
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    stretch = packed.stretch
+    if stretch is None:
+        written = packed.tensor is None or packed.tensor._version != packed.version
+    else:
+        written = stretch.written_meanwhile
+    if written:
+        raise UsageError(
+            "what a checkpointed block was given has been modified by an inplace operation since, so that its forward "
+            "cannot be computed again: expected a block that leaves its inputs as they are, and so the code after it"
+        )
+    if stretch is None:
+        return packed.tensor  # type: ignore[return-value]
+    flat = stretch.fetch()
+    stretch.done.wait()
+    for reference in stretch.before:
+        if (earlier := reference()) is not None:
+            earlier.fetch()
+    return flat.as_strided(packed.shape, packed.strides, packed.offset)

@@ -1,0 +1,77 @@
+"""Stepped weights on their way (``overlap_param_gather``): who waits for them, and when.
+
+After a step the gathers of stages 1 and 2 are left in flight. Blocks wait for their own parameters as their forward
+begins, everything else as the outermost forward begins; until then the parameters in flight are poison (bucket.poison).
+Must not know: the optimizer, how hooks are registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from shardengine.comm import Pending
+from shardengine.runtime.unit import Member
+from shardengine.sharding import Bucket
+
+
+class Arrivals:
+    """``members``: all that rest in arenas. groups: their indices per block, first those that are in none."""
+
+    def __init__(self, members: Sequence[Member], groups: Sequence[Iterable[int]]) -> None:
+        self._flights: dict[int, Pending] = {}
+        self._hidden: set[int] = set()
+        self._members = {member.index: member for member in members}
+        self._buckets = {member.index: frozenset(_buckets_of(member)) for member in members}
+        self._in: dict[int, list[int]] = {}
+        for index, buckets in self._buckets.items():
+            for bucket in buckets:
+                self._in.setdefault(bucket, []).append(index)
+        self._groups = [tuple(group) for group in groups]
+
+    def depart(self, bucket: Bucket, pending: Pending) -> None:
+        """``bucket`` is being gathered."""
+        self._flights[bucket.layout.index] = pending
+
+    def hide(self) -> None:
+        """The step is over: parameters that did not land yet become poison."""
+        for index, buckets in self._buckets.items():
+            if not buckets.isdisjoint(self._flights):
+                member = self._members[index]
+                member.show(member.arena.poisons[member.slot])
+                self._hidden.add(index)
+
+    def await_group(self, number: int) -> None:
+        """Wait for the parameters of a group; nothing to do where nothing is in flight."""
+        if self._flights:
+            self._await(self._groups[number])
+
+    def await_all(self) -> None:
+        """Wait for everything."""
+        if self._flights:
+            self._await(self._members)
+
+    def drop(self) -> None:
+        """After a fault: forget what is in flight."""
+        self._flights.clear()
+        self._hidden.clear()
+
+    @property
+    def hidden(self) -> Collection[int]:
+        """The parameters that are poison now."""
+        return self._hidden
+
+    def _await(self, parameters: Iterable[int]) -> None:
+        landed: set[int] = set()
+        for index in parameters:
+            for bucket in sorted(self._buckets[index] & self._flights.keys()):
+                self._flights.pop(bucket).wait()
+                landed.update(self._in[bucket])
+        for index in landed & self._hidden:
+            if self._buckets[index].isdisjoint(self._flights):
+                self._members[index].show(self._members[index].view)
+                self._hidden.discard(index)
+
+
+def _buckets_of(member: Member) -> Iterable[int]:
+    slot = member.arena.layout.slots[member.slot]
+    return (bucket.index for bucket in member.arena.layout.buckets_within(slot.start, slot.end))

@@ -1,0 +1,376 @@
+"""Every hook registration of the library. Each hook's body is one call into the schedule (or the arrivals).
+
+Must not know: buckets, collectives, the optimizer.
+
+[Note: Backward hooks] Backward is observed on autograd nodes (``Node.register_prehook``), not on tensors or modules:
+module full-backward hooks miss dict outputs and forbid in-place operations on outputs, tensor hooks miss an in-place
+operation on a view of an output. The node that produced an output runs before any other node of its unit, and a
+node that produced an input runs after all of them: autograd runs ready nodes latest-created first, and inputs were
+created first. So the first of the input nodes to run says that the unit's backward is over. An in-place operation on an
+output that is a view takes the view's own node out of the graph, so the node of its base is observed as well.
+Where one unit's input is another's output, "over" is announced before "reached", so that one is freed before the other
+is gathered.
+
+[Note: Compiled modules] A hook moves weights, so it may not become part of a compiled graph: dynamo is told to leave
+hooks alone. ``torch.compile(block)`` is a module around the block, its hooks run outside of the graph. What was
+compiled in place (``block.compile()``) or around units (a compiled root) has hooks inside: the graph breaks there, and
+what runs between the hooks is compiled piece by piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardengine.ddp import Forward, taken
+from shardengine.errors import CommunicationError, MismatchError, UsageError
+from shardengine.runtime.arrivals import Arrivals
+from shardengine.runtime.calls import Call
+from shardengine.runtime.casting import cast_inputs
+from shardengine.runtime.schedule import Schedule
+
+
+class _Hook:
+    """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        _keep_out_of_graphs()
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a model whose weights are sharded, or away since offload_states(), cannot be copied or pickled: use "
+            "engine.state_dict() or engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, "
+            "or call engine.close() first"
+        )
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Once, and not at import, which would import all of dynamo ([Note: Compiled modules])."""
+    reason = (
+        "shardengine listens to this module's forward in a hook, which cannot be part of a graph. With fullgraph=True "
+        "compile the block, not what is around it, by wrapping it before initialize: "
+        "model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)"
+    )
+    for kind in (_Hook, _Listener, _InputCast):
+        kind.__call__ = torch.compiler.disable(kind.__call__, reason=reason)  # type: ignore[method-assign]
+
+
+def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Parameter]]) -> list[RemovableHandle]:
+    """Hand each trainable parameter's gradient to the schedule as soon as autograd has accumulated it.
+
+    torch holds these hooks where the garbage collector does not see them, so what they refer to would never be freed:
+    they have a weak reference to the schedule, which the module's hooks keep alive. A parameter that outlives its
+    module and its engine is an ordinary one.
+    """
+    listener = weakref.ref(schedule)
+
+    def hook_for(index: int) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            if (alive := listener()) is None:
+                return
+            shown, gradient = taken(parameter)
+            try:
+                if gradient is not None:
+                    alive.gradient_ready(index, gradient)
+            except BaseException:
+                parameter.grad = shown  # a backward that is refused changes nothing
+                raise
+
+        return ready
+
+    handles = []
+    for index, parameter in parameters:
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # one that is frozen for now takes no hook
+        handles.append(parameter.register_post_accumulate_grad_hook(hook_for(index)))
+        parameter.requires_grad_(trainable)
+    return handles
+
+
+class _Listener:
+    """A hook's body where weights rest whole. A copy of the module gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        _keep_out_of_graphs()
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Listener, ()
+
+
+def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
+    """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``, and when a
+    gradient reaches what it returned."""
+
+    def settle(_module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled() and not schedule.in_backward:
+            schedule.settle()
+
+    def watch(_module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not schedule.in_backward:
+            reached = functools.partial(schedule.root_reached, Forward())
+            for node in _nodes_of(list(tensors_in(output))):
+                _NodeEvents.of(node).reached.append(reached)
+
+    return [
+        module.register_forward_pre_hook(_Listener(settle), prepend=True),
+        module.register_forward_hook(_Listener(watch)),
+    ]
+
+
+class _InputCast:
+    """The hook that casts a module's inputs. A copy of the module gets one that does nothing."""
+
+    def __init__(self, dtype: torch.dtype | None = None, device: str = "cpu", holders: Sequence[Any] = ()) -> None:
+        _keep_out_of_graphs()
+        self._dtype = dtype
+        self._device = device
+        self._holders = holders
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._dtype is None or torch.is_autocast_enabled(self._device):
+            return None
+        given = args, kwargs
+        cast = cast_inputs(given, self._dtype, self._buffers)
+        return None if cast is given else cast
+
+    def _buffers(self) -> Iterator[Tensor]:
+        return (buffer for holder in self._holders for buffer in holder.values() if buffer is not None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _InputCast, ()
+
+
+def attach_input_cast(module: nn.Module, dtype: torch.dtype, device: str) -> list[RemovableHandle]:
+    """Cast the floating-point inputs of every call of ``module`` to ``dtype``, before its other hooks see them.
+
+    device: the type of the device whose autocast regions leave inputs as they are, for autocast to cast.
+    """
+    cast = _InputCast(dtype, device, [part._buffers for part in module.modules()])
+    return [module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)]
+
+
+def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Module, int]) -> list[RemovableHandle]:
+    """Let forwards wait for stepped weights: ``blocks`` (module → its group) for their own, others for group 0."""
+    handles: list[RemovableHandle] = []
+    inside = {id(child) for block in blocks for child in block.modules() if child is not block}
+
+    def wait(number: int) -> _Listener:
+        def before(_module: nn.Module, _args: Any) -> None:
+            arrivals.await_group(0)
+            arrivals.await_group(number)
+
+        return _Listener(before)
+
+    for module in root.modules():
+        if id(module) not in inside:
+            handles.append(module.register_forward_pre_hook(wait(blocks.get(module, 0)), prepend=True))
+        read = _Listener(lambda _module, _prefix, _keep: arrivals.await_all())
+        handles.append(module.register_state_dict_pre_hook(read))
+        handles.append(module.register_load_state_dict_pre_hook(_Listener(lambda *_: arrivals.await_all())))
+    return handles
+
+
+def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
+    """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
+    guard = _Hook(lambda _module, _prefix, _keep: refuse())
+    return [part.register_state_dict_pre_hook(guard) for part in module.modules()]
+
+
+def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
+    """Call ``refuse`` when somebody runs ``module`` or a part of it, reads its state dict or loads one."""
+    barrier = _Hook(lambda *_: refuse())
+    handles = attach_state_dict_guard(module, refuse)
+    for part in module.modules():
+        handles.append(part.register_forward_pre_hook(barrier, prepend=True))
+        handles.append(part.register_load_state_dict_pre_hook(barrier))
+    return handles
+
+
+def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module, int]) -> list[RemovableHandle]:
+    """Announce the forwards of ``units`` (module → index) and of every module around them, and their backwards."""
+    handles: list[RemovableHandle] = []
+    inside = {id(child) for unit in units for child in unit.modules() if child is not unit}
+    for module in root.modules():
+        if id(module) in inside:
+            continue
+        if module in units:
+            announce = _UnitHooks(schedule, units[module])
+            handles.append(module.register_forward_pre_hook(_Hook(announce.before), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(_Hook(announce.after)))
+        handles.append(module.register_forward_pre_hook(_enter(schedule), prepend=True))
+        handles.append(module.register_forward_hook(_leave(schedule), always_call=True))  # also where it raises
+    return handles
+
+
+def _enter(schedule: Schedule) -> Callable[..., None]:
+    return _Hook(lambda module, _args: schedule.enter(module, torch.is_grad_enabled()))
+
+
+def _leave(schedule: Schedule) -> Callable[..., None]:
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = list(tensors_in(output))
+        try:
+            outermost = schedule.leave(module, tensors)
+        except (CommunicationError, MismatchError) as error:
+            if output is None and isinstance(error.__context__, (CommunicationError, MismatchError)):
+                return  # the forward has raised, which waited for what this waits for
+            raise
+        if outermost and torch.is_grad_enabled():
+            reached = functools.partial(schedule.root_reached, Forward(), schedule.line)
+            for node in _nodes_of(tensors):
+                _NodeEvents.of(node).reached.append(reached)
+
+    return _Hook(leave)
+
+
+class Watched:
+    """The parameters of one module whose weights rest sharded: says when somebody asks for one of them by its name.
+
+    ``nn.Module`` looks a parameter up in this dict (``module.weight``), also where another module's forward asks. What
+    iterates over parameters does not. Compiled code does not either: its look-ups become inputs of the graph.
+    """
+
+    class _Parameters(dict[str, nn.Parameter | None]):
+        __slots__ = ("announce",)
+        announce: Callable[[str], None]
+
+        def __getitem__(self, name: str) -> nn.Parameter | None:
+            if not torch.compiler.is_compiling():
+                self.announce(name)
+            return dict.__getitem__(self, name)
+
+        def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+            return dict, (dict(self),)
+
+    def __init__(self, module: nn.Module, announce: Callable[[str], None]) -> None:
+        self._module = module
+        watched = self._Parameters(module._parameters)
+        watched.announce = announce
+        vars(module)["_parameters"] = watched
+
+    def remove(self) -> None:
+        """The module has an ordinary dict again."""
+        vars(self._module)["_parameters"] = dict(self._module._parameters)
+
+
+def attach_reads(
+    schedule: Schedule, units: Mapping[nn.Module, int], unit_of: Mapping[int, int], tell: Callable[[str, int], None]
+) -> list[Watched]:
+    """Let reads of weights outside of their unit's forward find them whole.
+
+    unit_of: id(parameter) → its unit · tell: called with (name in the module, id(parameter)) at each such read.
+    """
+
+    def announcer(module: nn.Module) -> Callable[[str], None]:
+        def announce(name: str) -> None:
+            parameter = module._parameters.get(name)
+            number = unit_of.get(id(parameter), 0)
+            if number and schedule.read(number):
+                tell(name, id(parameter))
+
+        return announce
+
+    parts = {part for unit in units for part in unit.modules() if any(p is not None for p in part._parameters.values())}
+    return [Watched(part, announcer(part)) for part in parts]
+
+
+class _NodeEvents:
+    """The one pre-hook of an autograd node; it lives as long as the node does (in ``Node.metadata``)."""
+
+    _KEY = "shardengine"
+
+    def __init__(self) -> None:
+        self.over: list[Callable[[], None]] = []
+        self.reached: list[Callable[[], None]] = []
+
+    def __call__(self, _gradients: Any) -> None:
+        for announce in (*self.over, *self.reached):
+            announce()
+
+    @classmethod
+    def of(cls, node: Any) -> _NodeEvents:
+        """The events of ``node``, registered when first asked for."""
+        events: _NodeEvents | None = node.metadata.get(cls._KEY)
+        if events is None:
+            events = node.metadata[cls._KEY] = cls()
+            node.register_prehook(events)
+        return events
+
+
+class _UnitHooks:
+    """The hooks of one unit. ``open`` holds the calls between pre-forward and post-forward, innermost last.
+
+    With each call: whether an input has a graph, whether an input's node will say when its backward is over.
+    """
+
+    def __init__(self, schedule: Schedule, index: int) -> None:
+        self._schedule = schedule
+        self._index = index
+        self._open: list[tuple[Call, bool, bool]] = []
+
+    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        grad = torch.is_grad_enabled()
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        call = self._schedule.before_forward(self._index, grad=grad, differentiable=bool(inputs))
+        if call is None or self._schedule.depth_of(self._index) <= 1:
+            self._open.clear()
+        if call is None or not grad:
+            return
+        nodes = {t.grad_fn for t in inputs if t.grad_fn is not None}
+        self._open.append((call, bool(inputs), bool(nodes)))
+        for node in nodes:
+            _NodeEvents.of(node).over.append(lambda: self._schedule.backward_over(self._index, call))
+
+    def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if not self._schedule.observes(self._index):
+            return
+        grad = torch.is_grad_enabled()
+        outputs = list(tensors_in(output))
+        keep = False
+        if grad:
+            call, differentiable, announced = self._open.pop() if self._open else (Call(self._index), True, False)
+            nodes = _nodes_of(outputs)
+            for node in nodes:
+                _NodeEvents.of(node).reached.append(
+                    lambda: self._schedule.backward_reached(self._index, call, announced=announced)
+                )
+            keep = not outputs and (differentiable or self._schedule.trains(self._index))
+        self._schedule.after_forward(self._index, grad, keep, outputs)
+
+
+def _nodes_of(outputs: Sequence[Tensor]) -> set[Any]:
+    """The autograd nodes that a gradient of ``outputs`` reaches first, those of views' bases included."""
+    bases = [t._base for t in outputs if t._base is not None]
+    return {t.grad_fn for t in (*outputs, *bases) if t.grad_fn is not None}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses; other objects are not looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

@@ -1,0 +1,582 @@
+"""When units are gathered, resharded and prefetched, and the sweep at the end of backward.
+
+Must not know: nn.Module internals, how hooks are registered, how a gather works.
+
+[Note: Holds] Hooks need not balance: checkpointing recomputes a forward that never finishes, a unit may run twice, a
+forward may have no backward. So nothing is counted down that must reach zero:
+
+- forward: a unit is held from its pre-forward to its post-forward (a depth, forgotten at the end of a pass)
+- backward: a unit is held while one of its calls is between "a gradient reached its outputs" and "its backward is
+  over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is let go when all its
+  parameters have their gradient, others at the end of backward
+- inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
+- kept: nobody would tell us when its backward comes (no tensor came out), or an output is a view of its weights.
+  Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
+  backward itself was recorded (create_graph)
+- the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is
+  needed at once (the head, mostly), and is not gathered again
+- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit gathered and
+  kept
+- a backward that does not read the weights (``Hold.forward_only``) gathers nothing
+- the root is held from the first forward of any module to the end of backward, or without grad to the end of the
+  outermost forward
+
+[Note: Pass] With grad a pass lasts from the first forward to the end of backward; without, it is one outermost forward.
+The order of gathers of the last pass of its kind is the prediction for the next one. A wrong prediction switches
+prefetching off for the rest of the pass; it changes time, never results.
+
+    event               what happens
+    enter               outermost module: a pass opens, the root is gathered
+    before_forward      the unit is gathered, the next ones are gathered ahead
+    after_forward       the unit waits to be resharded (3k: stays), unless held
+    read                the unit is gathered and kept, unless its own forward is open
+    leave               outermost module, without grad: everything is resharded
+    begin_backward      the micro-batch is counted, the reducer is armed, the root is gathered if it is not there
+    root_reached        as begin_backward, for the weights only: a gradient reached the outermost module's output
+    backward_reached    what came after it in forward is over; then as before_forward
+    gradient_ready      the reducer takes the gradient; the first one outside of begin_backward begins one unannounced
+    backward_over       the unit is closed and resharded, unless held or called elsewhere
+    end_backward        all calls are over, everything is resharded, the sweep of the rest; then maybe ``on_complete``
+    settle              ends an unannounced backward
+
+[Note: Sweep of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
+before it joins that gather. Ranks meet calls of units in one order, the reverse of forward (calls: [Note: Order of
+calls]). When backward comes to a call, those after it are over, and then, in this order:
+
+- one through which it did not come (a detached part, a frozen one) is served: its unit is gathered, because others
+  gather it, and let go, unless the next call that backward comes to is of the same unit
+- when the last outstanding call of a unit is over, the unit is closed: what is left of its buckets is launched, zeros
+  included, before anything else is gathered. A gradient that comes after that is a late one. Not so a unit that is
+  kept: what has read its weights elsewhere brings gradients of its own
+- the unit of the call is gathered, and admitted if no other call of it is outstanding: its buckets may be launched
+
+A rank that waits for the reduction of a unit has issued all gathers up to that unit; the others reach the end of that
+unit without it, and launch there. What comes out of two forwards in one backward stays open until the earlier one's
+calls are over, where autograd still has gradients to accumulate. Within a unit's call nothing is gathered.
+
+[Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
+one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited
+from there, because a callback that is queued inside re-entrant checkpointing fires too early. Others, and those of a
+loss that was not made of the outermost module's output, last until the engine is called next, the model's next forward
+with grad, or the first use of a gradient that a parameter shows: then nothing more can come.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.comm import Collectives, Purpose
+from shardengine.ddp import Forward, Reducer, Window
+from shardengine.errors import UsageError
+from shardengine.runtime.calls import Call, Calls, Line
+from shardengine.runtime.holds import Hold, Turn
+from shardengine.runtime.prediction import Predictions
+from shardengine.runtime.unit import Unit, Weights
+from shardengine.stages import Stage
+from shardengine.trace import COMPUTE, now
+
+_FETCHED_AHEAD = 4
+"""Units whose shards are brought from their tier before they are gathered, as far as it has room."""
+
+
+class Backward(enum.Enum):
+    """Whether a backward is open, and who began it."""
+
+    NONE = "none"
+    ANNOUNCED = "engine.backward"
+    UNANNOUNCED = "loss.backward"
+    RETIRED = "another schedule has taken over"
+
+
+class Schedule:
+    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements gathered ahead at most, 0: none."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        stage: Stage,
+        collectives: Collectives,
+        reducer: Reducer,
+        window: Window,
+        prefetch: int,
+    ) -> None:
+        self.units = units
+        self._stage = stage
+        self._collectives = collectives
+        self._reducer = reducer
+        self._prefetch_elements = prefetch
+        self._holds = [Hold() for _ in units]
+        self._unit_of = {index: unit for unit in units for index in unit.trainable}
+        if stage.moves_weights:
+            reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
+        self._predictions = Predictions()
+        self._fetches = any(arena.homes.weights is not None for unit in units for arena in unit.arenas)
+        self._calls = Calls()
+        self._grad_pass = True
+        self._outermost: list[object] = []  # as often as it has called itself
+        self._backward_expected = False
+        self._backward = Backward.NONE
+        self._window = window
+        self._awaited_task = -1
+        self.turn = Turn()
+        self.on_complete: Callable[[], object] = lambda: None
+
+    @property
+    def demanded(self) -> Unit:
+        """The unit that was needed last."""
+        return self.units[self._predictions.last]
+
+    @property
+    def gathered_once(self) -> set[int]:
+        """The units that the last pass gathered once: the root, that of the turn, those whose backward reads none."""
+        spared = {index for index, hold in enumerate(self._holds) if hold.forward_only}
+        return spared | {0} | ({self.turn.last} if self.turn.last is not None else set())
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs now, so that a forward is a recomputation."""
+        return self._backward is Backward.ANNOUNCED or torch._C._current_graph_task_id() >= 0
+
+    def trains(self, index: int) -> bool:
+        """Whether unit ``index`` has trainable parameters."""
+        return bool(self.units[index].trainable)
+
+    def observes(self, index: int) -> bool:
+        """Whether forwards of unit ``index`` matter now: not in a recomputation."""
+        return not self._holds[index].calls
+
+    def depth_of(self, index: int) -> int:
+        """How many forwards of unit ``index`` are open."""
+        return self._holds[index].depth
+
+    @property
+    def line(self) -> Line | None:
+        """What the running forward of the outermost module has called so far, or the last one."""
+        return self._calls.lines[-1] if self._calls.lines else None
+
+    # Events of forward. ``grad``: whether autograd records.
+
+    def enter(self, module: object, grad: bool) -> None:
+        """``module`` begins its forward; the outermost one opens a pass and holds the root."""
+        if self.in_backward:
+            return
+        if self._outermost:
+            if self._outermost[0] is module:
+                self._outermost.append(module)  # it calls itself
+            return
+        if grad:
+            self.settle()
+        self._outermost.append(module)
+        self._grad_pass = grad
+        self._backward_expected |= grad
+        self._calls.inside.clear()
+        if grad:
+            self._calls.enter(module)
+        for hold in self._holds:
+            hold.depth = 0
+        root = self.units[0]
+        if not root.pinned:
+            if root.state is Weights.SHARDED:
+                self._gather(root)
+            self._prefetch()
+            self._await(root)
+
+    def leave(self, module: object, views: Sequence[Tensor]) -> bool:
+        """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
+
+        Returns whether it was the outermost one.
+        """
+        if not self._outermost or module is not self._outermost[0] or self.in_backward:
+            return False
+        self._outermost.pop()
+        if self._outermost:
+            return False
+        self._lend(0, views)
+        if self._grad_pass:
+            return True
+        expected = self._backward_expected
+        self._end_pass(lambda unit, hold: expected and (unit.index == 0 or hold.kept or bool(hold.calls)))
+        self._grad_pass = True
+        return True
+
+    def before_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
+        """Unit ``index`` begins a forward: it must be full. Returns the call, None where this one is not observed.
+
+        differentiable: whether one of its inputs needs a gradient.
+        """
+        if not self.observes(index):
+            return None
+        call = self._begin_call(index, grad=grad, differentiable=differentiable)
+        hold = self._holds[index]
+        hold.depth += 1
+        if not self.units[index].pinned:
+            self._demand(index)
+        hold.since = now()
+        return call
+
+    def _begin_call(self, index: int, *, grad: bool, differentiable: bool) -> Call:
+        if self.in_backward:
+            found = self._calls.computed_again(index) if grad else None
+            if found is None:
+                return Call(index)
+            self._leave_behind(self._calls.approach(found))
+            found.computed = True
+            return found
+        nested = bool(self._calls.inside)
+        self._calls.inside.add(index)
+        trains = self.trains(index)
+        if nested or not self._grad_pass or not (trains or differentiable or self._calls.may_differentiate):
+            return Call(index)
+        self._calls.may_differentiate |= trains
+        return self._calls.begin(index, grad=grad, differentiable=differentiable)
+
+    def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
+        """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
+        hold = self._holds[index]
+        self._trace("forward", index, hold)
+        hold.depth = max(0, hold.depth - 1)
+        if not hold.depth:
+            self._calls.inside.discard(index)
+        hold.kept |= keep
+        self._lend(index, views)
+        recomputed = grad and self.in_backward and not hold.forward_only  # its backward comes next
+        if hold.depth or recomputed or (self._grad_pass and not self._stage.reshards_after_forward):
+            return  # also where this call had no grad: on another rank it may have had
+        if self._grad_pass and not self.in_backward:
+            self._end_wait(but=index)
+            self.turn.waiting = index
+        else:
+            self._let_go(index)
+
+    def read(self, index: int) -> bool:
+        """A weight of unit ``index`` is read; whether that is outside of the unit's forward, and inside of another one.
+
+        Its backward will not announce itself, so the unit is kept.
+        """
+        unit, hold = self.units[index], self._holds[index]
+        if hold.depth or not self._outermost or unit.pinned or self.in_backward:
+            return False
+        if not hold.kept or unit.state is not Weights.FULL:
+            hold.kept = True
+            self._demand(index)
+        return True
+
+    def read_in_forward_only(self, index: int) -> None:
+        """Once, at start: the backward of unit ``index`` does not read its weights."""
+        self._holds[index].forward_only = True
+
+    # Events of backward
+
+    def begin_backward(self, *, announced: bool = True, current: int | None = None) -> None:
+        """A backward starts: it is counted, the reducer knows what it is for, the root is full.
+
+        current: the parameter whose gradient has come first.
+        """
+        window = self._window
+        self._reducer.early.require_none("another backward")
+        window.begin_backward()
+        final = window.is_boundary and window.synchronises
+        synchronise = window.synchronises and (final or self._reducer.rules.sharded)
+        try:
+            self._reducer.views.adopt(but=current)
+            self._reducer.arm(synchronise=synchronise, final=final)
+        except UsageError:
+            window.backward_failed()
+            raise
+        self._backward = Backward.ANNOUNCED if announced else Backward.UNANNOUNCED
+        self.root_reached()
+
+    def root_reached(self, forward: Forward | None = None, line: Line | None = None) -> None:
+        """A gradient reached what the outermost module returned in ``forward``: the root must be full. line: what that
+        forward called.
+
+        Where nobody has announced this backward, and it is the window's last, it hears of its end.
+        """
+        self._refuse_retired()
+        if forward is not None and self._backward is not Backward.NONE:
+            self._window.claim(forward)
+        if line is not None:
+            self._leave_behind(self._calls.turn_to(line))
+        if self._backward is not Backward.ANNOUNCED and self._window.is_boundary and self._window.synchronises:
+            self._await_end()
+        if self._stage.moves_weights:
+            self._await(self.units[0])
+
+    def _await_end(self) -> None:
+        """Be told when the running backward is over ([Note: Unannounced backward])."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task == self._awaited_task:
+            return
+        self._awaited_task = task
+
+        def over() -> None:
+            if self._backward is Backward.UNANNOUNCED and self._window.ends:
+                self.end_backward()
+
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+
+    def backward_reached(self, index: int, call: Call, *, announced: bool) -> None:
+        """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``backward_over`` will come."""
+        self._refuse_retired()
+        hold = self._holds[index]
+        if self.turn.waiting is not None and not hold.forward_only:
+            self.turn.last = index if self.turn.waiting == index else None
+        if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over or self._calls.is_late(call):
+            return
+        if self._backward is Backward.NONE and self._collects(index):
+            self._begin_unannounced()
+        self._leave_behind(self._calls.approach(call))
+        call.reached = True
+        if not hold.forward_only:
+            self._hold_for_backward(index, call, announced=announced)
+        if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
+            self._reducer.admit(index)
+
+    def _hold_for_backward(self, index: int, call: Call, *, announced: bool) -> None:
+        hold = self._holds[index]
+        hold.kept |= torch.is_grad_enabled()  # create_graph: backward through this backward announces nothing
+        if not announced:
+            hold.silent.add(call)
+        if not hold.calls:
+            hold.fired.clear()
+        hold.calls.add(call)
+        self._demand(index)
+        hold.since = now()
+
+    def _collects(self, index: int) -> bool:
+        """Whether the running backward accumulates a gradient of a parameter of unit ``index``."""
+        unit = self.units[index]
+        return any(_is_due(m.parameter) for m in unit.members if m.index in unit.trainable)
+
+    def backward_over(self, index: int, call: Call) -> None:
+        """A gradient of an input of ``call`` is known: its weights are not needed any more."""
+        hold = self._holds[index]
+        if call in hold.calls:
+            self._trace("backward", index, hold)
+            self._end_call(call)
+
+    def _end_call(self, call: Call) -> None:
+        """The backward of ``call`` is over: of its unit's gradients nothing more comes, unless by other calls."""
+        hold = self._holds[call.unit]
+        hold.finish({call})
+        if call.line is not None:
+            hold.depth = 0  # of recomputations that were broken off
+            self._calls.over(call)
+            if self._calls.is_last(call) and not hold.kept and not self._may_grow(call):
+                self._reducer.close(call.unit)
+        if not self._calls.is_followed(call):
+            self._let_go(call.unit)
+
+    def _may_grow(self, call: Call) -> bool:
+        """Whether an earlier forward's backward, which is to come in this run, brings more gradients of the unit."""
+        if not self._calls.waits_for_others(call):
+            return False
+        unit, fired = self.units[call.unit], self._holds[call.unit].fired
+        due = (m.parameter for m in unit.members if m.index in unit.trainable and m.index not in fired)
+        return call.replayed or any(_is_due(parameter) for parameter in due)
+
+    def _leave_behind(self, groups: Iterable[Sequence[Call]]) -> None:
+        """Calls that backward has left behind, also those through which it did not come on this rank: others may have
+        gathered their units, and wait for this rank's part of them."""
+        for group in groups:
+            for call in reversed(group):
+                if not call.reached and not self._holds[call.unit].forward_only:
+                    self._demand(call.unit)
+                if not call.over:
+                    self._end_call(call)
+
+    def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
+        """Autograd has accumulated ``gradient`` of a parameter."""
+        self._take(parameter, gradient)
+        self._reducer.views.expect_more(parameter)
+
+    def _begin_unannounced(self, current: int | None = None) -> None:
+        if self._reducer.rules.scaled:
+            raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
+        self.begin_backward(announced=False, current=current)
+        if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
+            self._reducer.views.expect(self.settle)
+
+    def _take(self, parameter: int, gradient: Tensor) -> None:
+        if self._backward is Backward.NONE:
+            self._begin_unannounced(parameter)
+        unit = self._unit_of[parameter]
+        if unit.index == 0 or not self._stage.moves_weights:
+            self._reducer.on_gradient(parameter, gradient)
+            return
+        if unit.state is not Weights.FULL and not unit.pinned and not self._holds[unit.index].forward_only:
+            raise UsageError(
+                f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
+                "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "
+                "or the backward of a loss on parameters inside the same `with engine.full_params():` as the loss"
+            )
+        self._reducer.on_gradient(parameter, gradient)
+        hold = self._holds[unit.index]
+        hold.fired.add(parameter)
+        complete = not unit.has_frozen and len(hold.fired) == len(unit.trainable)
+        if hold.calls and hold.calls <= hold.silent and complete:
+            for call in list(hold.calls):
+                self._end_call(call)
+
+    def backward_failed(self) -> None:
+        """The backward that was begun raised."""
+        self._backward = Backward.NONE
+        self._calls.forget()
+        self._window.backward_failed()
+
+    def end_backward(self) -> None:
+        """The sweep: every unit goes to rest, what was not reduced is reduced."""
+        self._backward = Backward.NONE
+        if self._stage.moves_weights:
+            self._leave_behind(self._calls.finish())
+        self._rest(spare_kept=True)
+        self._reducer.sweep()
+        if self._reducer.window_complete:
+            self.on_complete()
+
+    def settle(self) -> None:
+        """End an unannounced backward ([Note: Unannounced backward])."""
+        if self._backward is Backward.UNANNOUNCED:
+            self.end_backward()
+
+    def rest(self) -> None:
+        """Outside of any pass: bring every unit to rest (after a forward that had no backward, or that failed)."""
+        self._backward = Backward.NONE
+        self._calls.forget()
+        self._rest(spare_kept=False)
+
+    def recover(self) -> None:
+        """After a fault: nothing is in flight or predicted (ranks may have recorded other orders); then ``rest``."""
+        self._backward = Backward.NONE
+        for unit in self.units:
+            unit.recover()
+        self._predictions = Predictions()
+        self._calls.forget()
+
+    def retire(self) -> None:
+        """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
+        self._backward = Backward.RETIRED
+
+    def _refuse_retired(self) -> None:
+        if self._backward is Backward.RETIRED:
+            raise UsageError(
+                "the forward of this loss ran before parameters were unfrozen or a parameter group was added, which "
+                "moved the weights: run it again, after engine.zero_grad()"
+            )
+
+    def restart(self) -> None:
+        """The next forward is an outermost one: the engine is called, or the last forward raised."""
+        self._outermost.clear()
+        self._grad_pass = True
+
+    def _rest(self, *, spare_kept: bool) -> None:
+        # Autocast keeps casts of weights until its outermost region ends: one region around several steps would go on
+        # with the casts of the first, whose nodes belong to a backward that is over.
+        torch.clear_autocast_cache()
+        self._outermost.clear()
+        self._backward_expected = False
+        self._grad_pass = True
+        self._end_pass(lambda unit, hold: spare_kept and hold.kept)
+
+    def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
+        self._predictions.of[self._grad_pass].end()
+        self._predictions.of[not self._grad_pass].stop()
+        self.turn.take()
+        if not self._stage.moves_weights:
+            return
+        for unit, hold in zip(self.units, self._holds, strict=True):
+            if spare(unit, hold):
+                continue
+            if unit.state is Weights.GATHERING:
+                unit.await_full()
+            if unit.state is Weights.FULL:
+                unit.reshard(abandon=hold.lent)
+            hold.clear()
+
+    def _demand(self, index: int) -> None:
+        unit = self.units[index]
+        self._predictions.demand(self._grad_pass, index, turned=not self._outermost)
+        self._end_wait(but=index)
+        if unit.state is Weights.SHARDED:
+            self._gather(unit)
+        self._prefetch()
+        self._await(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        unit.gather(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
+
+    def _await(self, unit: Unit) -> None:
+        if unit.state is Weights.SHARDED:
+            self._gather(unit)
+        if unit.state is Weights.GATHERING:
+            unit.await_full()
+
+    def _end_wait(self, *, but: int) -> None:
+        """What waits since its forward is resharded, as another unit than ``but`` is needed."""
+        waiting = self.turn.take()
+        if waiting is not None and waiting != but:
+            self._reshard(waiting)
+
+    def _let_go(self, index: int) -> None:
+        """Reshard unit ``index`` unless something holds it; then there is room to gather ahead."""
+        if self._reshard(index):
+            self._prefetch()
+
+    def _reshard(self, index: int) -> bool:
+        unit, hold = self.units[index], self._holds[index]
+        if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not Weights.FULL:
+            return False
+        unit.reshard()
+        return True
+
+    def _trace(self, what: str, index: int, hold: Hold) -> None:
+        trace = self._collectives.trace
+        if trace.recording:
+            trace.add(COMPUTE, f"{what} {self.units[index].name}", hold.since, now())
+
+    def _lend(self, index: int, views: Sequence[Tensor]) -> None:
+        keys = {view.untyped_storage()._cdata for view in views if view.layout is torch.strided}
+        for number in {0, index}:
+            if self.units[number].state is Weights.FULL and self.units[number].owns_storage(keys):
+                self._holds[number].lent = True
+
+    def _prefetch(self) -> None:
+        """Gather ahead, and bring the shards of the units after those from where they rest."""
+        self._gather_ahead()
+        if not self._fetches:
+            return
+        for index in self._predictions.of[self._grad_pass].ahead(_FETCHED_AHEAD):
+            if self.units[index].state is Weights.SHARDED:
+                self.units[index].fetch()
+
+    def _gather_ahead(self) -> None:
+        """Start gathering the units that are predicted next, up to the budget, at least one of them.
+
+        A prediction that returns to a unit ends there: what is needed again after the turn from forward to backward
+        would otherwise be gathered as soon as it was resharded.
+        """
+        prediction = self._predictions.of[self._grad_pass]
+        while (index := prediction.upcoming()) is not None:
+            unit, budget = self.units[index], self._prefetch_elements - prediction.elements_ahead
+            if budget <= 0 or unit.state is Weights.FULL:
+                return
+            if unit.state is Weights.SHARDED:
+                if budget < unit.elements and prediction.elements_ahead:
+                    return
+                self._gather(unit)
+            prediction.start(index, unit.elements)
+
+
+def _is_due(parameter: nn.Parameter) -> bool:
+    """Whether the running backward accumulates into ``parameter``, or has done so."""
+    if not parameter.requires_grad or torch._C._current_graph_task_id() < 0:
+        return False
+    try:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a parameter for which autograd.grad was asked
+        return False

@@ -1,0 +1,247 @@
+"""The buckets of one module, gathered and resharded together. Owns the state machine of a unit's weights.
+
+Must not know: hooks, the optimizer, the order in which units run.
+
+    SHARDED ──gather()──▶ GATHERING ──await_full()──▶ FULL ──reshard()──▶ SHARDED
+       ▲─recover(), an error──┘
+
+A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
+(bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (arrivals). While it is
+pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the arenas.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardengine.comm import Collectives, Pending, Purpose
+from shardengine.errors import InternalError
+from shardengine.offload import Shelf
+from shardengine.sharding import Arena, Bucket, Layout, mark_weights
+
+
+class Weights(enum.Enum):
+    """Where a unit's weights are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+_LEGAL = {(Weights.SHARDED, Weights.GATHERING), (Weights.GATHERING, Weights.FULL), (Weights.FULL, Weights.SHARDED)}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of a unit: the user's object, its index in the layout, its arena and slot."""
+
+    index: int
+    parameter: nn.Parameter
+    arena: Arena
+    slot: int
+
+    def show(self, tensor: Tensor) -> None:
+        """Let the user's parameter show ``tensor``."""
+        self.parameter.data = tensor
+
+    @property
+    def view(self) -> Tensor:
+        """Its view of the arena."""
+        return self.arena.views[self.slot]
+
+
+class Unit:
+    """One module's arenas. ``index`` 0 is the root: everything that is in no block."""
+
+    def __init__(self, index: int, name: str, arenas: list[Arena], members: list[Member], layout: Layout) -> None:
+        self.index = index
+        self.name = name
+        self.arenas = arenas
+        self.members = members
+        self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
+        self.names = {arena.layout.index: [layout.names_in(b.layout) for b in arena.buckets] for arena in arenas}
+        self.elements = sum(arena.layout.length for arena in arenas)
+        """Of all arenas, padding included."""
+        self._by_slot = [(arena, _in_slots(arena, members)) for arena in arenas]
+        self._names = {m.index: layout.parameters[m.index].name for m in members}
+        self.state = Weights.FULL
+        self._pending: list[Pending] = []
+        self._pins: list[Tensor] | None = None
+
+    def name_of(self, parameter: int) -> str:
+        """The name of a parameter of it, given by its index in the layout."""
+        return self._names[parameter]
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some parameter gets no gradient."""
+        return len(self.trainable) < len(self.members)
+
+    @property
+    def pins(self) -> list[Tensor]:
+        """What ``full_params`` holds of this unit."""
+        return self._pins or []
+
+    @property
+    def pinned(self) -> bool:
+        """Whether ``full_params`` holds this unit."""
+        return self._pins is not None
+
+    def detach_shards(self) -> None:
+        """Once, at start: from FULL, give shards their own memory and rest sharded.
+
+        At one rank the shard is all of it and stays where it is: then only what the parameters show changes.
+        """
+        for arena in self.arenas:
+            for bucket in arena.buckets:
+                if bucket.layout.slice_length < bucket.layout.length or arena.homes.weights is not None:
+                    bucket.detach_shard(arena.homes.weights)
+        self.reshard()
+
+    def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
+        """Every bucket with the names of its parameters, in layout order."""
+        for arena in self.arenas:
+            yield from zip(arena.buckets, self.names[arena.layout.index], strict=True)
+
+    def shelves(self) -> Iterator[Shelf]:
+        """Everything of it that rests on a shelf."""
+        for bucket, _ in self.buckets():
+            yield bucket.shelf
+            if bucket.rest is not None:
+                yield bucket.rest
+
+    def gather(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
+        """SHARDED → GATHERING: start the all-gather of every bucket. After an error the unit is SHARDED."""
+        try:
+            for arena in self.arenas:
+                arena.allocate()
+        except BaseException:
+            for arena in self.arenas:
+                arena.release()
+            raise
+        self._move(Weights.GATHERING)
+        try:
+            for bucket, names in self.buckets():
+                bucket.load_shard()
+                self._pending.append(collectives.all_gather(bucket.full, names, purpose, bucket.layout.label))
+        except BaseException:
+            self._abandon_gather()
+            raise
+
+    def fetch(self) -> None:
+        """The unit is gathered soon: bring its shards from where they rest, as far as there is room."""
+        for bucket, _ in self.buckets():
+            bucket.fetch_shard()
+
+    def await_full(self) -> None:
+        """GATHERING → FULL: wait, and show the weights to the user's parameters."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        self._move(Weights.FULL)
+        if not self.pinned:
+            self.show()
+
+    def reshard(self, *, abandon: bool = False) -> None:
+        """FULL → SHARDED: free the full weights. ``abandon``: views of them live on outside (bucket.Arena.release)."""
+        self._move(Weights.SHARDED)
+        if not self.pinned:
+            self.show()
+        for arena in self.arenas:
+            arena.release(abandon=abandon)
+
+    def recover(self) -> None:
+        """After a fault: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
+        self._pins = None
+        if self.state is Weights.GATHERING:
+            self._abandon_gather()
+        self.show()
+
+    def _abandon_gather(self) -> None:
+        """The only way back from GATHERING."""
+        self._pending.clear()
+        self.state = Weights.SHARDED
+        for arena in self.arenas:
+            arena.release(abandon=True)
+
+    def relocate(self) -> None:
+        """From FULL: the same weights in other memory, because something in flight may write into the old one."""
+        for arena in self.arenas:
+            arena.relocate()
+        self.show()
+
+    def show(self) -> None:
+        """Show the user's parameters what they are without a pin: weights or poison."""
+        full = self.state is Weights.FULL
+        for arena, members in self._by_slot:
+            for member, tensor in zip(members, arena.views if full else arena.poisons, strict=True):
+                member.parameter.data = tensor
+
+    def misplaced(self, hidden: Collection[int] = ()) -> Iterator[Member]:
+        """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
+        full = self.state is Weights.FULL
+        for arena, members in self._by_slot:
+            for member, view, poison in zip(members, arena.views, arena.poisons, strict=True):
+                expected, shown = view if full and member.index not in hidden else poison, member.parameter
+                if shown.data_ptr() != expected.data_ptr() or shown.dtype is not expected.dtype:
+                    yield member
+
+    def pin(self, collectives: Collectives) -> None:
+        """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the arenas."""
+        pins = []
+        for arena in self.arenas:
+            fresh = arena.flat.new_empty(arena.layout.length)
+            mark_weights(fresh)
+            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+                part = fresh[bucket.layout.start : bucket.layout.end]
+                bucket.own_slice(part).copy_(bucket.shard)
+                collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label).wait()
+            pins.append(fresh)
+        self._pins = pins
+        views = {arena: arena.views_of(fresh) for arena, fresh in zip(self.arenas, pins, strict=True)}
+        for member in self.members:
+            member.show(views[member.arena][member.slot])
+
+    def unpin(self, collectives: Collectives, *, writable: bool) -> None:
+        """End ``pin``; with ``writable`` rank 0's contents become everybody's weights."""
+        pins, self._pins = self._pins or [], None
+        for arena, fresh in zip(self.arenas, pins, strict=True) if writable else ():
+            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+                part = fresh[bucket.layout.start : bucket.layout.end]
+                collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
+                bucket.edit_shard().copy_(bucket.own_slice(part))
+                if self.state is Weights.FULL:
+                    bucket.full.copy_(part)
+                bucket.adopt_weights()
+        self.show()
+
+    def owns_storage(self, keys: Collection[int]) -> bool:
+        """Whether one of the storages with identity ``keys`` is an arena of this unit."""
+        return any(arena.storage_key in keys for arena in self.arenas)
+
+    def _move(self, target: Weights) -> None:
+        if (self.state, target) not in _LEGAL:
+            raise InternalError(f"unit {self.name!r}: illegal move from {self.state.name} to {target.name}")
+        self.state = target
+
+
+def _in_slots(arena: Arena, members: Sequence[Member]) -> list[Member]:
+    """Those in ``arena``, in the order of its slots."""
+    return sorted((member for member in members if member.arena is arena), key=lambda member: member.slot)
+
+
+def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
+    """Bytes that hold weights at this moment, by tier: arenas, separate shards and pins."""
+    arenas = [arena for unit in units for arena in unit.arenas]
+    found = Counter(device=sum(pin.nbytes for unit in units for pin in unit.pins))
+    for arena in arenas:
+        found["device"] += arena.storage_bytes
+        found["cpu"] += 0 if arena.parked is None else arena.parked.nbytes
+        for bucket in arena.buckets:
+            found[bucket.place] += bucket.layout.slice_length * arena.layout.itemsize if bucket.separate else 0
+    return found

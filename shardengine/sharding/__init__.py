@@ -1,0 +1,52 @@
+"""Parameters as flat buffers: which module is a unit, where every element lies, in which dtype.
+
+partition, granularity   units and parameters of a model    layout   offsets, padding and slices, as integers
+bucket                   flat storage and views into it      precision   which dtype everything has
+
+Must not know: ranks' collectives, hooks, the step.
+"""
+
+from __future__ import annotations
+
+from shardengine.sharding import layout, partition, precision
+from shardengine.sharding.bucket import (
+    MASTER,
+    SHARD,
+    Arena,
+    Bucket,
+    holds_weights,
+    in_memory_order,
+    mark_weights,
+    restore_poison,
+    shaped,
+)
+from shardengine.sharding.granularity import is_lookup
+from shardengine.sharding.layout import ArenaLayout, BucketLayout, Layout, ParameterSpec, Piece
+from shardengine.sharding.partition import Partition, dtype_of, memory_order
+from shardengine.sharding.precision import Precision, ScalePolicy
+
+__all__ = [
+    "MASTER",
+    "SHARD",
+    "Arena",
+    "ArenaLayout",
+    "Bucket",
+    "BucketLayout",
+    "Layout",
+    "ParameterSpec",
+    "Partition",
+    "Piece",
+    "Precision",
+    "ScalePolicy",
+    "dtype_of",
+    "holds_weights",
+    "in_memory_order",
+    "is_lookup",
+    "layout",
+    "mark_weights",
+    "memory_order",
+    "partition",
+    "precision",
+    "restore_poison",
+    "shaped",
+]

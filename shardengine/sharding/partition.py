@@ -1,0 +1,322 @@
+"""From a module to units: which modules are units, which parameter belongs to which, and moving them into arenas.
+
+Must not know: hooks, the optimizer's arithmetic, the order in which units run.
+
+[Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, units are the modules
+of the classes that the config names; else those of Hugging Face's ``_no_split_modules``, and what the walk of
+``sharding/granularity.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module
+around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
+parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
+anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the arenas.
+
+What is recomputed in backward (``runtime/activations.py``), and what waits for stepped weights, are the repeated blocks
+alone: those classes, else the children of ModuleLists with two or more children of one class.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.comm import describe
+from shardengine.config import nearest
+from shardengine.errors import UsageError
+from shardengine.sharding.granularity import automatic_units, class_of
+from shardengine.sharding.layout import ParameterSpec
+from shardengine.sharding.precision import Precision
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a model consists of, before anything is moved.
+
+    names: every parameter name → parameter (tied ones several times)
+    inside: parameters that live in arenas, in registration order, ``specs`` beside them; outside: the others
+    units: unit modules with their names, without the root
+    modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
+    """
+
+    names: dict[str, nn.Parameter]
+    inside: list[nn.Parameter]
+    specs: list[ParameterSpec]
+    outside: list[nn.Parameter]
+    units: list[tuple[str, nn.Module]]
+    modules: list[nn.Module]
+    places: list[tuple[str, Mapping[str, Any], str, Any]]
+
+    def named_outside(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters outside of the arenas with their first names."""
+        first = self.first_names()
+        return [(first[id(parameter)], parameter) for parameter in self.outside]
+
+    def first_names(self) -> dict[int, str]:
+        """id(parameter) → the name under which it was registered first."""
+        return {id(parameter): name for name, parameter in reversed(self.names.items())}
+
+
+def analyse(
+    model: nn.Module,
+    setting: str | tuple[str, ...],
+    group_of: dict[int, int],
+    *,
+    shards_weights: bool,
+    which: Precision = Precision(),  # noqa: B008  (frozen)
+) -> Partition:
+    """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
+
+    which: the dtypes that parameters will have.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    all_names: dict[int, list[str]] = {}
+    for name, parameter in names.items():
+        all_names.setdefault(id(parameter), []).append(name)
+    parameters = list(model.parameters())
+    dtypes = {id(p): dtype_of(p, which) for p in parameters}
+    _check(parameters, all_names, dtypes, scaled=which.trains_fp16)
+    _check_sparse(model)
+    units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
+    inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
+    numbers = _numbers(parameters)
+    specs = [
+        _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers[id(p)]), p, group_of)
+        for p in inside
+    ]
+    chosen = {id(p) for p in inside}
+    outside = [p for p in parameters if id(p) not in chosen]
+    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model))
+
+
+def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
+    """``Partition.places``, as they are now."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, holder, key, value)
+        for prefix, module in model.named_modules()
+        for holder in (module._parameters, module._modules)
+        for key, value in holder.items()
+    ]
+
+
+def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled: bool) -> Partition:
+    """``old`` with the parameters that were unfrozen since, and the optimizer groups as they are now.
+
+    What was trainable stays so when it is frozen (it is unused then). Units stay as they are. scaled: the loss is.
+    """
+    known = {id(p): spec for p, spec in zip(old.inside, old.specs, strict=True)}
+    names: dict[int, list[str]] = {}
+    for name, parameter in old.names.items():
+        names.setdefault(id(parameter), []).append(name)
+    inside, specs, numbers = [], [], _numbers(list(model.parameters()))
+    for p in model.parameters():
+        spec = known.get(id(p))
+        if p.requires_grad and (spec is None or not spec.trainable):
+            _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
+        if spec is None and p.requires_grad and p.numel():
+            spec = _spec(
+                p, names[id(p)], p.dtype, 0, numbers[id(p)]
+            )  # outside: weights rest replicated, there is only the root
+        if spec is not None:
+            inside.append(p)
+            specs.append(_assigned(spec, p, group_of))
+    chosen = {id(p) for p in inside}
+    return replace(old, inside=inside, specs=specs, outside=[p for p in old.outside if id(p) not in chosen])
+
+
+def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
+    """The dtype that ``parameter`` is trained in."""
+    return which.cast if which.cast is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
+    """id(parameter) → the number of its first element among all elements of all of the model's parameters."""
+    starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    return {id(parameter): start for parameter, start in zip(parameters, starts, strict=False)}
+
+
+def _spec(parameter: nn.Parameter, names: list[str], dtype: torch.dtype, unit: int, number: int) -> ParameterSpec:
+    return ParameterSpec(
+        names=tuple(names),
+        shape=tuple(parameter.shape),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        trainable=False,
+        group=-1,
+        unit=unit,
+        order=memory_order(parameter),
+        number=number,
+    )
+
+
+def _assigned(spec: ParameterSpec, parameter: nn.Parameter, group_of: dict[int, int]) -> ParameterSpec:
+    """``spec`` with the optimizer group of ``parameter``, where it is (or was) trainable."""
+    trainable = spec.trainable or parameter.requires_grad
+    return replace(spec, trainable=trainable, group=group_of.get(id(parameter), -1) if trainable else -1)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost in memory to the innermost, for a dense tensor; () for the ordinary order."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+    return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
+
+
+def find_blocks(model: nn.Module, setting: str | tuple[str, ...]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+    """The unit modules that own parameters, and id(parameter) → its unit, from 1, where that is exactly one."""
+    return _assign(model, find_units(model, setting))
+
+
+def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks, or the modules of the classes that ``setting`` names; outermost match ([Note: Units])."""
+    classes = set(setting) if not isinstance(setting, str) else _no_split_classes(model)
+    present = {class_of(module).__name__ for module in model.modules()}
+    if not isinstance(setting, str) and (missing := sorted(classes - present)):
+        raise UsageError(
+            f"zero_optimization.units names {', '.join(missing)}, but the model has no module of that class; "
+            f"the nearest one that it has is {nearest(missing[0], present)}"
+        )
+    repeated = set() if classes & present else _repeated_children(model)
+    return _outermost(model, lambda module: class_of(module).__name__ in classes or id(module) in repeated)
+
+
+def sharded_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The modules that are gathered as one, with their names, in registration order ([Note: Units])."""
+    if not isinstance(setting, str):
+        return find_units(model, setting)
+    chosen = automatic_units(model, _no_split_classes(model))
+    return _outermost(model, lambda module: id(module) in chosen)
+
+
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """The modules below ``model`` that are ``wanted``, with their names, without those inside of another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if name and not any(name.startswith(f"{outer}.") for outer in found) and wanted(module):
+            found[name] = module
+    return list(found.items())
+
+
+def _no_split_classes(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for module in model.modules():
+        found.update(getattr(module, "_no_split_modules", None) or ())
+    return found
+
+
+def _repeated_children(model: nn.Module) -> set[int]:
+    chosen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            counts = Counter(class_of(child) for child in module)
+            chosen.update(id(child) for child in module if counts[class_of(child)] > 1)
+    return chosen
+
+
+def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+    """Units that own parameters, and id(parameter) → 1-based unit for those used in exactly one unit."""
+    owners: dict[int, set[int]] = {}
+    numbers = {id(unit): number for number, (_, unit) in enumerate(units)}
+    visited: set[tuple[int, int]] = set()
+
+    def visit(module: nn.Module, unit: int) -> None:
+        """By every way that leads to ``module``: several units may share it."""
+        unit = numbers.get(id(module), -1) if unit == -1 else unit
+        if (id(module), unit) in visited:
+            return
+        visited.add((id(module), unit))
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, -1)
+    single = {key: next(iter(where)) for key, where in owners.items() if len(where) == 1 and -1 not in where}
+    kept = sorted(set(single.values()))
+    renumber = {old: new for new, old in enumerate(kept, start=1)}
+    return [units[old] for old in kept], {key: renumber[old] for key, old in single.items()}
+
+
+def _check(
+    parameters: Sequence[nn.Parameter],
+    names: dict[int, list[str]],
+    dtypes: Mapping[int, torch.dtype],
+    *,
+    scaled: bool,
+) -> None:
+    for parameter in parameters:
+        name = names[id(parameter)][0]
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "
+                "(from_pretrained, or to_empty and an initialisation)"
+            )
+        if parameter.numel() > 1 and not any(parameter.stride()):
+            raise UsageError(
+                f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
+                "engine? Call that engine's close() first"
+            )
+        if parameter.requires_grad:
+            _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
+
+
+def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
+    if dtype is torch.float16 and not scaled:
+        raise UsageError(
+            f"parameter {name!r} is {dtype}, whose gradients vanish or overflow unless the loss is scaled: expected "
+            '"fp16": {"enabled": true} in the config, or model.float(), model.bfloat16(), or a frozen parameter'
+        )
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"parameter {name!r} is {dtype}: expected trainable parameters in torch.float32, torch.bfloat16 or "
+            'torch.float16; use model.float(), model.bfloat16() or "bf16": {"enabled": true}, or freeze it'
+        )
+
+
+def _check_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if getattr(module, "sparse", False) is True and weight is not None and weight.requires_grad:
+            raise UsageError(
+                f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
+                "gradients, which are what buckets hold; set sparse=False or freeze it"
+            )
+
+
+def facts(
+    model: nn.Module, found: Partition, config: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> dict[str, list[str]]:
+    """What ranks must agree on at start, for ``compare``: config, model, optimizer groups, torch."""
+    outside = {id(p) for p in found.outside}
+    parameters = [
+        f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+        + (", outside" if id(p) in outside else "")
+        for name, p in found.names.items()
+    ]
+    buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    name_of = found.first_names()
+    members = [f"group {number}: {name_of[id(p)]}" for number, group in enumerate(groups) for p in group["params"]]
+    settings = [f"{key} = {describe(value)}" for key, value in sorted(config.items())]
+    return {
+        "config": settings,
+        "model (parameters)": parameters,
+        "model (buffers)": buffers,
+        **plan_facts(found, groups),
+        "parameters in optimizer groups": members,
+        "version of torch": [str(torch.__version__)],
+    }
+
+
+def plan_facts(found: Partition, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """What ranks must agree on before ``found`` is laid out, for ``compare``."""
+    return {
+        "optimizer": [describe({key: value for key, value in group.items() if key != "params"}) for group in groups],
+        "model (units and optimizer groups)": [
+            f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs
+        ],
+    }
