@@ -23,7 +23,7 @@ help:  ## this list
 	@echo '  make demo ARGS="--steps 20"   passes options on; make demo VENV= uses the interpreter that is there'
 
 demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU processes
-	$(PY) -m shardengine.cli train --config $(CONFIG) $(ARGS)
+	$(PY) -m shardengine train --config $(CONFIG) $(ARGS)
 
 # Three groups at once: most tests wait for something, or keep one core busy. The last takes what no other names; the
 # output of the others comes whole at the end. ARGS chooses among all tests, in one run.

@@ -119,7 +119,7 @@ def test_env_names_the_versions(capsys: pytest.CaptureFixture[str]):
 
 def test_help_and_config_import_no_heavy_optional_package():
     code = (
-        "import sys; from shardengine.cli import main; main(['config', sys.argv[1]]); "
+        "import sys; from shardengine.app.cli import main; main(['config', sys.argv[1]]); "
         "sys.exit(bool({'transformers', 'triton', 'matplotlib', 'tokenizers'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[1]

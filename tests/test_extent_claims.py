@@ -283,7 +283,7 @@ def test_collected_in_one_of_its_own_threads(tmp_path: Path, monkeypatch: pytest
 LIVES = """
 import os, sys
 from pathlib import Path
-from shardengine.host_memory import staging
+from shardengine.offload import staging
 from shardengine.offload.extents import Aio, ExtentFile
 for name, end in {ends!r}.items():
     if life := os.fork():

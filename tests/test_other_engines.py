@@ -328,7 +328,7 @@ OTHER_KINDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "module as optimizer": ((MODEL, {}), {"optimizer": MODEL}, "or None, came one of type Net"),
     "dict of parameters": ((MODEL, {}), {"model_parameters": dict(MODEL.named_parameters())}, "put it into a list"),
     "one parameter": ((MODEL, {}), {"model_parameters": MODEL.linear.weight}, "put it into a list"),
-    "mesh": ((MODEL, {}), {"mesh": "cpu"}, "expected mesh to be what shardengine.mesh.build() returns, or None"),
+    "mesh": ((MODEL, {}), {"mesh": "cpu"}, "expected mesh to be what shardengine.comm.mesh.build() returns, or None"),
     "monitors": ((MODEL, {}), {"monitors": 1}, "expected monitors to be a list"),
     "number of parameters": ((MODEL, {}), {"model_parameters": 5}, "or None, came one of type int"),
 }

@@ -56,7 +56,7 @@ def initialize(
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
     until ``close()``), a function from a list of parameters to one, or None
     (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
-    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``mesh.build`` ·
+    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``comm.mesh.build`` ·
     monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside those of the config.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),

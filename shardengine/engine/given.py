@@ -93,7 +93,7 @@ def _check(
         raise _refused("lr_scheduler", "a scheduler, a function from the optimizer to one, or None", lr_scheduler, cure)
 
     if not (mesh is None or isinstance(mesh, Mesh)):
-        raise _refused("mesh", "what shardengine.mesh.build() returns, or None", mesh, "")
+        raise _refused("mesh", "what shardengine.comm.mesh.build() returns, or None", mesh, "")
     if not isinstance(monitors, Iterable):
         raise _refused("monitors", "a list", monitors, "")
 
