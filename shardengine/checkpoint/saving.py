@@ -102,7 +102,7 @@ def background_of(engine: Inspection) -> Background:
 
 def require_rest(engine: Inspection, call: str) -> None:
     """``UsageError`` unless the engine is between two steps."""
-    if engine._core.guard.shown:
+    if engine._core.attachments.shown:
         raise UsageError(f"{call} inside full_params(): call it after the `with` block")
     if not engine._window.is_first:
         raise UsageError(

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.offload import HOST, BufferPool, Transit
+from shardengine.offload import HOST, BufferPool, CopyQueue
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 
 _Then = Callable[[], None]
@@ -170,7 +170,7 @@ class GradientBucket:
         wire: torch.dtype,
         *,
         leaves: bool = False,
-        spill: Transit | None = None,
+        spill: CopyQueue | None = None,
     ) -> None:
         self.bucket = bucket
         self.wire = wire

@@ -32,7 +32,7 @@ from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.offload import BufferPool, Transit, is_apart
+from shardengine.offload import BufferPool, CopyQueue, is_apart
 from shardengine.sharding import Bucket, Layout
 
 _MAX_IN_FLIGHT = 3
@@ -152,8 +152,8 @@ class Reducer:
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.rules = rules
-        self._spill = Transit(collectives.mesh.device, pool)
-        self.way_back = Transit(collectives.mesh.device, pool)
+        self._spill = CopyQueue(collectives.mesh.device, pool)
+        self.way_back = CopyQueue(collectives.mesh.device, pool)
         self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
         self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
         self.used: set[int] = set()

@@ -22,7 +22,7 @@ from shardengine.engine.core import Core
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool, Tiers, is_apart
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window
-from shardengine.runtime import ActivationStore, Arrivals, Guard, Schedule, Unit, activations, hooks, placing
+from shardengine.runtime import ActivationStore, Arrivals, Attachments, Schedule, Unit, activations, hooks, placing
 from shardengine.sharding import Layout, Partition, Precision, holds_weights, is_lookup, layout, partition, precision
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _assemble(
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
     arrivals, blocks = _expect(config, stage, collectives, model, found, units)
     driven = (units, reducer, schedule, window, buffers, arrivals)
-    core = Core(stage, collectives, pool, found, plan, *driven, Guard(), which, tiers)
+    core = Core(stage, collectives, pool, found, plan, *driven, Attachments(), which, tiers)
     _attach(core, model, blocks)
     _checkpoint_activations(core, model, config)
     return core
@@ -238,32 +238,32 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     core.note_seen()
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
-    core.guard.handles.extend(hooks.attach_gradients(core.schedule, trainable))
+    core.attachments.handles.extend(hooks.attach_gradients(core.schedule, trainable))
     if core.precision.inputs is not None:
-        core.guard.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
+        core.attachments.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
     if not core.stage.moves_weights:
-        core.guard.handles.extend(hooks.attach_settle(core.schedule, model))
+        core.attachments.handles.extend(hooks.attach_settle(core.schedule, model))
         if core.arrivals is not None:
-            core.guard.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
+            core.attachments.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
-        core.guard.marked = model
+        core.attachments.marked = model
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
     for module, index in modules.items():
         if is_lookup(module):
             core.schedule.read_in_forward_only(index)
-    core.guard.handles.extend(hooks.attach_weights(core.schedule, model, modules))
+    core.attachments.handles.extend(hooks.attach_weights(core.schedule, model, modules))
     _watch(core, model, modules)
 
     def refuse() -> None:
-        if not core.guard.open and not all(unit.pinned for unit in core.units):
+        if not core.attachments.open and not all(unit.pinned for unit in core.units):
             raise UsageError(
                 "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
                 "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
             )
 
-    core.guard.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+    core.attachments.handles.extend(hooks.attach_state_dict_guard(model, refuse))
 
 
 def _classes_of(model: nn.Module) -> dict[str, str]:
@@ -289,7 +289,7 @@ def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:
                 core.units[number].name,
             )
 
-    core.guard.handles.extend(hooks.attach_reads(core.schedule, modules, unit_of, tell))
+    core.attachments.handles.extend(hooks.attach_reads(core.schedule, modules, unit_of, tell))
     core.partition.places[:] = partition.places_of(model)
 
 
@@ -300,8 +300,8 @@ def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> Non
         if offload:
             core.mark_weights()
         blocks = partition.find_units(model, config.zero_optimization.units)
-        core.guard.handles.extend(activations.attach(blocks, saving))
-        core.guard.caching.extend(_without_caches(model))
+        core.attachments.handles.extend(activations.attach(blocks, saving))
+        core.attachments.caching.extend(_without_caches(model))
 
 
 def _without_caches(model: nn.Module) -> list[Any]:

@@ -19,7 +19,7 @@ from shardengine.comm import Collectives, Mesh, Pending, Purpose
 from shardengine.ddp import BufferSync, Reducer, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
-from shardengine.runtime import Arrivals, Guard, Schedule, Unit, Weights, weight_bytes
+from shardengine.runtime import Arrivals, Attachments, Schedule, Unit, Weights, weight_bytes
 from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
 
 
@@ -38,7 +38,7 @@ class Core:
     window: Window
     buffers: BufferSync
     arrivals: Arrivals | None
-    guard: Guard
+    attachments: Attachments
     precision: Precision
     tiers: Tiers
 
@@ -93,7 +93,7 @@ class Core:
 
     def note_seen(self) -> None:
         """What was written into parameters so far is known."""
-        self.guard.versions[:] = [parameter._version for parameter in self.partition.inside]
+        self.attachments.versions[:] = [parameter._version for parameter in self.partition.inside]
 
     def adopt_written_weights(self) -> None:
         """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``).
@@ -101,8 +101,8 @@ class Core:
         The first time all weights are compared with their masters, so that an initialisation through
         ``parameter.data``, which torch does not count, is not lost; but not on disk, where that would read all masters.
         """
-        written = self.guard.versions != [parameter._version for parameter in self.partition.inside]
-        if not written and (self.guard.compared or self.reducer.early.begun):
+        written = self.attachments.versions != [parameter._version for parameter in self.partition.inside]
+        if not written and (self.attachments.compared or self.reducer.early.begun):
             return
         if self.reducer.early.begun:
             raise UsageError(
@@ -111,7 +111,7 @@ class Core:
                 "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
             )
         self.note_seen()
-        self.guard.compared = True
+        self.attachments.compared = True
         for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
             if written or bucket.shelf.place != "nvme":
                 bucket.adopt_weights()
@@ -181,7 +181,7 @@ class Core:
 
     def require_hidden(self) -> None:
         """``UsageError`` inside ``full_params``, whose end needs the engine."""
-        if self.guard.shown:
+        if self.attachments.shown:
             raise UsageError(
                 f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
             )

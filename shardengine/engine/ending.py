@@ -40,13 +40,13 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
     let go of before the error is raised. ends_groups: owned process groups end, too. alone: why the other ranks are not
     here; ``CommunicationError`` where weights would have to be gathered.
     """
-    core.guard.unhook()
+    core.attachments.unhook()
     core.reducer.early.finish()
     orderly = False
     with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
         if ends_groups and core.mesh.owned:
             last.callback(lambda: core.mesh.destroy(orderly=orderly))
-        last.callback(core.guard.unmark)
+        last.callback(core.attachments.unmark)
         last.callback(core.collectives.faults.close)
         last.callback(core.pool.forget)
         last.callback(core.reducer.drop)

@@ -43,21 +43,21 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
 
 def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) -> Iterator[None]:
     pinned: list[Unit] = []
-    core.guard.shown += 1
+    core.attachments.shown += 1
     try:
         for unit in units if core.stage.moves_weights else ():
             if not unit.pinned:
                 unit.pin(core.collectives)
                 pinned.append(unit)
     except BaseException:
-        core.guard.shown -= 1
+        core.attachments.shown -= 1
         for unit in pinned:
             unit.unpin(core.collectives, writable=False)
         raise
     try:
         yield
     finally:
-        core.guard.shown -= 1
+        core.attachments.shown -= 1
         with torch.no_grad():
             if writable:
                 _broadcast_outside(core, chosen)
@@ -106,11 +106,11 @@ def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[
     """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
     if core.mesh.rank != 0:
         return {}
-    core.guard.open = True
+    core.attachments.open = True
     try:
         shown = module.state_dict(keep_vars=True)
     finally:
-        core.guard.open = False
+        core.attachments.open = False
     copies: dict[int, Any] = {}
     for value in shown.values():
         if isinstance(value, Tensor) and id(value) not in copies:

@@ -39,7 +39,7 @@ class Phases(Checkpointing):
         if unknown := wanted - set(STATES):
             raise UsageError(f"offload_states: expected some of {', '.join(STATES)}, came {sorted(map(str, unknown))}")
         core.schedule.settle()
-        if core.guard.shown or not core.window.is_first:
+        if core.attachments.shown or not core.window.is_first:
             raise UsageError(
                 "offload_states: expected it between two steps, and outside of full_params(), came inside of one (rank "
                 f"{core.mesh.rank}); call engine.step() or engine.zero_grad() first"
@@ -68,18 +68,18 @@ class Phases(Checkpointing):
 
 
 def _require_back(core: Core) -> None:
-    if core.guard.parked:
+    if core.attachments.parked:
         raise UsageError(
-            f"the engine's {' and '.join(sorted(core.guard.parked))} are in host memory since offload_states() "
+            f"the engine's {' and '.join(sorted(core.attachments.parked))} are in host memory since offload_states() "
             f"(rank {core.mesh.rank}): expected engine.reload_states() before anything else"
         )
 
 
 def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:
     arenas = [arena for unit in core.units for arena in unit.arenas]
-    core.guard.parked |= wanted
-    if "weights" in core.guard.parked and not core.guard.barriers:
-        core.guard.barriers.extend(hooks.attach_barrier(module, lambda: _require_back(core)))
+    core.attachments.parked |= wanted
+    if "weights" in core.attachments.parked and not core.attachments.barriers:
+        core.attachments.barriers.extend(hooks.attach_barrier(module, lambda: _require_back(core)))
     if "optimizer" in wanted:
         for arena in arenas:
             for bucket in arena.buckets:
@@ -95,12 +95,12 @@ def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> N
 def unpark(core: Core) -> None:
     """The weights and states of ``core`` are back. After an error the engine still refuses; it may be tried again."""
     with torch.inference_mode(False), torch.no_grad():
-        for unit in core.units if core.guard.parked else ():
+        for unit in core.units if core.attachments.parked else ():
             for arena in unit.arenas:
                 arena.unpark()
                 for bucket in arena.buckets:
                     bucket.shelf.unpark()
             if unit.state is Weights.FULL:
                 unit.show()
-    core.guard.parked.clear()
-    core.guard.unbar()
+    core.attachments.parked.clear()
+    core.attachments.unbar()

@@ -179,7 +179,7 @@ def _require_rest(core: Core, what: str) -> None:
         else "inside no_sync()"
         if not core.window.synchronises
         else "inside full_params()"
-        if core.guard.shown
+        if core.attachments.shown
         else ""
     )
     if place:
@@ -246,7 +246,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     core.schedule.rest()
     core.schedule.retire()
     core.reducer.release()
-    core.guard.unhook()
+    core.attachments.unhook()
     with torch.no_grad():
         units = [_move(core, unit, planned, optimizer) for unit in core.units]
     core.tiers.free_reserved()

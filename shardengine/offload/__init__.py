@@ -3,7 +3,7 @@
 Must not know: stages, buckets, process groups, the order of a step.
 """
 
-from shardengine.offload.copy_queue import Transit
+from shardengine.offload.copy_queue import CopyQueue
 from shardengine.offload.copy_stream import CopyStream, Done, is_apart, mark
 from shardengine.offload.cpu_adam import CPUAdam
 from shardengine.offload.host_memory import staging
@@ -15,6 +15,7 @@ __all__ = [
     "HOST",
     "BufferPool",
     "CPUAdam",
+    "CopyQueue",
     "CopyStream",
     "Done",
     "Forms",
@@ -24,7 +25,6 @@ __all__ = [
     "Shelf",
     "Tier",
     "Tiers",
-    "Transit",
     "host_copy",
     "is_apart",
     "mark",

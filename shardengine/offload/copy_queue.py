@@ -16,7 +16,7 @@ from shardengine.offload.copy_stream import CopyStream, Done
 from shardengine.offload.pool import BufferPool
 
 
-class Transit:
+class CopyQueue:
     """Copies between ``device`` and the host, in one direction, beside what ``device`` computes."""
 
     def __init__(self, device: torch.device, pool: BufferPool) -> None:

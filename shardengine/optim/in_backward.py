@@ -19,7 +19,7 @@ from torch import Tensor
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import Noise, Rule
-from shardengine.offload import HOST, Shelf, Transit
+from shardengine.offload import HOST, CopyQueue, Shelf
 from shardengine.optim.update import Part, compute, send, written
 from shardengine.sharding import MASTER, SHARD
 
@@ -59,7 +59,12 @@ class StepsInBackward:
         return self.can_be(state) and not (state.late.filled or state.late.waiting)
 
     def begin(
-        self, state: GradientBucket, parts: Sequence[Part], way: Transit, after: Future[None] | None, then: list[Shelf]
+        self,
+        state: GradientBucket,
+        parts: Sequence[Part],
+        way: CopyQueue,
+        after: Future[None] | None,
+        then: list[Shelf],
     ) -> None:
         """Step a bucket of which this rank has a slice. after: what else reads the states · then: probably the next."""
         if self._thread is None:
@@ -96,7 +101,7 @@ class StepsInBackward:
                 self.torn = True
                 raise
 
-    def deliver(self, state: GradientBucket, way: Transit) -> None:
+    def deliver(self, state: GradientBucket, way: CopyQueue) -> None:
         """The weights of a bucket go where they rest. An error of its step is raised; what has not been stepped is
         stepped like others then, in the next try."""
         bucket, index = state.bucket, state.bucket.layout.index
@@ -132,7 +137,7 @@ class StepsInBackward:
         for early in self._early.values():
             early.done.exception()
 
-    def forget(self, way: Transit) -> None:
+    def forget(self, way: CopyQueue) -> None:
         """The window is over. way: as in ``begin``."""
         self.wait()
         for index in self._early.keys() - self._sent:

@@ -16,7 +16,7 @@ from shardengine.config import Config
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Spans
-from shardengine.offload import HOST, Done, Transit, mark
+from shardengine.offload import HOST, CopyQueue, Done, mark
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Precision
 
@@ -97,7 +97,7 @@ class Update:
         return self._moved[device]
 
 
-def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: Transit, *, whole: bool) -> None:
+def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue, *, whole: bool) -> None:
     """Step what rests of a bucket, part by part, where its shelf is taken; then its weights are where they rest.
 
     way: of weights that rest on another device than the shelf is stepped on · whole: every rank steps all of it.
@@ -143,7 +143,7 @@ def written(low: Tensor, target: Tensor, parts: Sequence[Part]) -> list[tuple[Te
     return [(low[s.start : s.end], target[s.start : s.end]) for _, _, spans in parts for s in spans]
 
 
-def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: Transit, *, from_host: bool) -> None:
+def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: CopyQueue, *, from_host: bool) -> None:
     """The first of each pair, a part of ``low``, goes to the second; then ``low`` goes back to the pool."""
     for end in way.send(pairs, low):
         (end.wait if from_host else end.wait_on_host)()

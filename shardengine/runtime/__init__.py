@@ -1,6 +1,6 @@
 """What happens during a forward and a backward: hooks, gathering and resharding, prefetch, recomputation.
 
-hooks, casting     every registration on the user's module     guard     what is attached there, and undone
+hooks, casting     every registration on the user's module     attachments   what hangs on it, to be taken off
 schedule, holds, calls, prediction   which unit is gathered when, and how long it stays
 unit, placing      one unit's weights; filling them from the model          arrivals  overlap_param_gather
 activations, activation_offload      recomputation; saved tensors in host memory
@@ -13,14 +13,14 @@ from __future__ import annotations
 from shardengine.runtime import activations, casting, hooks, placing
 from shardengine.runtime.activation_offload import ActivationStore
 from shardengine.runtime.arrivals import Arrivals
-from shardengine.runtime.guard import Guard
+from shardengine.runtime.attachments import Attachments
 from shardengine.runtime.schedule import Schedule
 from shardengine.runtime.unit import Unit, Weights, weight_bytes
 
 __all__ = [
     "ActivationStore",
     "Arrivals",
-    "Guard",
+    "Attachments",
     "Schedule",
     "Unit",
     "Weights",

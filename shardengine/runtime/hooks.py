@@ -189,8 +189,8 @@ def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Modu
 
 def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
     """Call ``refuse`` when somebody asks ``module`` or a part of it for a state dict."""
-    guard = _Hook(lambda _module, _prefix, _keep: refuse())
-    return [part.register_state_dict_pre_hook(guard) for part in module.modules()]
+    refusal = _Hook(lambda _module, _prefix, _keep: refuse())
+    return [part.register_state_dict_pre_hook(refusal) for part in module.modules()]
 
 
 def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:

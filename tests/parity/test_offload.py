@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardengine.ddp import reducer
-from shardengine.offload.copy_queue import Transit
+from shardengine.offload.copy_queue import CopyQueue
 from shardengine.sharding import bucket
 from tests import cases
 from tests.comparing import assert_equal_to_truth
@@ -107,9 +107,9 @@ def train_apart(model: str, kind: str, configs: dict[str, dict[str, Any]], steps
     """As if the device had a memory of its own: what crosses is copied, and added up on the other side."""
     with pytest.MonkeyPatch.context() as patch:
         sent: list[int] = []
-        send = Transit.send
+        send = CopyQueue.send
 
-        def counted(self: Transit, pairs: Any, *rest: Any) -> Any:
+        def counted(self: CopyQueue, pairs: Any, *rest: Any) -> Any:
             for source, target in pairs:
                 assert source.data_ptr() != target.data_ptr() and source.dtype is target.dtype
                 sent.append(source.element_size())
@@ -117,7 +117,7 @@ def train_apart(model: str, kind: str, configs: dict[str, dict[str, Any]], steps
 
         for module in (reducer, bucket):
             patch.setattr(module, "is_apart", lambda device: True)
-        patch.setattr(Transit, "send", counted)
+        patch.setattr(CopyQueue, "send", counted)
         results = {}
         for name, config in configs.items():
             sent.clear()

@@ -19,7 +19,7 @@ class Handle(Protocol):
 
 
 @dataclass
-class Guard:
+class Attachments:
     """What the engine changes on the module while it is attached.
 
     open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
