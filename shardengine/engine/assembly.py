@@ -22,7 +22,16 @@ from shardengine.engine.core import Core
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool, Tiers, is_apart
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window
-from shardengine.runtime import ActivationStore, Arrivals, Attachments, Schedule, Unit, activations, hooks, placing
+from shardengine.runtime import (
+    ActivationStore,
+    Attachments,
+    DeferredGather,
+    Schedule,
+    Unit,
+    activations,
+    hooks,
+    placing,
+)
 from shardengine.sharding import Layout, Partition, Precision, holds_weights, is_lookup, layout, partition, precision
 
 _log = logging.getLogger(__name__)
@@ -107,8 +116,8 @@ def _assemble(
         buffers.broadcast(persistent_only=False)
     window = Window(config.gradient_accumulation_steps or 1)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
-    arrivals, blocks = _expect(config, stage, collectives, model, found, units)
-    driven = (units, reducer, schedule, window, buffers, arrivals)
+    deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
+    driven = (units, reducer, schedule, window, buffers, deferred_gather)
     core = Core(stage, collectives, pool, found, plan, *driven, Attachments(), which, tiers)
     _attach(core, model, blocks)
     _checkpoint_activations(core, model, config)
@@ -159,7 +168,7 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
     """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
     reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.window)
-    arrivals, blocks = _expect(config, core.stage, core.collectives, model, found, units)
+    deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
     new = replace(
         core,
         partition=found,
@@ -167,7 +176,7 @@ def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan
         units=units,
         reducer=reducer,
         schedule=schedule,
-        arrivals=arrivals,
+        deferred_gather=deferred_gather,
     )
     _attach(new, model, blocks)
     _checkpoint_activations(new, model, config)
@@ -224,14 +233,14 @@ def _expect(
     model: nn.Module,
     found: Partition,
     units: list[Unit],
-) -> tuple[Arrivals | None, list[tuple[str, nn.Module]]]:
+) -> tuple[DeferredGather | None, list[tuple[str, nn.Module]]]:
     """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
     if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
         return None, found.units
     blocks, block_of = partition.find_blocks(model, config.zero_optimization.units)
     numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
     members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
-    return Arrivals(units[0].members, members_of), blocks
+    return DeferredGather(units[0].members, members_of), blocks
 
 
 def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) -> None:
@@ -243,8 +252,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
         core.attachments.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
     if not core.stage.moves_weights:
         core.attachments.handles.extend(hooks.attach_settle(core.schedule, model))
-        if core.arrivals is not None:
-            core.attachments.handles.extend(hooks.attach_arrivals(core.arrivals, model, modules))
+        if core.deferred_gather is not None:
+            core.attachments.handles.extend(hooks.attach_deferred_gather(core.deferred_gather, model, modules))
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all

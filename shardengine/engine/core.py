@@ -19,7 +19,7 @@ from shardengine.comm import Collectives, Mesh, Pending, Purpose
 from shardengine.ddp import BufferSync, Reducer, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
-from shardengine.runtime import Arrivals, Attachments, Schedule, Unit, Weights, weight_bytes
+from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, Weights, weight_bytes
 from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
 
 
@@ -37,7 +37,7 @@ class Core:
     schedule: Schedule
     window: Window
     buffers: BufferSync
-    arrivals: Arrivals | None
+    deferred_gather: DeferredGather | None
     attachments: Attachments
     precision: Precision
     tiers: Tiers
@@ -61,7 +61,7 @@ class Core:
                 f"a parameter or module was added or removed after initialize (rank {self.mesh.rank}): expected the "
                 "ones that initialize saw; change the model first, then call initialize"
             )
-        hides = self.stage.moves_weights or self.arrivals is not None
+        hides = self.stage.moves_weights or self.deferred_gather is not None
         dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if hides else ()
         for dtype in dtypes:
             if restore_poison(dtype, self.mesh.device):
@@ -70,7 +70,7 @@ class Core:
                     "lost. Write inside `with engine.full_params(writable=True):`"
                 )
         self.adopt_written_weights()
-        hidden = () if self.arrivals is None else self.arrivals.hidden
+        hidden = () if self.deferred_gather is None else self.deferred_gather.hidden
         for member in (member for unit in self.units if not unit.pinned for member in unit.misplaced(hidden)):
             raise UsageError(
                 f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
@@ -132,24 +132,24 @@ class Core:
     def publish(self, stepped: Iterable[Bucket]) -> None:
         """Gather each bucket as soon as it is stepped, where weights rest replicated and masters do not.
 
-        Returns when all have landed, or with ``overlap_param_gather`` at once (``arrivals``).
+        Returns when all have landed, or with ``overlap_param_gather`` at once (``deferred_gather``).
         """
         pending: list[Pending] = []
         for bucket in stepped:
             if not self.stage.publishes_after_step:
                 continue
             pending.append(self._gather(bucket))
-            if self.arrivals is not None:
-                self.arrivals.depart(bucket, pending.pop())
+            if self.deferred_gather is not None:
+                self.deferred_gather.add_in_flight(bucket, pending.pop())
         for each in pending:
             each.wait()
-        if self.arrivals is not None:
-            self.arrivals.hide()
+        if self.deferred_gather is not None:
+            self.deferred_gather.hide()
 
     def await_weights(self) -> None:
         """Nothing is in flight afterwards that a step or a read of whole buckets could meet."""
-        if self.arrivals is not None:
-            self.arrivals.await_all()
+        if self.deferred_gather is not None:
+            self.deferred_gather.await_all()
 
     @contextmanager
     def adopting_masters(self) -> Iterator[None]:

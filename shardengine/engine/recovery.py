@@ -207,9 +207,9 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
         )
     finished = rolls and not stuck and core.mesh.rank in behind
     core.schedule.recover()
-    in_flight = core.stage.publishes_after_step and (rolls or core.arrivals is not None)
-    if core.arrivals is not None:
-        core.arrivals.drop()
+    in_flight = core.stage.publishes_after_step and (rolls or core.deferred_gather is not None)
+    if core.deferred_gather is not None:
+        core.deferred_gather.drop()
     if in_flight:
         for unit in core.units:
             unit.relocate()

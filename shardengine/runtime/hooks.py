@@ -1,4 +1,4 @@
-"""Every hook registration of the library. Each hook's body is one call into the schedule (or the arrivals).
+"""Every hook registration of the library. Each hook's body is one call into the schedule (or the deferred gather).
 
 Must not know: buckets, collectives, the optimizer.
 
@@ -31,9 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardengine.ddp import Forward, taken
 from shardengine.errors import CommunicationError, MismatchError, UsageError
-from shardengine.runtime.arrivals import Arrivals
 from shardengine.runtime.calls import Call
 from shardengine.runtime.casting import cast_inputs
+from shardengine.runtime.deferred_gather import DeferredGather
 from shardengine.runtime.schedule import Schedule
 
 
@@ -166,24 +166,26 @@ def attach_input_cast(module: nn.Module, dtype: torch.dtype, device: str) -> lis
     return [module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)]
 
 
-def attach_arrivals(arrivals: Arrivals, root: nn.Module, blocks: Mapping[nn.Module, int]) -> list[RemovableHandle]:
+def attach_deferred_gather(
+    deferred_gather: DeferredGather, root: nn.Module, blocks: Mapping[nn.Module, int]
+) -> list[RemovableHandle]:
     """Let forwards wait for stepped weights: ``blocks`` (module → its group) for their own, others for group 0."""
     handles: list[RemovableHandle] = []
     inside = {id(child) for block in blocks for child in block.modules() if child is not block}
 
     def wait(number: int) -> _Listener:
         def before(_module: nn.Module, _args: Any) -> None:
-            arrivals.await_group(0)
-            arrivals.await_group(number)
+            deferred_gather.await_group(0)
+            deferred_gather.await_group(number)
 
         return _Listener(before)
 
     for module in root.modules():
         if id(module) not in inside:
             handles.append(module.register_forward_pre_hook(wait(blocks.get(module, 0)), prepend=True))
-        read = _Listener(lambda _module, _prefix, _keep: arrivals.await_all())
+        read = _Listener(lambda _module, _prefix, _keep: deferred_gather.await_all())
         handles.append(module.register_state_dict_pre_hook(read))
-        handles.append(module.register_load_state_dict_pre_hook(_Listener(lambda *_: arrivals.await_all())))
+        handles.append(module.register_load_state_dict_pre_hook(_Listener(lambda *_: deferred_gather.await_all())))
     return handles
 
 

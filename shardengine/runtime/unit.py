@@ -6,8 +6,8 @@ Must not know: hooks, the optimizer, the order in which units run.
        ▲─recover(), an error──┘
 
 A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
-(bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (arrivals). While it is
-pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the arenas.
+(bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (deferred_gather). While
+it is pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the arenas.
 """
 
 from __future__ import annotations

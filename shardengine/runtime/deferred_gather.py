@@ -14,7 +14,7 @@ from shardengine.runtime.unit import Member
 from shardengine.sharding import Bucket
 
 
-class Arrivals:
+class DeferredGather:
     """``members``: all that rest in arenas. groups: their indices per block, first those that are in none."""
 
     def __init__(self, members: Sequence[Member], groups: Sequence[Iterable[int]]) -> None:
@@ -28,7 +28,7 @@ class Arrivals:
                 self._in.setdefault(bucket, []).append(index)
         self._groups = [tuple(group) for group in groups]
 
-    def depart(self, bucket: Bucket, pending: Pending) -> None:
+    def add_in_flight(self, bucket: Bucket, pending: Pending) -> None:
         """``bucket`` is being gathered."""
         self._flights[bucket.layout.index] = pending
 
