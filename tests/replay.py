@@ -80,7 +80,7 @@ def recorded(stage: str, way: str) -> dict[str, Any]:
     engine: Any = cases.make_engine(Model(), config, kind)
     for number in range(STEPS * MICROS):
         cases.run_micro_batch(engine, loss_of, *divmod(number, MICROS))
-    issued = {group: texts for group, (_, texts) in engine._core.collectives.history.texts().items()}
+    issued = {group: texts for group, (_, texts) in engine._core.collectives.flight_recorder.texts().items()}
     state = {name: digest(value) for name, value in engine.state_dict().items()}
     with engine.full_optimizer_state() as states:
         for name, of in states.items():

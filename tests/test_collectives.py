@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardengine.comm.collectives import Collectives
+from shardengine.comm.flight_recorder import Purpose
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.record import Purpose
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.kernels import ordered_sum
 from tests import oracle

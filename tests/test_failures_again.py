@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardengine
-from shardengine.comm.record import Purpose
+from shardengine.comm.flight_recorder import Purpose
 from shardengine.errors import CommunicationError, UsageError
 from tests import cases
 from tests.ranks import RankPool

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardengine.comm.record import Purpose
+from shardengine.comm.flight_recorder import Purpose
 from tests import cases
 from tests.ranks import RankPool
 

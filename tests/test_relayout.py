@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardengine.comm.record import Purpose
+from shardengine.comm.flight_recorder import Purpose
 from shardengine.errors import MismatchError, UsageError
 from tests import cases
 from tests.parity.test_changed_models import OPTIONS, engine_of, group, set_trainable

@@ -1,7 +1,7 @@
 """Everything between ranks: process groups, collectives, agreement, and what is said when they fail.
 
 mesh, rendezvous   process groups, and which rank this is    launcher    ranks from a script
-collectives        the data operations                        record, history   what was issued, and where ranks differ
+collectives        the data operations                        flight_recorder   what was issued, and where ranks differ
 faults, positions  what ranks tell each other                 board       over the process group's store
 agreement          compare, and fail together                 meeting     before an engine's groups are made
 
@@ -14,9 +14,9 @@ from shardengine.comm import agreement, meeting, mesh, rendezvous
 from shardengine.comm.agreement import compare, describe, settle_kernels, together
 from shardengine.comm.collectives import Collectives, Pending
 from shardengine.comm.faults import Faults
+from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store
-from shardengine.comm.record import STEP, Purpose
 
 __all__ = [
     "STEP",

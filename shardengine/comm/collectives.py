@@ -2,8 +2,8 @@
 
 Must not know: modules, hooks, stages. At one rank everything here is a no-op on the same path.
 
-Every collective passes through ``Collectives._issue`` with a ``Record`` of what it is. There its bytes are counted and
-debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and ranks.
+Every collective passes through ``Collectives._issue`` with a ``CollectiveRecord`` of what it is. There its bytes are counted
+and debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and ranks.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
 slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the
@@ -32,9 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardengine.comm.faults import Faults
-from shardengine.comm.history import History, first_difference
+from shardengine.comm.flight_recorder import EVALUATE, CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.record import EVALUATE, Purpose, Record
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.offload import BufferPool
 from shardengine.trace import COMMUNICATION, Trace, now
@@ -101,7 +100,7 @@ class Collectives:
         if before is not None:
             self.faults.succeed(before)
         self._places = self.faults.issued
-        self.history = History(("gather", "reduce"))
+        self.flight_recorder = FlightRecorder(("gather", "reduce"))
 
     @property
     def may_poll(self) -> bool:
@@ -227,10 +226,10 @@ class Collectives:
         return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes.view(-1), strict=True)]
 
     def require_same(self, digests: Tensor) -> None:
-        """``MismatchError`` on every rank unless all ranks' ``history.digest()`` are equal; names a difference."""
+        """``MismatchError`` on every rank unless all ranks' ``flight_recorder.digest()`` are equal; names one."""
         if bool((digests == digests[0]).all()):
             return
-        found = first_difference(self.exchange_objects(self.history.texts()))
+        found = first_difference(self.exchange_objects(self.flight_recorder.texts()))
         where = "" if found is None else f": rank 0 issued [{found[1]}] where rank {found[0]} issued [{found[2]}]"
         raise MismatchError(
             f"ranks took part in different collectives{where}, so the gradients of this window are wrong. Expected the "
@@ -244,18 +243,18 @@ class Collectives:
 
     def _record(
         self, group: str, operation: str, what: str, names: Sequence[str], sent: int, purpose: Purpose
-    ) -> Record:
+    ) -> CollectiveRecord:
         places = self._places
         if purpose is not Purpose.CONTROL:
             places["all"] += 1
         places[group] += 1
-        record = Record(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
+        record = CollectiveRecord(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
         # every rank issues both kinds of gathers in one order, so that one digest covers them
-        self.history.note("gather" if group == EVALUATE else group, record.summary)
+        self.flight_recorder.note("gather" if group == EVALUATE else group, record.summary)
         return record
 
     def _issue(
-        self, record: Record, call: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
+        self, record: CollectiveRecord, call: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
     ) -> Pending:
         """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
         is_data = record.purpose is not Purpose.CONTROL
@@ -274,7 +273,7 @@ class Collectives:
             pending.arrive()
         return pending
 
-    def _wait(self, record: Record, mesh: Mesh, faults: Faults, works: Sequence[dist.Work]) -> None:
+    def _wait(self, record: CollectiveRecord, mesh: Mesh, faults: Faults, works: Sequence[dist.Work]) -> None:
         """Until the data of ``works`` may be used. mesh, faults: of the time at which they were issued."""
         start = now()
         for work in works:
@@ -284,7 +283,7 @@ class Collectives:
                 _order(work, record, mesh.rank)
         self.trace.waited(record.title, start)
 
-    def _trace_arrival(self, works: Sequence[dist.Work], record: Record, start: int) -> None:
+    def _trace_arrival(self, works: Sequence[dist.Work], record: CollectiveRecord, start: int) -> None:
         """Write down when the last of ``works`` is done, from the thread that finds it done."""
         details = {"purpose": record.purpose.value, "bytes sent": record.sent, "what": record.subject}
 
@@ -305,7 +304,7 @@ class Collectives:
                 )
 
 
-def _settle(work: dist.Work, record: Record, faults: Faults) -> None:
+def _settle(work: dist.Work, record: CollectiveRecord, faults: Faults) -> None:
     """Wait for ``work`` ([Note: Waiting in slices])."""
     try:
         work.wait(_SLICE)
@@ -336,7 +335,7 @@ def _settle(work: dist.Work, record: Record, faults: Faults) -> None:
     watch.end()
 
 
-def _order(work: dist.Work, record: Record, rank: int) -> None:
+def _order(work: dist.Work, record: CollectiveRecord, rank: int) -> None:
     """Make the stream wait for ``work``; the host goes on."""
     try:
         work.wait()

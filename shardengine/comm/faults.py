@@ -36,9 +36,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 from shardengine.comm.board import Board, Unreachable
+from shardengine.comm.flight_recorder import EVALUATE
 from shardengine.comm.mesh import Mesh, await_threads
 from shardengine.comm.positions import Goodbye, Waiting, ring
-from shardengine.comm.record import EVALUATE
 from shardengine.errors import CommunicationError, MismatchError
 
 POST_AFTER_S = 1.0

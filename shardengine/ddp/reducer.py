@@ -344,7 +344,7 @@ class Reducer:
         host, values = payload or no_payload()
         flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
         flags[list(numbers)] = True
-        sent = torch.cat([self._collectives.history.digest(), host, _pack(flags)])
+        sent = torch.cat([self._collectives.flight_recorder.digest(), host, _pack(flags)])
         all_values, rows = self._collectives.exchange_values(values, sent, "the gradient norm and used parameters")
         digests, payloads, packed = rows.split([8, host.numel(), sent.numel() - 8 - host.numel()], dim=1)
         self._collectives.require_same(digests)

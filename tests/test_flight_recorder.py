@@ -1,4 +1,4 @@
-"""history.py: what is remembered of the collectives that were issued, and where two ranks differ."""
+"""flight_recorder.py: what is remembered of the collectives that were issued, and where two ranks differ."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import json
 import pytest
 import torch
 
-from shardengine.comm import history
-from shardengine.comm.history import History, first_difference
+from shardengine.comm import flight_recorder
+from shardengine.comm.flight_recorder import FlightRecorder, first_difference
 
 GROUPS = ("gather", "reduce")
 
 
-def of(*notes: str) -> History:
+def of(*notes: str) -> FlightRecorder:
     """A history of notes "group text"."""
-    found = History(GROUPS)
+    found = FlightRecorder(GROUPS)
     for note in notes:
         found.note(*note.split(" ", 1))
     return found
 
 
-def difference(*ranks: History) -> tuple[int, str, str] | None:
+def difference(*ranks: FlightRecorder) -> tuple[int, str, str] | None:
     """As the ranks find it: what each remembers has travelled as JSON."""
     return first_difference([json.loads(json.dumps(rank.texts())) for rank in ranks])
 
@@ -44,14 +44,14 @@ def test_the_first_difference_from_rank_0_is_found() -> None:
     assert difference(of("gather a"), one) == (1, "nothing", "number 2: b")
 
 
-def numbered(count: int, **other: str) -> History:
+def numbered(count: int, **other: str) -> FlightRecorder:
     """A history of so many gathers; other: what some of them are instead, as ``number_7="another"``."""
     return of(*(f"gather {other.get(f'number_{number}', number)}" for number in range(1, count + 1)))
 
 
 def test_what_is_forgotten_shifts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that issued different numbers of collectives have forgotten different numbers of them."""
-    monkeypatch.setattr(history, "MAX_TEXTS", 4)
+    monkeypatch.setattr(flight_recorder, "MAX_TEXTS", 4)
     assert numbered(9).texts() == {"gather": (5, ["6", "7", "8", "9"]), "reduce": (0, [])}
     assert difference(numbered(9), numbered(8)) == (1, "number 9: 9", "nothing")
     assert difference(numbered(8), numbered(9)) == (1, "nothing", "number 9: 9")
