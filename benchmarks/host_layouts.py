@@ -23,7 +23,7 @@ import shardengine
 from shardengine import kernels
 from shardengine.comm import collectives
 from shardengine.comm.mesh import Mesh
-from shardengine.engine import ending
+from shardengine.engine import closing
 from shardengine.kernels import operations
 from shardengine.optim import optimizer
 from shardengine.sharding import partition
@@ -168,7 +168,7 @@ def nothing_computed() -> Iterator[Stopwatch]:
         mock.patch.object(kernels, "gradient_factor", lambda *_: scalar),
         mock.patch.object(partition, "_check", lambda *_args, **_options: None),
         mock.patch.object(optimizer, "HostFlag", _NoFlag),
-        mock.patch.object(ending, "part", lambda *_args, **_options: ""),  # the other ranks never say that they close
+        mock.patch.object(closing, "part", lambda *_args, **_options: ""),  # the other ranks never say that they close
         mock.patch.object(collectives, "_all_gather_single", watch.around(collectives._all_gather_single)),
         mock.patch.object(collectives, "_reduce_scatter_single", watch.around(collectives._reduce_scatter_single)),
         mock.patch.object(dist, "all_to_all_single", watch.around(dist.all_to_all_single)),

@@ -38,7 +38,7 @@ from benchmarks import host_layouts
 from benchmarks.host_layouts import LAYOUTS, PHASES, RANKS, STAGES, Shape, carry_nothing
 from benchmarks.reporting import MIN_ROUNDS, machine, table, write_result
 from shardengine.comm.mesh import Mesh
-from shardengine.engine import ending
+from shardengine.engine import closing
 
 WIDTH = 16
 BUCKETS = (12_500_000, 100_000_000)
@@ -193,7 +193,7 @@ def measure_thin(layers: int, rounds: int, mesh: Mesh) -> dict[str, dict[str, li
         taken = {name: run(loops[name], x) for name in sorted(loops, reverse=bool(number % 2))}
         for name in found if number >= 2 else ():
             found[name].append([(o - p) / layers for o, p in zip(taken[name], taken["plain"], strict=True)])
-    with mock.patch.object(ending, "part", lambda *_args, **_options: ""):  # the other ranks never say that they close
+    with mock.patch.object(closing, "part", lambda *_args, **_options: ""):  # the other ranks never say that they close
         for loop in loops.values():
             if isinstance(loop, _Ours):
                 loop.engine.close()

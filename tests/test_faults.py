@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from shardengine.comm import board, faults
+from shardengine.comm import faults, store_board
 from shardengine.comm.faults import Faults, Notice
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Waiting
@@ -59,7 +59,7 @@ def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0
     store = FakeStore()
     monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
     monkeypatch.setattr(faults, "STANDS_S", 0.1)
-    monkeypatch.setattr(board, "OPERATION_S", 0.2)
+    monkeypatch.setattr(store_board, "OPERATION_S", 0.2)
     monkeypatch.setattr(faults, "_GRACE_S", 0.2)
     meshes = [Mesh(rank, ranks, torch.device("cpu"), backend="gloo", timeout_s=timeout_s) for rank in range(ranks)]
     return [Faults(mesh) for mesh in meshes], store

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine.runtime.activation_offload import HostBuffers
-from shardengine.runtime.prediction import Prediction
+from shardengine.runtime.prefetch_order import Prediction
 from shardengine.sharding import layout
 from shardengine.sharding.layout import Layout, ParameterSpec
 from tests import cases

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.runtime.prediction import Prediction
+from shardengine.runtime.prefetch_order import Prediction
 from shardengine.runtime.schedule import Schedule
 from shardengine.runtime.unit import Unit, Weights
 from tests.cases import Mlp, config_of, make_engine, make_mlp

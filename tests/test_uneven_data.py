@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine.comm import board, collectives, faults
-from shardengine.comm.board import Board
+from shardengine.comm import collectives, faults, store_board
 from shardengine.comm.positions import Waiting, ring
+from shardengine.comm.store_board import StoreBoard
 from shardengine.errors import CommunicationError, MismatchError
 from tests import cases
 from tests.comparing import assert_equal_to_truth
@@ -495,7 +495,7 @@ def train_and_count() -> int:
     """What is asked of the store while nothing is wrong."""
     asked: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "_submit", lambda *_: asked.append(0))
+        patch.setattr(StoreBoard, "_submit", lambda *_: asked.append(0))
         patch.setattr(collectives, "_SLICE", timedelta(seconds=50))  # a busy machine is not what this is about
         engine = make_engine("3", TIMEOUT_S)
         train(engine, 0, 3)
@@ -513,7 +513,7 @@ def test_training_asks_nothing_of_the_store(pools: Pools) -> None:
 def stand_elsewhere(timeout_s: float) -> str:
     """Rank 0 stands in something of its own until the other has given up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(board, "PUBLISH_S", 0.05)
+        patch.setattr(store_board, "PUBLISH_S", 0.05)
         engine = make_engine("2", timeout_s)
         train(engine, 0, STEPS)
         if engine.rank == 0:

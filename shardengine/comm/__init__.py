@@ -1,9 +1,13 @@
 """Everything between ranks: process groups, collectives, agreement, and what is said when they fail.
 
-mesh, rendezvous   process groups, and which rank this is    launcher    ranks from a script
-collectives        the data operations                        flight_recorder   what was issued, and where ranks differ
-faults, positions  what ranks tell each other                 board       over the process group's store
-agreement          compare, and fail together                 meeting     before an engine's groups are made
+mesh, rendezvous     process groups, and which rank this is
+launcher             ranks from a script
+collectives          the data operations, the only file that calls them
+flight_recorder      what was issued, and where ranks differ
+faults, positions    what ranks tell each other, and who waits for whom
+store_board          the texts of ranks in the process group's store
+agreement            compare facts, and fail together
+meeting              before an engine's groups are made
 
 Must not know: modules, buckets, stages.
 """

@@ -2,8 +2,9 @@
 
 Must not know: modules, hooks, stages. At one rank everything here is a no-op on the same path.
 
-Every collective passes through ``Collectives._issue`` with a ``CollectiveRecord`` of what it is. There its bytes are counted
-and debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and ranks.
+Every collective passes through ``Collectives._issue`` with a ``CollectiveRecord`` of what it is. There its bytes are
+counted and debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and
+ranks.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
 slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the

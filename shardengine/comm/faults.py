@@ -18,7 +18,8 @@ for the same collective. A wait shorter than one slice touches nothing of this.
 collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A goodbye is one
 voice's, of which ranks make the same ones over a mesh in the same order, so that engines beside and after each other do
 not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have stood
-so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (board: [Note: How far a rank is]).
+so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note:
+How far a rank is]).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from shardengine.comm.board import Board, Unreachable
 from shardengine.comm.flight_recorder import EVALUATE
 from shardengine.comm.mesh import Mesh, await_threads
 from shardengine.comm.positions import Goodbye, Waiting, ring
+from shardengine.comm.store_board import StoreBoard, Unreachable
 from shardengine.errors import CommunicationError, MismatchError
 
 POST_AFTER_S = 1.0
@@ -84,7 +85,7 @@ class Faults:
         self._mesh = mesh
         self._process = os.getpid()
         self._voice = next(mesh.voices)
-        self._board = Board(mesh, f"at/{self._voice}")
+        self._board = StoreBoard(mesh, f"at/{self._voice}")
         self.issued: Counter[str] = Counter()
         self._progress: tuple[int, int] | None = None
         self._place = ""

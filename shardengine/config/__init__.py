@@ -1,8 +1,10 @@
 """The JSON config: what a user may write, checked, with the reason for every refusal.
 
-load       Config and load_config            keys, sections   every key, and the dataclasses that hold the values
-reader     a JSON tree to checked values     kinds            value types: parse, describe, JSON Schema
-foreign    what other engines' files say
+load             Config and load_config, checks across keys, the JSON Schema
+keys, sections   every key with its kind and default, and the dataclasses that hold the values
+reader           a JSON tree to checked values, all problems at once
+kinds            kinds of values: parse, describe, nearest name
+foreign          what other engines' files say
 
 Must not know: torch, devices, ranks.
 """

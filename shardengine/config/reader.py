@@ -4,11 +4,11 @@ A `Reader` takes one tree through four passes and collects everything that is wr
 
     scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
     rename   old names move to the current ones; messages keep the name that was written
-    visit    every key is looked up in `config_keys.KEYS`, parsed by its kind and treated by its status
+    visit    every key is looked up in `keys.KEYS`, parsed by its kind and treated by its status
     named    optimizer and scheduler: the type and its parameters
 
 [Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
-notice; a problem where only the caller can know (`config_keys.ONLY_CALLER`). Batch sizes follow from each other.
+notice; a problem where only the caller can know (`keys.ONLY_CALLER`). Batch sizes follow from each other.
 
 It must not know the config's dataclasses, which `config/load.py` builds from the result.
 """

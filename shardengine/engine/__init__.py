@@ -1,11 +1,17 @@
 """The public object, and every operation that needs all parts at once.
 
-engine (with inspection, parking, checkpointing)   the public class      given      what initialize is called with
-core, assembly, ending     the parts, put together and taken apart        relayout   unfreezing, add_param_group
-gathered, whole            whole parameters, gradients and states         recovery   after a fault
-formulas, overflow         what the formulas say; what a left-out step says      monitors   numbers of every step
+engine              the public class, with inspection, offload_states and checkpointing
+arguments           what initialize is called with
+core                the parts
+assembly, closing   the parts put together, and taken apart
+rebuild             a new layout between steps: unfreezing, add_param_group
+gathered, whole     full parameters; full gradients and optimizer states
+recovery            after a fault
+formulas            what the stage's formulas say of an engine
+overflow            what a step that was left out says
+monitors            where the numbers of every step go
 
-Must not know: files of checkpoints (loaded at the first call), the commands.
+Must not know: the files of checkpoints (loaded at the first call), the commands.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from shardengine.runtime import (
     DeferredGather,
     Schedule,
     Unit,
-    activations,
+    activation_checkpointing,
     hooks,
     placing,
 )
@@ -43,7 +43,7 @@ def _look(
     """What one rank alone finds out about the model and the machine, or refuses."""
     units = config.zero_optimization.units
     if config.activation_checkpointing.enabled:
-        activations.check(model, partition.find_units(model, units))
+        activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which)
     return found, kernels.offer()
@@ -309,7 +309,7 @@ def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> Non
         if offload:
             core.mark_weights()
         blocks = partition.find_units(model, config.zero_optimization.units)
-        core.attachments.handles.extend(activations.attach(blocks, saving))
+        core.attachments.handles.extend(activation_checkpointing.attach(blocks, saving))
         core.attachments.caching.extend(_without_caches(model))
 
 

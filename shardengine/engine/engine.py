@@ -21,11 +21,11 @@ from shardengine.comm import Collectives, Mesh, meeting, together
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
 from shardengine.ddp import Window
-from shardengine.engine import assembly, ending, gathered, given, monitors, overflow, recovery, relayout, whole
+from shardengine.engine import arguments, assembly, closing, gathered, monitors, overflow, rebuild, recovery, whole
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Report, attached
 from shardengine.engine.monitors import Monitor, Monitors
-from shardengine.engine.parking import Phases, unpark
+from shardengine.engine.offload_states import Phases, unpark
 from shardengine.engine.recovery import ForWith, announced, announced_with
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
-@given.looked_at
+@arguments.looked_at
 def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path | Config,
@@ -146,7 +146,7 @@ class Engine(Phases):
             together(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             self._give_back()
-            ending.dissolve(core, ends_groups=False)
+            closing.dissolve(core, ends_groups=False)
             raise
 
     # Forward and backward
@@ -155,7 +155,7 @@ class Engine(Phases):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
         self._need_core().verify_parameters()
-        core = self._core = relayout.follow(self._core, self.module, self.config, self.optimizer)
+        core = self._core = rebuild.follow(self._core, self.module, self.config, self.optimizer)
         core.schedule.restart()
         training = self.module.training and torch.is_grad_enabled() and self._window.is_first
         if self.config.broadcast_buffers and training and not self._buffers_sent:
@@ -412,7 +412,7 @@ class Engine(Phases):
         """
         if self.module not in attached:
             return
-        alone = ending.part(self._core, saves=self._saves is not None)
+        alone = closing.part(self._core, saves=self._saves is not None)
         try:
             unpark(self._core)
             if not alone:
@@ -420,7 +420,7 @@ class Engine(Phases):
         finally:
             self._core.require_hidden()
             try:
-                ending.dissolve(self._core, alone=alone)
+                closing.dissolve(self._core, alone=alone)
             finally:
                 attached.discard(self.module)
                 self._monitors.close()
@@ -466,7 +466,7 @@ class Engine(Phases):
     @announced("add_param_group")
     def _add_param_group(self, group: dict[str, Any]) -> None:
         optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
-        self._core = relayout.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)
+        self._core = rebuild.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

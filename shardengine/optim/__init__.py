@@ -1,8 +1,12 @@
 """The update: norm, clipping, the step on shards, loss scale, schedules, and the optimizers that exist only here.
 
-optimizer      torch's surface over shards     update, cuts   one step, and the segments of one group
-forms          an optimizer as it is given     in_backward    steps during backward
-loss_scale     fp16's scale                    lr_schedules, lion
+optimizer          torch's surface over shards
+resolve            an optimizer in any form that initialize takes, checked
+update, segments   one step, and the segments of one group in a bucket
+in_backward        steps during backward
+loss_scale         fp16's scale, and steps that are left out
+lr_schedules       the schedules of the config
+lion               Lion as a torch optimizer
 
 Must not know: stages, checkpoints, the engine.
 """
@@ -10,10 +14,10 @@ Must not know: stages, checkpoints, the engine.
 from __future__ import annotations
 
 from shardengine.optim import lr_schedules
-from shardengine.optim.forms import check_options, check_owned, groups_for, lend
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.optim.optimizer import EngineCalls, ShardedOptimizer, state_names
+from shardengine.optim.resolve import check_options, check_owned, groups_for, lend
 from shardengine.optim.update import Settings
 
 __all__ = [

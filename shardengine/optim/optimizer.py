@@ -30,8 +30,8 @@ from shardengine.ddp import GradientBucket, Payload, Reducer
 from shardengine.errors import MismatchError, UsageError
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.offload import HOST
-from shardengine.optim.cuts import Cuts, Label
 from shardengine.optim.in_backward import StepsInBackward
+from shardengine.optim.segments import Label, Segments
 from shardengine.optim.update import HostFlag, Part, Settings, Update, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, Bucket, Layout
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
-        self._cuts = Cuts(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
+        self._cuts = Segments(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
         if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
             reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
 

@@ -1,16 +1,19 @@
 """What happens during a forward and a backward: hooks, gathering and resharding, prefetch, recomputation.
 
-hooks, casting     every registration on the user's module     attachments   what hangs on it, to be taken off
-schedule, holds, calls, prediction   which unit is gathered when, and how long it stays
-unit, placing      one unit's weights; filling them from the model          deferred_gather   overlap_param_gather
-activations, activation_offload      recomputation; saved tensors in host memory
+hooks, casting             every registration on the user's module; what is registered, attachments undoes
+schedule, holds, calls     which unit is gathered when, and how long it stays
+prefetch_order             which unit is needed next
+unit, placing              the weights of one unit; filling them from the model
+deferred_gather            gathers after a step that forwards wait for (overlap_param_gather)
+activation_checkpointing   blocks that are computed again in backward
+activation_offload         saved tensors in host memory
 
 Must not know: the optimizer, checkpoints.
 """
 
 from __future__ import annotations
 
-from shardengine.runtime import activations, casting, hooks, placing
+from shardengine.runtime import activation_checkpointing, casting, hooks, placing
 from shardengine.runtime.activation_offload import ActivationStore
 from shardengine.runtime.attachments import Attachments
 from shardengine.runtime.deferred_gather import DeferredGather
@@ -24,7 +27,7 @@ __all__ = [
     "Schedule",
     "Unit",
     "Weights",
-    "activations",
+    "activation_checkpointing",
     "casting",
     "hooks",
     "placing",

@@ -74,7 +74,7 @@ from shardengine.ddp import Forward, Reducer, Window
 from shardengine.errors import UsageError
 from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.holds import Hold, Turn
-from shardengine.runtime.prediction import Predictions
+from shardengine.runtime.prefetch_order import Predictions
 from shardengine.runtime.unit import Unit, Weights
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, now

@@ -1,9 +1,11 @@
 """Parameters as flat buffers: which module is a unit, where every element lies, in which dtype.
 
-partition, granularity   units and parameters of a model    layout   offsets, padding and slices, as integers
-bucket                   flat storage and views into it      precision   which dtype everything has
+partition, wrapping   the parameters of a model, and which modules are units
+layout                offsets, padding and slices, as integers
+bucket                flat storage, and views into it
+precision             which dtype everything has
 
-Must not know: ranks' collectives, hooks, the step.
+Must not know: ranks at work, hooks, the step.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from shardengine.sharding.bucket import (
     restore_poison,
     shaped,
 )
-from shardengine.sharding.granularity import is_lookup
 from shardengine.sharding.layout import ArenaLayout, BucketLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
 from shardengine.sharding.precision import Precision, ScalePolicy
+from shardengine.sharding.wrapping import is_lookup
 
 __all__ = [
     "MASTER",

@@ -4,13 +4,13 @@ Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 
 [Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, units are the modules
 of the classes that the config names; else those of Hugging Face's ``_no_split_modules``, and what the walk of
-``sharding/granularity.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module
+``sharding/wrapping.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module
 around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
 parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
 anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the arenas.
 
-What is recomputed in backward (``runtime/activations.py``), and what waits for stepped weights, are the repeated blocks
-alone: those classes, else the children of ModuleLists with two or more children of one class.
+What is recomputed in backward (``runtime/activation_checkpointing.py``), and what waits for stepped weights, are the
+repeated blocks alone: those classes, else the children of ModuleLists with two or more children of one class.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from shardengine.comm import describe
 from shardengine.config import nearest
 from shardengine.errors import UsageError
-from shardengine.sharding.granularity import automatic_units, class_of
 from shardengine.sharding.layout import ParameterSpec
 from shardengine.sharding.precision import Precision
+from shardengine.sharding.wrapping import automatic_units, class_of
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,13 @@ class Published:
             self._put = text
 
 
-class Board:
+class StoreBoard:
     """Texts by (kind, rank) in the store ([Note: The store may be gone]). published: under this key, by this rank."""
 
     def __init__(self, mesh: Mesh, published: str) -> None:
         self._mesh = mesh
         self._jobs: _Jobs = SimpleQueue()
-        self._end: weakref.finalize[..., Board] | None = None
+        self._end: weakref.finalize[..., StoreBoard] | None = None
         self._unanswered: Future[Any] | None = None
         self._thread: threading.Thread | None = None
         self._published = Published(f"{published}/{mesh.rank}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardengine.engine import parking
+from shardengine.engine import offload_states
 from shardengine.errors import UsageError
 from shardengine.sharding.bucket import Arena
 from tests import cases
@@ -287,6 +287,6 @@ def test_what_is_freed_is_given_back_to_a_device_with_memory_of_its_own(monkeypa
     engine.offload_states()
     assert given == []
     engine.reload_states()
-    monkeypatch.setattr(parking, "is_apart", lambda device: device == engine.device)
+    monkeypatch.setattr(offload_states, "is_apart", lambda device: device == engine.device)
     engine.offload_states()
     assert given == [0], "after everything was freed"

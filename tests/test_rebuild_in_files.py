@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardengine import Engine
-from shardengine.engine import relayout
+from shardengine.engine import rebuild
 from shardengine.errors import MismatchError, OffloadError, ShardEngineError
 from shardengine.offload import disk
 from shardengine.offload.extents import ExtentFile
@@ -21,7 +21,7 @@ from tests.parity.test_changed_models import group, set_trainable
 from tests.ranks import RankPool
 from tests.test_extent_faults import refusing
 from tests.test_offload_faults import full_disk, places
-from tests.test_relayout import assert_same, begin, new_group, one_step, step_both
+from tests.test_rebuild import assert_same, begin, new_group, one_step, step_both
 
 Pools = Callable[[int], RankPool]
 
@@ -50,7 +50,7 @@ def test_room_is_taken_before_anything_moves_and_used_again(
 ) -> None:
     """Just what is needed: two layouts at most lie in the file, however many there were; and every bit moves along."""
     engine, calm = in_a_file(stage, tmp_path, **precision), begin(stage, **precision)
-    moving, carry_out, reserve = False, relayout._carry_out, ExtentFile.reserve
+    moving, carry_out, reserve = False, rebuild._carry_out, ExtentFile.reserve
 
     def watched(*args: Any) -> Any:
         nonlocal moving
@@ -66,7 +66,7 @@ def test_room_is_taken_before_anything_moves_and_used_again(
     def free_reserved(file: ExtentFile) -> None:
         assert not any(file._reserved.values()), "more was taken than is needed"
 
-    monkeypatch.setattr(relayout, "_carry_out", watched)
+    monkeypatch.setattr(rebuild, "_carry_out", watched)
     monkeypatch.setattr(ExtentFile, "reserve", reserved)
     monkeypatch.setattr(ExtentFile, "free_reserved", free_reserved)
     (path,) = engine._core.tiers.files

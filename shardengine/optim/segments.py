@@ -17,7 +17,7 @@ _PATTERNS = 2
 """Ways to cut that are remembered: of what was stepped last, and of everything (``step_in_backward``)."""
 
 
-class Cuts:
+class Segments:
     """Cuts ``buckets`` into spans of one label. whole: of all of a bucket, not of this rank's slice · numbered: each
     element has a number of its own, so that spans are of single parameters."""
 
