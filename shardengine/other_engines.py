@@ -340,7 +340,7 @@ _CONFIGURED = "there are no arguments of the command line to add: pass a dict or
 _INITIALIZE = "call `shardengine.initialize(model, config)`, whose config says what is sharded"
 PACKAGE: Mapping[str, str] = {
     "zero": "weights need no zero.Init: load the model as usual, `shardengine.initialize(model, config)` shards it "
-    "arena by arena; for zero.GatheredParameters use `with engine.full_params():`",
+    "one flat buffer at a time; for zero.GatheredParameters use `with engine.full_params():`",
     **_each(
         "init_distributed initialize_mesh_device",
         "`shardengine.initialize(model, config)` joins the ranks from the variables of the launcher, and "
@@ -364,7 +364,7 @@ PACKAGE: Mapping[str, str] = {
     ),
     **_each("StateDictType FullStateDictConfig", _STATE_DICT),
     **_each("ShardedGradScaler GradScaler", "`fp16` in the config scales the loss; `engine.get_loss_scale()` tells it"),
-    **_each("OnDevice", "load the model as usual: initialize moves it to the device arena by arena"),
+    **_each("OnDevice", "load the model as usual: initialize moves it to the device one flat buffer at a time"),
     **_each(
         "checkpoint_wrapper apply_activation_checkpointing", "`activation_checkpointing.enabled` in the config does it"
     ),

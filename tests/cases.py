@@ -157,7 +157,7 @@ def make_engine(
 
 
 def copy_out(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that may leave the process (a view of an arena must not be turned into numpy)."""
+    """A copy on the CPU that may leave the process (a view of a flat buffer must not be turned into numpy)."""
     return tensor.detach().clone().cpu()
 
 

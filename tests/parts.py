@@ -1,4 +1,5 @@
-"""Hand-made parts of an engine for the unit tests: specs, collectives, arenas, a unit, without a model around them."""
+"""Hand-made parts of an engine for the unit tests: specs, collectives, flat buffers, a unit, without a model around
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from shardengine.comm.mesh import Mesh
 from shardengine.offload.pool import BufferPool
 from shardengine.runtime.unit import Member, Unit
 from shardengine.sharding import layout
-from shardengine.sharding.bucket import Arena, Bucket
+from shardengine.sharding.bucket import Bucket, FlatBuffer
 from shardengine.sharding.layout import Layout, ParameterSpec
 from tests.cases import mesh_of_this_process
 
@@ -35,32 +36,32 @@ def collectives(mesh: Mesh | None = None, **options: Any) -> Collectives:
     return Collectives(mesh, BufferPool(), **options)
 
 
-def make_arenas(plan: Layout, rank: int = 0) -> list[Arena]:
-    arenas = []
-    for arena in plan.arenas:
-        specs = [plan.parameters[slot.parameter] for slot in arena.slots]
-        arenas.append(Arena(arena, specs, getattr(torch, arena.dtype), CPU, rank))
-    return arenas
+def make_flat_buffers(plan: Layout, rank: int = 0) -> list[FlatBuffer]:
+    flat_buffers = []
+    for flat_buffer in plan.flat_buffers:
+        specs = [plan.parameters[slot.parameter] for slot in flat_buffer.slots]
+        flat_buffers.append(FlatBuffer(flat_buffer, specs, getattr(torch, flat_buffer.dtype), CPU, rank))
+    return flat_buffers
 
 
-def trainable_buckets(arenas: list[Arena]) -> list[Bucket]:
-    found = {b.layout.index: b for arena in arenas for b in arena.buckets if b.layout.index >= 0}
+def trainable_buckets(flat_buffers: list[FlatBuffer]) -> list[Bucket]:
+    found = {b.layout.index: b for flat_buffer in flat_buffers for b in flat_buffer.buckets if b.layout.index >= 0}
     return [found[index] for index in range(len(found))]
 
 
 def make_unit(specs: list[ParameterSpec], ranks: int = 1, rank: int = 0) -> tuple[Unit, list[nn.Parameter]]:
     """A unit whose parameter number i is filled with 1, 2, 3, … plus 100·i, resting full; and its parameters."""
     plan = layout.build(specs, ranks, 32)
-    arenas = make_arenas(plan, rank)
+    flat_buffers = make_flat_buffers(plan, rank)
     parameters = [nn.Parameter(torch.empty(s.shape), requires_grad=s.trainable) for s in specs]
     members = []
-    for arena in arenas:
-        for number, slot in enumerate(arena.layout.slots):
-            member = Member(slot.parameter, parameters[slot.parameter], arena, number)
+    for flat_buffer in flat_buffers:
+        for number, slot in enumerate(flat_buffer.layout.slots):
+            member = Member(slot.parameter, parameters[slot.parameter], flat_buffer, number)
             member.view.copy_(contents(specs[slot.parameter], slot.parameter))
             member.show(member.view)
             members.append(member)
-    return Unit(1, "block", arenas, members, plan), parameters
+    return Unit(1, "block", flat_buffers, members, plan), parameters
 
 
 def contents(of: ParameterSpec, index: int) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_with_two_ranks_and_weights_that_are_awaited_late(pools: Pools) -> None:
 
 
 def plan_of(layers: int) -> Layout:
-    """``layers`` parameters of 100 elements in one arena, a bucket per three of them."""
+    """``layers`` parameters of 100 elements in one flat buffer, a bucket per three of them."""
     specs = [ParameterSpec((f"p{i}",), (100,), "float32", 4, True, 0, 0) for i in range(layers)]
     return layout.build(specs, 2, 336)
 

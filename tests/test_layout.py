@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardengine.errors import InternalError
 from shardengine.sharding import layout
-from shardengine.sharding.layout import FIRST_BUCKET_ELEMENTS, ArenaLayout, Layout, ParameterSpec, alignment
+from shardengine.sharding.layout import FIRST_BUCKET_ELEMENTS, FlatBufferLayout, Layout, ParameterSpec, alignment
 from tests.parts import ITEMSIZES, spec
 
 RANKS = st.integers(1, 5)
@@ -33,8 +33,8 @@ def specs(draw: Callable[..., object]) -> list[ParameterSpec]:
     return [replace(one, names=(f"p{i}",)) for i, one in enumerate(drawn)]
 
 
-def elements(arena: ArenaLayout) -> int:
-    return alignment(arena.itemsize)
+def elements(flat_buffer: FlatBufferLayout) -> int:
+    return alignment(flat_buffer.itemsize)
 
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
@@ -44,45 +44,51 @@ property_test = settings(max_examples=25, deadline=None, derandomize=True)
 @property_test
 def test_every_parameter_has_one_slot_and_no_two_overlap(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
     plan = layout.build(listed, ranks, cap)
-    placed = [slot.parameter for arena in plan.arenas for slot in arena.slots]
+    placed = [slot.parameter for flat_buffer in plan.flat_buffers for slot in flat_buffer.slots]
     assert sorted(placed) == list(range(len(listed)))
-    for arena in plan.arenas:
+    for flat_buffer in plan.flat_buffers:
         end = 0
-        for slot in arena.slots:
+        for slot in flat_buffer.slots:
             mine = listed[slot.parameter]
-            assert (mine.unit, mine.dtype, mine.trainable) == (arena.unit, arena.dtype, arena.trainable)
+            assert (mine.unit, mine.dtype, mine.trainable) == (
+                flat_buffer.unit,
+                flat_buffer.dtype,
+                flat_buffer.trainable,
+            )
             assert slot.start == end and slot.numel == mine.numel and slot.end == slot.start + mine.numel
-            assert 0 <= slot.padded_end - slot.end < elements(arena)
+            assert 0 <= slot.padded_end - slot.end < elements(flat_buffer)
             end = slot.padded_end
-        assert end <= arena.length < end + ranks * elements(arena)
+        assert end <= flat_buffer.length < end + ranks * elements(flat_buffer)
 
 
 @given(specs(), RANKS, CAPS)
 @property_test
 def test_everything_starts_at_64_bytes_and_at_16_elements(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
-    for arena in layout.build(listed, ranks, cap).arenas:
-        starts = [slot.start for slot in arena.slots]
-        starts += [bucket.slice_interval(rank)[0] for bucket in arena.buckets for rank in range(ranks)]
-        starts += [edge for bucket in arena.buckets for edge in (bucket.start, bucket.end)]
-        assert all(start % 16 == 0 and start * arena.itemsize % 64 == 0 for start in starts)
+    for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
+        starts = [slot.start for slot in flat_buffer.slots]
+        starts += [bucket.slice_interval(rank)[0] for bucket in flat_buffer.buckets for rank in range(ranks)]
+        starts += [edge for bucket in flat_buffer.buckets for edge in (bucket.start, bucket.end)]
+        assert all(start % 16 == 0 and start * flat_buffer.itemsize % 64 == 0 for start in starts)
 
 
 @given(specs(), RANKS, CAPS)
 @property_test
-def test_buckets_tile_their_arena_within_the_cap(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
-    for arena in layout.build(listed, ranks, cap).arenas:
-        edges = [0, *(bucket.end for bucket in arena.buckets)]
-        assert [bucket.start for bucket in arena.buckets] == edges[:-1] and edges[-1] == arena.length
-        quantum = ranks * elements(arena)
-        assert all(0 < bucket.length <= max(cap, quantum) and bucket.length % quantum == 0 for bucket in arena.buckets)
-        assert len({bucket.length for bucket in arena.buckets[:-1]}) <= 1
+def test_buckets_tile_their_flat_buffer_within_the_cap(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
+    for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
+        edges = [0, *(bucket.end for bucket in flat_buffer.buckets)]
+        assert [bucket.start for bucket in flat_buffer.buckets] == edges[:-1] and edges[-1] == flat_buffer.length
+        quantum = ranks * elements(flat_buffer)
+        assert all(
+            0 < bucket.length <= max(cap, quantum) and bucket.length % quantum == 0 for bucket in flat_buffer.buckets
+        )
+        assert len({bucket.length for bucket in flat_buffer.buckets[:-1]}) <= 1
 
 
 @given(specs(), RANKS, CAPS)
 @property_test
 def test_slices_tile_their_bucket(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
-    for arena in layout.build(listed, ranks, cap).arenas:
-        for bucket in arena.buckets:
+    for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
+        for bucket in flat_buffer.buckets:
             slices = [bucket.slice_interval(rank) for rank in range(ranks)]
             assert slices[0][0] == bucket.start and slices[-1][1] == bucket.end
             assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
@@ -93,24 +99,24 @@ def test_slices_tile_their_bucket(listed: list[ParameterSpec], ranks: int, cap: 
 @property_test
 def test_pieces_tile_every_parameter(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
     plan = layout.build(listed, ranks, cap)
-    for arena in plan.arenas:
-        covered: dict[int, int] = {slot.parameter: 0 for slot in arena.slots}
-        for bucket in arena.buckets:
+    for flat_buffer in plan.flat_buffers:
+        covered: dict[int, int] = {slot.parameter: 0 for slot in flat_buffer.slots}
+        for bucket in flat_buffer.buckets:
             for piece in plan.pieces(bucket):
                 assert bucket.start <= piece.start < piece.end <= bucket.end
                 assert piece.offset == covered[piece.parameter]
                 covered[piece.parameter] += piece.end - piece.start
             assert plan.names_in(bucket) == tuple(listed[p.parameter].name for p in plan.pieces(bucket))
-        assert covered == {slot.parameter: slot.numel for slot in arena.slots}
+        assert covered == {slot.parameter: slot.numel for slot in flat_buffer.slots}
 
 
 @given(specs(), RANKS, CAPS)
 @property_test
 def test_gaps_are_what_no_parameter_covers(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
-    for arena in layout.build(listed, ranks, cap).arenas:
-        covered = {i for slot in arena.slots for i in range(slot.start, slot.end)}
-        gaps = [i for start, end in arena.gaps for i in range(start, end)]
-        assert gaps == [i for i in range(arena.length) if i not in covered]
+    for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
+        covered = {i for slot in flat_buffer.slots for i in range(slot.start, slot.end)}
+        gaps = [i for start, end in flat_buffer.gaps for i in range(start, end)]
+        assert gaps == [i for i in range(flat_buffer.length) if i not in covered]
 
 
 @given(specs(), RANKS, CAPS, st.lists(st.sampled_from([None, 0, 1]), min_size=12, max_size=12))
@@ -119,9 +125,9 @@ def test_segments_cut_a_slice_exactly_where_the_label_changes(
     listed: list[ParameterSpec], ranks: int, cap: int, labels: list[int | None]
 ) -> None:
     plan = layout.build(listed, ranks, cap)
-    for arena in plan.arenas:
-        label_of = {i: labels[slot.parameter] for slot in arena.slots for i in range(slot.start, slot.padded_end)}
-        for bucket in arena.buckets:
+    for flat_buffer in plan.flat_buffers:
+        label_of = {i: labels[slot.parameter] for slot in flat_buffer.slots for i in range(slot.start, slot.padded_end)}
+        for bucket in flat_buffer.buckets:
             for interval in [bucket.slice_interval(rank) for rank in range(ranks)] + [(bucket.start, bucket.end)]:
                 expected = []
                 for label, run in itertools.groupby(range(*interval), label_of.get):
@@ -130,7 +136,7 @@ def test_segments_cut_a_slice_exactly_where_the_label_changes(
                         expected.append((label, members[0], members[-1] + 1))
                 found = plan.segments(bucket, interval, labels.__getitem__)
                 assert found == expected
-                assert all(edge % elements(arena) == 0 for _, start, end in found for edge in (start, end))
+                assert all(edge % elements(flat_buffer) == 0 for _, start, end in found for edge in (start, end))
 
 
 @given(specs(), RANKS, CAPS)
@@ -138,11 +144,13 @@ def test_segments_cut_a_slice_exactly_where_the_label_changes(
 def test_trainable_buckets_are_numbered_in_launch_order(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
     plan = layout.build(listed, ranks, cap)
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
-    assert [arena.index for arena in plan.arenas] == list(range(len(plan.arenas)))
-    for arena in plan.arenas:
-        assert all(bucket.arena == arena.index and bucket.ranks == ranks for bucket in arena.buckets)
-        assert all((bucket.index >= 0) is arena.trainable for bucket in arena.buckets)
-    assert [arena.unit for arena in plan.arenas] == sorted((arena.unit for arena in plan.arenas), reverse=True)
+    assert [flat_buffer.index for flat_buffer in plan.flat_buffers] == list(range(len(plan.flat_buffers)))
+    for flat_buffer in plan.flat_buffers:
+        assert all(bucket.flat_buffer == flat_buffer.index and bucket.ranks == ranks for bucket in flat_buffer.buckets)
+        assert all((bucket.index >= 0) is flat_buffer.trainable for bucket in flat_buffer.buckets)
+    assert [flat_buffer.unit for flat_buffer in plan.flat_buffers] == sorted(
+        (flat_buffer.unit for flat_buffer in plan.flat_buffers), reverse=True
+    )
 
 
 def worked_example() -> Layout:
@@ -151,9 +159,11 @@ def worked_example() -> Layout:
 
 def test_the_worked_example_of_the_docstring_is_true() -> None:
     plan = worked_example()
-    (arena,) = plan.arenas
-    slots = {plan.parameters[slot.parameter].name: (slot.start, slot.end, slot.padded_end) for slot in arena.slots}
-    assert alignment(4) == 16 and arena.length == 64
+    (flat_buffer,) = plan.flat_buffers
+    slots = {
+        plan.parameters[slot.parameter].name: (slot.start, slot.end, slot.padded_end) for slot in flat_buffer.slots
+    }
+    assert alignment(4) == 16 and flat_buffer.length == 64
     assert slots == {"a": (0, 20, 32), "b": (32, 39, 48)}
     assert [(bucket.start, bucket.end) for bucket in plan.buckets] == [(0, 32), (32, 64)]
     slices = [[bucket.slice_interval(rank) for rank in (0, 1)] for bucket in plan.buckets]
@@ -179,24 +189,25 @@ def test_equal_labels_with_another_one_between_stay_two_segments() -> None:
 
 def test_parameters_of_one_optimizer_group_lie_together_within_a_bucket() -> None:
     plan = layout.build([spec(f"p{i}", 16, group=i % 2) for i in range(8)], 1, 128)
-    assert [plan.parameters[slot.parameter].group for slot in plan.arenas[0].slots] == [0] * 4 + [1] * 4
-    assert [slot.parameter for slot in plan.arenas[0].slots] == [6, 4, 2, 0, 7, 5, 3, 1]
+    assert [plan.parameters[slot.parameter].group for slot in plan.flat_buffers[0].slots] == [0] * 4 + [1] * 4
+    assert [slot.parameter for slot in plan.flat_buffers[0].slots] == [6, 4, 2, 0, 7, 5, 3, 1]
 
 
 def test_groups_are_not_sorted_over_more_than_about_a_bucket() -> None:
     plan = layout.build([spec(f"p{i}", 16, group=i % 2) for i in range(8)], 1, 64)
-    assert [slot.parameter for slot in plan.arenas[0].slots] == [6, 4, 7, 5, 2, 0, 3, 1]
+    assert [slot.parameter for slot in plan.flat_buffers[0].slots] == [6, 4, 7, 5, 2, 0, 3, 1]
 
 
 def test_parameters_of_a_unit_lie_in_reverse_order_and_the_root_comes_last() -> None:
     plan = layout.build([spec("root", 4), spec("a", 4, unit=1), spec("b", 4, unit=1), spec("c", 4, unit=2)], 1, 100)
-    names = [[plan.parameters[slot.parameter].name for slot in arena.slots] for arena in plan.arenas]
+    names = [[plan.parameters[slot.parameter].name for slot in flat_buffer.slots] for flat_buffer in plan.flat_buffers]
     assert names == [["c"], ["b", "a"], ["root"]]
 
 
-def test_dtypes_and_frozen_parameters_have_arenas_of_their_own() -> None:
+def test_dtypes_and_frozen_parameters_have_flat_buffers_of_their_own() -> None:
     plan = layout.build([spec("a", 4), spec("b", 4, dtype="float64"), spec("c", 4, trainable=False)], 1, 100)
-    assert sorted((arena.dtype, arena.trainable, len(arena.slots)) for arena in plan.arenas) == [
+    assert sorted((flat_buffer.dtype, flat_buffer.trainable, len(flat_buffer.slots)) for flat_buffer in
+    plan.flat_buffers) == [
         ("float32", False, 1), ("float32", True, 1), ("float64", True, 1),
     ]  # fmt: skip
 

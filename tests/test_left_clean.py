@@ -28,7 +28,7 @@ from shardengine.optim import lr_schedules
 from shardengine.optim.optimizer import ShardedOptimizer
 from shardengine.runtime import placing
 from shardengine.runtime.unit import Unit
-from shardengine.sharding.bucket import Arena
+from shardengine.sharding.bucket import FlatBuffer
 from tests import cases
 from tests.ranks import RankPool
 
@@ -138,7 +138,7 @@ class Broken:
         monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Arena, "allocate"), (Collectives, "all_gather")])
+@pytest.mark.parametrize(("owner", "name"), [(FlatBuffer, "allocate"), (Collectives, "all_gather")])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_gather_that_fails_is_not_taken_for_a_finished_one(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int

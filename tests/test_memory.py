@@ -1,8 +1,8 @@
 """Model state per rank is the stage's formula, counted by walking all live tensors.
 
 Owns: the formulas once more, from the model's own sizes, and the count: unique storages of every tensor that Python's
-garbage collector knows. The engine's own counters are compared with the count, never used for it. Arenas and the pool
-are looked at only to tell what a storage is for.
+garbage collector knows. The engine's own counters are compared with the count, never used for it. Flat buffers and the
+pool are looked at only to tell what a storage is for.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def spare_bytes(engine: Engine) -> int:
 def full_blocks(engine: Engine) -> tuple[int, ...]:
     """Units whose whole weights have memory now, filled or being filled; 0 is the root."""
     return tuple(
-        unit.index for unit in engine._core.units if any(arena.flat.untyped_storage().nbytes() for arena in unit.arenas)
+        unit.index
+        for unit in engine._core.units
+        if any(flat_buffer.flat.untyped_storage().nbytes() for flat_buffer in unit.flat_buffers)
     )
 
 

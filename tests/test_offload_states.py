@@ -14,7 +14,7 @@ from torch import nn
 
 from shardengine.engine import offload_states
 from shardengine.errors import UsageError
-from shardengine.sharding.bucket import Arena
+from shardengine.sharding.bucket import FlatBuffer
 from tests import cases
 from tests.comparing import assert_equal_to_truth
 from tests.ranks import RankPool
@@ -167,19 +167,19 @@ def close_without_room(stage: str, at: int) -> tuple[bool, bool]:
     engine = engine_after_a_step(stage)
     with engine.full_params():
         before = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-    unpark, calls, failed = Arena.unpark, 0, False
+    unpark, calls, failed = FlatBuffer.unpark, 0, False
 
-    def no_room(arena: Arena) -> None:
+    def no_room(flat_buffer: FlatBuffer) -> None:
         nonlocal calls
         calls += 1
         if calls >= at:
             raise MemoryError("no more")
-        unpark(arena)
+        unpark(flat_buffer)
 
     engine.offload_states()
     with pytest.MonkeyPatch.context() as patch:
         if engine.rank == 0:
-            patch.setattr(Arena, "unpark", no_room)
+            patch.setattr(FlatBuffer, "unpark", no_room)
         try:
             engine.close()
         except MemoryError:
@@ -192,8 +192,8 @@ def close_without_room(stage: str, at: int) -> tuple[bool, bool]:
 def test_close_without_room_for_the_weights_leaves_them_on_the_host(pools: Pools, stage: str, ranks: int) -> None:
     for at in (1, 2):
         results = pools(ranks).run(close_without_room, stage, at)
-        arenas = 2 if stage.startswith("3") else 1  # at least
-        assert results == [(rank == 0 and at <= arenas, True) for rank in range(ranks)]
+        flat_buffers = 2 if stage.startswith("3") else 1  # at least
+        assert results == [(rank == 0 and at <= flat_buffers, True) for rank in range(ranks)]
 
 
 def uses_of(engine: Any) -> dict[str, Callable[[], Any]]:

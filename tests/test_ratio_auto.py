@@ -23,7 +23,7 @@ from shardengine.engine import assembly
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload.pool import BufferPool
 from shardengine.optim.optimizer import state_names
-from shardengine.sharding.bucket import Arena
+from shardengine.sharding.bucket import FlatBuffer
 from tests import cases, test_memory_tiers
 from tests.comparing import assert_equal_to_truth
 from tests.parity.test_changed_models import engine_of, group, set_trainable
@@ -57,7 +57,7 @@ class Meter:
         self.peak = 0
         self._engine, self.leaves = engine, False
         self._host: set[int] = set()
-        take, take_slice, allocate = BufferPool.take, GradientBucket.take_slice, Arena.allocate
+        take, take_slice, allocate = BufferPool.take, GradientBucket.take_slice, FlatBuffer.allocate
 
         def taking(pool: BufferPool, *args: Any) -> Tensor:
             before = pool.allocated_bytes
@@ -75,13 +75,13 @@ class Meter:
             finally:
                 self.leaves = False
 
-        def allocating(arena: Arena) -> None:
-            allocate(arena)
+        def allocating(flat_buffer: FlatBuffer) -> None:
+            allocate(flat_buffer)
             self.note()
 
         patch.setattr(BufferPool, "take", taking)
         patch.setattr(GradientBucket, "take_slice", taking_slice)
-        patch.setattr(Arena, "allocate", allocating)
+        patch.setattr(FlatBuffer, "allocate", allocating)
 
     def note(self) -> None:
         """Count what is alive now, without what is in host memory and what waits for its bucket."""

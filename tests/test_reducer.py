@@ -11,11 +11,11 @@ from torch import Tensor
 
 from shardengine.ddp import Reducer, Rules, no_payload
 from shardengine.sharding import layout
-from tests.parts import collectives, make_arenas, spec, trainable_buckets
+from tests.parts import collectives, make_flat_buffers, spec, trainable_buckets
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-# In the arena, at 2 ranks and 32 elements a bucket: d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
+# At 2 ranks, 32 elements a bucket, the flat buffer has: d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
 SPECS = [spec("a", 40), spec("b", 7), spec("c", 32), spec("d", 4, 5)]
 BUCKET_NAMES = [("d",), ("c",), ("b", "a"), ("a",)]
 
@@ -33,8 +33,8 @@ class Bench:
         self.link = collectives()
         self.rank, self.ranks = self.link.mesh.rank, self.link.mesh.ranks
         self.plan = layout.build(SPECS, self.ranks, 32)
-        self.arenas = make_arenas(self.plan, self.rank)
-        buckets = trainable_buckets(self.arenas)
+        self.flat_buffers = make_flat_buffers(self.plan, self.rank)
+        buckets = trainable_buckets(self.flat_buffers)
         self.launched: list[tuple[str, ...]] = []
         reduce_scatter = self.link.reduce_scatter
 
@@ -55,9 +55,9 @@ class Bench:
         self.reducer.sweep()
 
     def flat(self, of: Callable[[int], Tensor]) -> Tensor:
-        """The arena's flat tensor with ``of(parameter)`` in the parameters' places, zeros in the padding."""
-        found = torch.zeros(self.arenas[0].layout.length)
-        for slot in self.arenas[0].layout.slots:
+        """The flat buffer's flat tensor with ``of(parameter)`` in the parameters' places, zeros in the padding."""
+        found = torch.zeros(self.flat_buffers[0].layout.length)
+        for slot in self.flat_buffers[0].layout.slots:
             found[slot.start : slot.end] = of(slot.parameter).reshape(-1)
         return found
 

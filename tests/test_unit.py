@@ -28,12 +28,12 @@ def sharded_unit() -> tuple[Unit, list[nn.Parameter]]:
 def test_at_one_rank_nothing_is_copied() -> None:
     unit, parameters = make_unit(SPECS)
     unit.detach_shards()
-    place = unit.arenas[0].flat.data_ptr()
+    place = unit.flat_buffers[0].flat.data_ptr()
     for abandon in (False, True):
         assert unit.state is Weights.SHARDED and all(p.isnan().all() for p in parameters)
         unit.gather(collectives())
         unit.await_full()
-        assert shows_contents(parameters) and unit.arenas[0].flat.data_ptr() == place
+        assert shows_contents(parameters) and unit.flat_buffers[0].flat.data_ptr() == place
         assert weight_bytes([unit]).total() == 4 * unit.elements
         unit.reshard(abandon=abandon)
     unit.gather(collectives())
@@ -54,7 +54,7 @@ def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
     unit, parameters = sharded_unit()
     assert unit.state is Weights.SHARDED
     assert all(p.isnan().all() and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
-    shards = sum(b.shard.nbytes for arena in unit.arenas for b in arena.buckets)
+    shards = sum(b.shard.nbytes for flat_buffer in unit.flat_buffers for b in flat_buffer.buckets)
     assert weight_bytes([unit]).total() == shards == 4 * unit.elements
 
 
@@ -99,10 +99,10 @@ def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
     unit, parameters = sharded_unit()
     unit.pin(collectives())
     unit.gather(collectives())
-    written = unit.arenas[0].flat
+    written = unit.flat_buffers[0].flat
     unit.recover()
     assert unit.state is Weights.SHARDED and not unit.pinned and parameters[0].isnan().all()
-    assert written.untyped_storage().nbytes() and unit.arenas[0].storage_bytes == 0
+    assert written.untyped_storage().nbytes() and unit.flat_buffers[0].storage_bytes == 0
     unit.gather(collectives())
     written.fill_(-1)
     unit.await_full()
@@ -190,7 +190,9 @@ def test_a_unit_knows_its_trainable_parameters_and_its_storages() -> None:
     other, _ = make_unit(SPECS)
     assert unit.trainable == {0, 1} and unit.has_frozen
     assert not make_unit(SPECS[:2])[0].has_frozen
-    assert unit.owns_storage({unit.arenas[-1].storage_key}) and not unit.owns_storage({other.arenas[0].storage_key})
+    assert unit.owns_storage({unit.flat_buffers[-1].storage_key}) and not unit.owns_storage(
+        {other.flat_buffers[0].storage_key}
+    )
     assert unit.elements == 48 + 16
 
 

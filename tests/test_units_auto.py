@@ -401,7 +401,9 @@ def count_peak() -> dict[str, Any]:
 
         def note(name: str) -> None:
             whole = tuple(unit.name for unit in units[1:] if unit.state is not Weights.SHARDED)
-            weights = sum(arena.flat.untyped_storage().nbytes() for unit in units for arena in unit.arenas)
+            weights = sum(
+                flat_buffer.flat.untyped_storage().nbytes() for unit in units for flat_buffer in unit.flat_buffers
+            )
             alive = sum(live_storages().values()) - rest - spare_bytes(engine)
             rows.append((name, weights, (str(alive >= weights), *whole)))
 

@@ -4,8 +4,8 @@ Owns: which rank writes which elements, and which views take them back. Must not
 
 A part is a flat interval of one parameter (state "weight", or the optimizer's name for it) or a whole buffer (state
 "buffer"). Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
-replicated ones (stage 0) cut by the same slices, frozen parameters outside of the arenas in equal shares, buffers by
-rank 0. Where every rank has buffers of its own (``broadcast_buffers`` is off) each writes and takes back its own.
+replicated ones (stage 0) cut by the same slices, frozen parameters outside of the flat buffers in equal shares, buffers
+by rank 0. Where every rank has buffers of its own (``broadcast_buffers`` is off) each writes and takes back its own.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
     """
     rank, ranks = core.mesh.rank, core.mesh.ranks
     slices: dict[str, list[Piece]] = {}
-    for arena in core.layout.arenas:
-        for bucket in arena.buckets:
+    for flat_buffer in core.layout.flat_buffers:
+        for bucket in flat_buffer.buckets:
             interval = bucket.slice_interval(rank)
             for piece in core.layout.pieces(bucket):
                 mine = slices.setdefault(core.layout.parameters[piece.parameter].name, [])
@@ -135,6 +135,6 @@ def buffer_table(core: Core) -> list[dict[str, Any]]:
 
 
 def _clip(piece: Piece, start: int, end: int) -> Piece | None:
-    """The part of ``piece`` inside [start, end) of its arena."""
+    """The part of ``piece`` inside [start, end) of its flat buffer."""
     first, last = max(piece.start, start), min(piece.end, end)
     return Piece(piece.parameter, first, last, piece.offset + first - piece.start) if first < last else None

@@ -68,12 +68,14 @@ def _leave_weights(core: Core) -> None:
     core.await_weights()
     core.schedule.rest()
     for unit in core.units:
-        parked = any(arena.parked is not None for arena in unit.arenas)  # then all of it rests with this rank
+        parked = any(
+            flat_buffer.parked is not None for flat_buffer in unit.flat_buffers
+        )  # then all of it rests with this rank
         if core.stage.moves_weights and not parked:
             unit.gather(core.collectives)
             unit.await_full()
-        views = {arena: arena.resting_views() for arena in unit.arenas}
+        views = {flat_buffer: flat_buffer.resting_views() for flat_buffer in unit.flat_buffers}
         for member in unit.members:
-            member.show(views[member.arena][member.slot].clone())
-        for arena in unit.arenas:
-            arena.forsake()
+            member.show(views[member.flat_buffer][member.slot].clone())
+        for flat_buffer in unit.flat_buffers:
+            flat_buffer.forsake()

@@ -62,7 +62,7 @@ class Core:
                 "ones that initialize saw; change the model first, then call initialize"
             )
         hides = self.stage.moves_weights or self.deferred_gather is not None
-        dtypes = {arena.dtype for unit in self.units for arena in unit.arenas} if hides else ()
+        dtypes = {flat_buffer.dtype for unit in self.units for flat_buffer in unit.flat_buffers} if hides else ()
         for dtype in dtypes:
             if restore_poison(dtype, self.mesh.device):
                 raise UsageError(
@@ -117,11 +117,11 @@ class Core:
                 bucket.adopt_weights()
 
     def weight_bytes(self) -> Counter[str]:
-        """Bytes that hold weights at this moment, by tier; frozen ones outside of arenas are included."""
+        """Bytes that hold weights at this moment, by tier; frozen ones outside of flat buffers are included."""
         return weight_bytes(self.units) + Counter(device=sum(p.nbytes for p in self.partition.outside))
 
     def mark_weights(self) -> None:
-        """Write down where weights and buffers lie that are in no arena; arenas do so themselves."""
+        """Write down where weights and buffers lie that are in no flat buffer; flat buffers do so themselves."""
         for tensor in (*self.partition.outside, *self.buffers.named(persistent_only=False).values()):
             mark_weights(tensor)
 

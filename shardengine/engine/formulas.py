@@ -34,23 +34,23 @@ def footprint_of(
 
 def homes_of(core: Core) -> Homes:
     """What of ``core`` rests away from the device."""
-    return next((arena.homes for unit in core.units for arena in unit.arenas), Homes())
+    return next((flat_buffer.homes for unit in core.units for flat_buffer in unit.flat_buffers), Homes())
 
 
 def predicted_traffic(core: Core, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included."""
     sent, once = 0.0, core.schedule.gathered_once
-    for arena in core.layout.arenas:
+    for flat_buffer in core.layout.flat_buffers:
         volume = stages.Volume(
-            trainable=arena.length if arena.trainable else 0,
-            twice=0 if arena.unit in once else arena.length,
-            once=arena.length if arena.unit in once else 0,
+            trainable=flat_buffer.length if flat_buffer.trainable else 0,
+            twice=0 if flat_buffer.unit in once else flat_buffer.length,
+            once=flat_buffer.length if flat_buffer.unit in once else 0,
         )
         sent += core.stage.bytes_sent(
             volume,
             core.mesh.ranks,
             micro_batches=micro_batches,
-            weight=arena.itemsize,
-            gradient=wire_of(core.reducer.rules, arena).itemsize,
+            weight=flat_buffer.itemsize,
+            gradient=wire_of(core.reducer.rules, flat_buffer).itemsize,
         )
     return sent

@@ -76,29 +76,29 @@ def _require_back(core: Core) -> None:
 
 
 def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:
-    arenas = [arena for unit in core.units for arena in unit.arenas]
+    flat_buffers = [flat_buffer for unit in core.units for flat_buffer in unit.flat_buffers]
     core.attachments.parked |= wanted
     if "weights" in core.attachments.parked and not core.attachments.barriers:
         core.attachments.barriers.extend(hooks.attach_barrier(module, lambda: _require_back(core)))
     if "optimizer" in wanted:
-        for arena in arenas:
-            for bucket in arena.buckets:
+        for flat_buffer in flat_buffers:
+            for bucket in flat_buffer.buckets:
                 bucket.shelf.park(pinned=pinned)
     if "weights" in wanted:
         for unit in core.units:
             for member in unit.members:
-                member.show(member.arena.poisons[member.slot])
-        for arena in arenas:
-            arena.park(pinned=pinned)
+                member.show(member.flat_buffer.poisons[member.slot])
+        for flat_buffer in flat_buffers:
+            flat_buffer.park(pinned=pinned)
 
 
 def unpark(core: Core) -> None:
     """The weights and states of ``core`` are back. After an error the engine still refuses; it may be tried again."""
     with torch.inference_mode(False), torch.no_grad():
         for unit in core.units if core.attachments.parked else ():
-            for arena in unit.arenas:
-                arena.unpark()
-                for bucket in arena.buckets:
+            for flat_buffer in unit.flat_buffers:
+                flat_buffer.unpark()
+                for bucket in flat_buffer.buckets:
                     bucket.shelf.unpark()
             if unit.state is Weights.FULL:
                 unit.show()

@@ -89,7 +89,7 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
 
 @dataclass(frozen=True)
 class _Planned:
-    """A new layout on which all ranks agree, and for which there is room. homes: as in ``Arena``."""
+    """A new layout on which all ranks agree, and for which there is room. homes: as in ``FlatBuffer``."""
 
     partition: Partition
     layout: Layout
@@ -224,11 +224,11 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
     """What ``_move`` adds to shelves of other tiers than the device."""
     homes, specs = planned.homes, planned.layout.parameters
-    for arena in planned.layout.arenas:
-        dtype = getattr(torch, arena.dtype)
-        stepped = any(specs[slot.parameter].group >= 0 for slot in arena.slots)
+    for flat_buffer in planned.layout.flat_buffers:
+        dtype = getattr(torch, flat_buffer.dtype)
+        stepped = any(specs[slot.parameter].group >= 0 for slot in flat_buffer.slots)
         masters = core.precision.master_of(dtype)
-        for bucket in arena.buckets:
+        for bucket in flat_buffer.buckets:
             length = bucket.length if core.reducer.rules.gathers else bucket.slice_length
             tier = homes.state.get(bucket.index)
             if tier is not None and stepped and (masters or homes.needs_copy(bucket.index)):
@@ -266,12 +266,12 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
 def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer) -> Unit:
     """``old`` in the new layout ([Note: Moving by intervals]), which is emptied."""
     found, plan, homes = planned.partition, planned.layout, planned.homes
-    arenas, members = [], []
-    for arena_layout in plan.arenas_of.get(old.index, ()):
-        arena, shown = placing.new_arena(found, plan, arena_layout, core.mesh, homes)
-        arenas.append(arena)
+    flat_buffers, members = [], []
+    for flat_buffer_layout in plan.flat_buffers_of.get(old.index, ()):
+        flat_buffer, shown = placing.new_flat_buffer(found, plan, flat_buffer_layout, core.mesh, homes)
+        flat_buffers.append(flat_buffer)
         members += shown
-    buckets = [bucket for arena in arenas for bucket in arena.buckets]
+    buckets = [bucket for flat_buffer in flat_buffers for bucket in flat_buffer.buckets]
     weights = Destination(span for b in buckets for span in _spans(plan, b, {"weight": b.full}))
     inside = {id(parameter) for parameter in core.partition.inside}
     for member in members:
@@ -280,15 +280,15 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
             weights.receive(Span(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
     for bucket, _ in old.buckets():
         _carry(core, bucket, {"weight": bucket.shard if bucket.separate else bucket.full}, weights)
-    unit = Unit(old.index, old.name, arenas, members, plan)
+    unit = Unit(old.index, old.name, flat_buffers, members, plan)
     for member in members:
         member.parameter.grad = None
         member.show(member.view)
     whole = core.reducer.rules.gathers
-    for arena in arenas:
-        masters = core.precision.master_of(arena.dtype)
-        for bucket in arena.buckets:
-            if arena.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
+    for flat_buffer in flat_buffers:
+        masters = core.precision.master_of(flat_buffer.dtype)
+        for bucket in flat_buffer.buckets:
+            if flat_buffer.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
                 weights_here = bucket.full if whole else bucket.own_slice(bucket.full)
                 bucket.begin_master(weights_here.float() if masters else weights_here)
     if core.stage.moves_weights:
@@ -300,8 +300,8 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
     for bucket, _ in old.buckets():
         _carry(core, bucket, bucket.shelf.look(), kept)
         bucket.shelf.drop()
-    for arena in old.arenas:
-        arena.forsake()
+    for flat_buffer in old.flat_buffers:
+        flat_buffer.forsake()
     return unit
 
 

@@ -40,7 +40,7 @@ class _Source:
 
     @property
     def first(self) -> int:
-        """Where ``held`` starts, in coordinates of the arena."""
+        """Where ``held`` starts, in coordinates of the flat buffer."""
         layout = self.bucket.layout
         whole = next(iter(self.held.values())).numel() == layout.length
         return layout.start if whole else layout.slice_interval(self.bucket.rank)[0]
@@ -206,7 +206,7 @@ def _store_weights(source: _Source, flats: Flats) -> None:
 
 
 def _indices(core: Core) -> dict[str, int]:
-    """Every name of a parameter that lives in an arena → its number in the layout."""
+    """Every name of a parameter that lives in a flat buffer → its number in the layout."""
     return {name: index for index, spec in enumerate(core.layout.parameters) for name in spec.names}
 
 
@@ -243,7 +243,7 @@ def _read(core: Core, source: _Source, dtype: torch.dtype, flats: Flats) -> None
 
 
 def _store(source: _Source, flats: Flats, targets: dict[str, Tensor], first: int) -> None:
-    """Copy the source's pieces from ``flats`` to ``targets``, which start at ``first`` of the arena."""
+    """Copy the source's pieces from ``flats`` to ``targets``, which start at ``first`` of the flat buffer."""
     for piece in source.pieces:
         for key, target in targets.items():
             for part, target_part in _overlap(piece, flats[piece.parameter][key], target, first):
@@ -251,7 +251,8 @@ def _store(source: _Source, flats: Flats, targets: dict[str, Tensor], first: int
 
 
 def _overlap(piece: Piece, flat: Tensor, other: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The elements of ``piece`` that ``other`` (from ``first`` of the arena on) has, of its parameter and of other."""
+    """The elements of ``piece`` that ``other`` (from ``first`` of the flat buffer on) has, of its parameter and of
+    other."""
     start, end = max(piece.start, first), min(piece.end, first + other.numel())
     if start < end:
         offset = piece.offset + start - piece.start

@@ -70,7 +70,7 @@ class StepsInBackward:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "step-in-backward")
         bucket = state.bucket
-        low = way.buffer(bucket.layout.slice_length, bucket.arena.dtype, HOST)
+        low = way.buffer(bucket.layout.slice_length, bucket.flat_buffer.dtype, HOST)
         done = self._thread.submit(self._step, state, parts, low, after, then)
         self._early[bucket.layout.index] = _Early(parts, low, done)
 

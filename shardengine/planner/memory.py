@@ -21,7 +21,7 @@ import torch
 
 from shardengine.ddp import Rules
 from shardengine.offload import Homes, Tiers
-from shardengine.sharding import ArenaLayout, BucketLayout, Layout, Partition, Precision, dtype_of
+from shardengine.sharding import BucketLayout, FlatBufferLayout, Layout, Partition, Precision, dtype_of
 from shardengine.stages import Stage
 
 _UNDER_WAY = 3
@@ -33,7 +33,7 @@ class Footprint:
     """One layout and what else decides its bytes per rank; padding is included.
 
     state: bytes of optimizer state per element, without master weights · micro_batches: of a window · prefetch:
-    elements that may be gathered ahead · outside: bytes of weights that are in no arena.
+    elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer.
     """
 
     stage: Stage
@@ -55,21 +55,23 @@ class Footprint:
         predicted = defaultdict(float, device=float(self.outside))
         weights_place = "device" if homes.weights is None or not self.stage.moves_weights else homes.weights.name
         gathers = self.stage.gathers_gradients
-        for arena in self.layout.arenas:
-            stepped = any(self.layout.parameters[slot.parameter].group >= 0 for slot in arena.slots)
-            for bucket in arena.buckets:
+        for flat_buffer in self.layout.flat_buffers:
+            stepped = any(self.layout.parameters[slot.parameter].group >= 0 for slot in flat_buffer.slots)
+            for bucket in flat_buffer.buckets:
                 tier = homes.state.get(bucket.index)
-                state = self.state + (self._master_bytes(arena, bucket, homes) if stepped else 0)
-                gradient = self._resting_bytes(arena, away=tier is not None)
+                state = self.state + (self._master_bytes(flat_buffer, bucket, homes) if stepped else 0)
+                gradient = self._resting_bytes(flat_buffer, away=tier is not None)
                 predicted["device"] += self.stage.model_state_bytes(
-                    bucket.length if arena.trainable else 0,
+                    bucket.length if flat_buffer.trainable else 0,
                     self.layout.ranks,
-                    weight=arena.itemsize if weights_place == "device" else 0,
+                    weight=flat_buffer.itemsize if weights_place == "device" else 0,
                     gradient=0 if tier is not None and not gathers else gradient,
                     state=0 if tier is not None else state,
-                    frozen=0 if arena.trainable else bucket.length,
+                    frozen=0 if flat_buffer.trainable else bucket.length,
                 )
-                predicted[weights_place] += 0 if weights_place == "device" else bucket.slice_length * arena.itemsize
+                predicted[weights_place] += (
+                    0 if weights_place == "device" else bucket.slice_length * flat_buffer.itemsize
+                )
                 if tier is not None:
                     count = bucket.length if gathers else bucket.slice_length
                     predicted[tier.name] += count * state
@@ -79,10 +81,10 @@ class Footprint:
     def buffers(self, homes: Homes) -> float:
         """Bytes on the device beside ``at_rest``, at most ([Note: Buffers])."""
         found, lengths = self._window_bytes(homes), Counter[tuple[int, int]]()
-        for arena in self.layout.arenas:
-            for bucket in arena.buckets if arena.trainable else ():
-                found += self._held_beyond_rest(arena, bucket, away=bucket.index in homes.state)
-                lengths[bucket.length, wire_of(self.rules, arena).itemsize] += 1
+        for flat_buffer in self.layout.flat_buffers:
+            for bucket in flat_buffer.buckets if flat_buffer.trainable else ():
+                found += self._held_beyond_rest(flat_buffer, bucket, away=bucket.index in homes.state)
+                lengths[bucket.length, wire_of(self.rules, flat_buffer).itemsize] += 1
         ranks = self.layout.ranks
         for (length, itemsize), count in lengths.items():
             whole = length * itemsize * (1 if ranks == 1 else 2)
@@ -98,47 +100,47 @@ class Footprint:
         total = sum(bucket.length for bucket in self.layout.buckets)
         return sum(self.layout.buckets[index].length for index in homes.state) / max(total, 1)
 
-    def _master_bytes(self, arena: ArenaLayout, bucket: BucketLayout, homes: Homes) -> int:
+    def _master_bytes(self, flat_buffer: FlatBufferLayout, bucket: BucketLayout, homes: Homes) -> int:
         """Bytes per element of master weights: fp32, or a copy of weights that are stepped elsewhere."""
-        if self.precision.master_of(getattr(torch, arena.dtype)):
+        if self.precision.master_of(getattr(torch, flat_buffer.dtype)):
             return 4
-        return arena.itemsize if homes.needs_copy(bucket.index) else 0
+        return flat_buffer.itemsize if homes.needs_copy(bucket.index) else 0
 
-    def _resting_bytes(self, arena: ArenaLayout, *, away: bool) -> int:
+    def _resting_bytes(self, flat_buffer: FlatBufferLayout, *, away: bool) -> int:
         """Bytes per element of a gradient that is complete, or waits on the device for more micro-batches."""
-        wire, accumulate = wire_of(self.rules, arena), self.rules.accumulate
+        wire, accumulate = wire_of(self.rules, flat_buffer), self.rules.accumulate
         waits_there = not away or self.rules.sharded
-        keeps = self.micro_batches > 1 and self._fits(arena) and waits_there
+        keeps = self.micro_batches > 1 and self._fits(flat_buffer) and waits_there
         return accumulate.itemsize if keeps else wire.itemsize
 
-    def _fits(self, arena: ArenaLayout) -> bool:
+    def _fits(self, flat_buffer: FlatBufferLayout) -> bool:
         """Whether the complete gradient may lie where it was summed."""
-        return self.rules.accumulate in (torch.float32, wire_of(self.rules, arena))
+        return self.rules.accumulate in (torch.float32, wire_of(self.rules, flat_buffer))
 
-    def _held_beyond_rest(self, arena: ArenaLayout, bucket: BucketLayout, *, away: bool) -> float:
+    def _held_beyond_rest(self, flat_buffer: FlatBufferLayout, bucket: BucketLayout, *, away: bool) -> float:
         """Bytes of the bucket's gradients that a window holds on the device beyond those of ``at_rest``."""
-        rules, wire = self.rules, wire_of(self.rules, arena)
+        rules, wire = self.rules, wire_of(self.rules, flat_buffer)
         leaves = away and not rules.gathers
         waits = self.micro_batches > 1 and not rules.sharded
         whole = rules.accumulate.itemsize if waits else 0
         if (rules.gathers and not (waits and rules.accumulate is wire)) or not (waits or rules.sharded or away):
             whole += wire.itemsize
-        apart = self.micro_batches > 1 and not self._fits(arena)
-        sliced = self._resting_bytes(arena, away=away) if rules.sharded else wire.itemsize if apart else 0
+        apart = self.micro_batches > 1 and not self._fits(flat_buffer)
+        sliced = self._resting_bytes(flat_buffer, away=away) if rules.sharded else wire.itemsize if apart else 0
         sliced += rules.accumulate.itemsize if rules.sharded and apart else 0
         held = whole * bucket.length + (0 if leaves else sliced * bucket.slice_length)
         fraction = self.stage.gradients.fraction(self.layout.ranks)
-        rests = 0 if leaves else self._resting_bytes(arena, away=away) * bucket.length * fraction
+        rests = 0 if leaves else self._resting_bytes(flat_buffer, away=away) * bucket.length * fraction
         return max(0.0, held - rests)
 
     def live_window(self) -> LiveWindow:
         """Bytes of whole weights where they rest sharded ([Note: Live window])."""
         units: Counter[int] = Counter()
-        for arena in self.layout.arenas:
-            units[arena.unit] += arena.length * arena.itemsize
+        for flat_buffer in self.layout.flat_buffers:
+            units[flat_buffer.unit] += flat_buffer.length * flat_buffer.itemsize
         root, blocks = units.pop(0, 0), sum(units.values())
         largest = max(units, key=lambda unit: units[unit], default=0)
-        widest = max((arena.itemsize for arena in self.layout.arenas), default=0)
+        widest = max((flat_buffer.itemsize for flat_buffer in self.layout.flat_buffers), default=0)
         ahead = max(self.prefetch * widest, units[largest]) if self.prefetch else 0
         work = units[largest] if self.stage.reshards_after_forward else blocks
         smallest = min(units.values(), default=0)
@@ -183,14 +185,14 @@ class LiveWindow:
         return self.root + self.blocks
 
 
-def wire_of(rules: Rules, arena: ArenaLayout) -> torch.dtype:
-    """The dtype in which gradients of ``arena`` are sent."""
-    own: torch.dtype = getattr(torch, arena.dtype)
+def wire_of(rules: Rules, flat_buffer: FlatBufferLayout) -> torch.dtype:
+    """The dtype in which gradients of ``flat_buffer`` are sent."""
+    own: torch.dtype = getattr(torch, flat_buffer.dtype)
     return rules.wire or own
 
 
 def outside_bytes(partition: Partition, which: Precision) -> int:
-    """Bytes of the weights that get no place in an arena, in the dtype that they have once they are placed."""
+    """Bytes of the weights that get no place in a flat buffer, in the dtype that they have once they are placed."""
     return sum(p.numel() * dtype_of(p, which).itemsize for p in partition.outside)
 
 

@@ -15,7 +15,7 @@ from shardengine.sharding import Bucket
 
 
 class DeferredGather:
-    """``members``: all that rest in arenas. groups: their indices per block, first those that are in none."""
+    """``members``: all that rest in flat buffers. groups: their indices per block, first those that are in none."""
 
     def __init__(self, members: Sequence[Member], groups: Sequence[Iterable[int]]) -> None:
         self._flights: dict[int, Pending] = {}
@@ -37,7 +37,7 @@ class DeferredGather:
         for index, buckets in self._buckets.items():
             if not buckets.isdisjoint(self._flights):
                 member = self._members[index]
-                member.show(member.arena.poisons[member.slot])
+                member.show(member.flat_buffer.poisons[member.slot])
                 self._hidden.add(index)
 
     def await_group(self, number: int) -> None:
@@ -73,5 +73,5 @@ class DeferredGather:
 
 
 def _buckets_of(member: Member) -> Iterable[int]:
-    slot = member.arena.layout.slots[member.slot]
-    return (bucket.index for bucket in member.arena.layout.buckets_within(slot.start, slot.end))
+    slot = member.flat_buffer.layout.slots[member.slot]
+    return (bucket.index for bucket in member.flat_buffer.layout.buckets_within(slot.start, slot.end))

@@ -1,4 +1,4 @@
-"""Giving the weights of a model their places: arenas and units in the mesh's memory, filled with rank 0's values.
+"""Giving the weights of a model their places: flat buffers and units in the mesh's memory, filled with rank 0's values.
 
 Owns: who gets master weights, and what they begin with. Must not know: stages, the optimizer, later moves.
 """
@@ -10,7 +10,7 @@ import torch
 from shardengine.comm import Collectives, Mesh, Purpose
 from shardengine.offload import Homes
 from shardengine.runtime.unit import Member, Unit
-from shardengine.sharding import Arena, ArenaLayout, Layout, Partition, Precision, dtype_of, memory_order
+from shardengine.sharding import FlatBuffer, FlatBufferLayout, Layout, Partition, Precision, dtype_of, memory_order
 
 
 def place(
@@ -23,10 +23,11 @@ def place(
     which: Precision = Precision(),  # noqa: B008  (frozen)
     homes: Homes = Homes(),  # noqa: B008  (frozen)
 ) -> list[Unit]:
-    """Move every parameter to the mesh's device, arena by arena, with rank 0's values; build the units.
+    """Move every parameter to the mesh's device, one flat buffer at a time, with rank 0's values; build the units.
 
     Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
-    there are to be any. whole_masters: every rank keeps all of them. which: as in ``analyse`` · homes: as in ``Arena``.
+    there are to be any. whole_masters: every rank keeps all of them. which: as in ``analyse`` · homes: as in
+    ``FlatBuffer``.
     """
     mesh = collectives.mesh
     with torch.no_grad():
@@ -39,50 +40,56 @@ def place(
         named = [("the root", None), *partition.units]
         units = []
         for index, (name, _) in enumerate(named):
-            arenas, members = [], []
-            for arena_layout in layout.arenas_of.get(index, ()):
-                arena, found = new_arena(partition, layout, arena_layout, mesh, homes)
-                masters = arena.is_stepped and which.master_of(arena.dtype)
-                _fill(arena, found, layout, collectives, masters=masters, whole_masters=whole_masters)
+            flat_buffers, members = [], []
+            for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
+                flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, homes)
+                masters = flat_buffer.is_stepped and which.master_of(flat_buffer.dtype)
+                _fill(flat_buffer, found, layout, collectives, masters=masters, whole_masters=whole_masters)
                 for member in found:
                     member.parameter.grad = None
                     member.show(member.view)
                 members += found
-                arenas.append(arena)
-            unit = Unit(index, name, arenas, members, layout)
+                flat_buffers.append(flat_buffer)
+            unit = Unit(index, name, flat_buffers, members, layout)
             if shards_weights:
                 unit.detach_shards()
             units.append(unit)
     return units
 
 
-def new_arena(
-    partition: Partition, layout: Layout, which: ArenaLayout, mesh: Mesh, homes: Homes
-) -> tuple[Arena, list[Member]]:
-    """An arena of zeros, and the members that will show it."""
+def new_flat_buffer(
+    partition: Partition, layout: Layout, which: FlatBufferLayout, mesh: Mesh, homes: Homes
+) -> tuple[FlatBuffer, list[Member]]:
+    """A flat buffer of zeros, and the members that will show it."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
-    arena = Arena(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank, homes)
-    return arena, [
-        Member(slot.parameter, partition.inside[slot.parameter], arena, number)
+    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank, homes)
+    return flat_buffer, [
+        Member(slot.parameter, partition.inside[slot.parameter], flat_buffer, number)
         for number, slot in enumerate(which.slots)
     ]
 
 
 def _fill(
-    arena: Arena, members: list[Member], layout: Layout, collectives: Collectives, *, masters: bool, whole_masters: bool
+    flat_buffer: FlatBuffer,
+    members: list[Member],
+    layout: Layout,
+    collectives: Collectives,
+    *,
+    masters: bool,
+    whole_masters: bool,
 ) -> None:
-    """Rank 0's values into ``arena``, and unrounded into master weights where it gets some.
+    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some.
 
     masters: the weights are low-precision ones that get some; so do those that are stepped in another tier.
     """
-    wide = torch.zeros_like(arena.flat, dtype=torch.float32) if masters else None
-    source = arena.flat if wide is None else wide
-    for member, view in zip(members, arena.views_of(source), strict=True):
+    wide = torch.zeros_like(flat_buffer.flat, dtype=torch.float32) if masters else None
+    source = flat_buffer.flat if wide is None else wide
+    for member, view in zip(members, flat_buffer.views_of(source), strict=True):
         view.copy_(member.parameter)
-    for bucket in arena.buckets:
+    for bucket in flat_buffer.buckets:
         part = source[bucket.layout.start : bucket.layout.end]
         collectives.broadcast(part, layout.names_in(bucket.layout), Purpose.START, bucket.layout.label)
         if wide is not None:
             bucket.full.copy_(part)
-        if wide is not None or (arena.is_stepped and arena.homes.needs_copy(bucket.layout.index)):
+        if wide is not None or (flat_buffer.is_stepped and flat_buffer.homes.needs_copy(bucket.layout.index)):
             bucket.begin_master(part if whole_masters else bucket.own_slice(part))

@@ -114,7 +114,9 @@ class Schedule:
         if stage.moves_weights:
             reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
         self._predictions = Predictions()
-        self._fetches = any(arena.homes.weights is not None for unit in units for arena in unit.arenas)
+        self._fetches = any(
+            flat_buffer.homes.weights is not None for unit in units for flat_buffer in unit.flat_buffers
+        )
         self._calls = Calls()
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself

@@ -7,7 +7,8 @@ Must not know: hooks, the optimizer, the order in which units run.
 
 A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
 (bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (deferred_gather). While
-it is pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the arenas.
+it is pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the flat
+buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from shardengine.comm import Collectives, Pending, Purpose
 from shardengine.errors import InternalError
 from shardengine.offload import Shelf
-from shardengine.sharding import Arena, Bucket, Layout, mark_weights
+from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
 
 
 class Weights(enum.Enum):
@@ -38,11 +39,11 @@ _LEGAL = {(Weights.SHARDED, Weights.GATHERING), (Weights.GATHERING, Weights.FULL
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a unit: the user's object, its index in the layout, its arena and slot."""
+    """A parameter of a unit: the user's object, its index in the layout, its flat buffer and slot."""
 
     index: int
     parameter: nn.Parameter
-    arena: Arena
+    flat_buffer: FlatBuffer
     slot: int
 
     def show(self, tensor: Tensor) -> None:
@@ -51,23 +52,28 @@ class Member:
 
     @property
     def view(self) -> Tensor:
-        """Its view of the arena."""
-        return self.arena.views[self.slot]
+        """Its view of the flat buffer."""
+        return self.flat_buffer.views[self.slot]
 
 
 class Unit:
-    """One module's arenas. ``index`` 0 is the root: everything that is in no block."""
+    """One module's flat buffers. ``index`` 0 is the root: everything that is in no block."""
 
-    def __init__(self, index: int, name: str, arenas: list[Arena], members: list[Member], layout: Layout) -> None:
+    def __init__(
+        self, index: int, name: str, flat_buffers: list[FlatBuffer], members: list[Member], layout: Layout
+    ) -> None:
         self.index = index
         self.name = name
-        self.arenas = arenas
+        self.flat_buffers = flat_buffers
         self.members = members
         self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
-        self.names = {arena.layout.index: [layout.names_in(b.layout) for b in arena.buckets] for arena in arenas}
-        self.elements = sum(arena.layout.length for arena in arenas)
-        """Of all arenas, padding included."""
-        self._by_slot = [(arena, _in_slots(arena, members)) for arena in arenas]
+        self.names = {
+            flat_buffer.layout.index: [layout.names_in(b.layout) for b in flat_buffer.buckets]
+            for flat_buffer in flat_buffers
+        }
+        self.elements = sum(flat_buffer.layout.length for flat_buffer in flat_buffers)
+        """Of all flat buffers, padding included."""
+        self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = Weights.FULL
         self._pending: list[Pending] = []
@@ -97,16 +103,16 @@ class Unit:
 
         At one rank the shard is all of it and stays where it is: then only what the parameters show changes.
         """
-        for arena in self.arenas:
-            for bucket in arena.buckets:
-                if bucket.layout.slice_length < bucket.layout.length or arena.homes.weights is not None:
-                    bucket.detach_shard(arena.homes.weights)
+        for flat_buffer in self.flat_buffers:
+            for bucket in flat_buffer.buckets:
+                if bucket.layout.slice_length < bucket.layout.length or flat_buffer.homes.weights is not None:
+                    bucket.detach_shard(flat_buffer.homes.weights)
         self.reshard()
 
     def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
         """Every bucket with the names of its parameters, in layout order."""
-        for arena in self.arenas:
-            yield from zip(arena.buckets, self.names[arena.layout.index], strict=True)
+        for flat_buffer in self.flat_buffers:
+            yield from zip(flat_buffer.buckets, self.names[flat_buffer.layout.index], strict=True)
 
     def shelves(self) -> Iterator[Shelf]:
         """Everything of it that rests on a shelf."""
@@ -118,11 +124,11 @@ class Unit:
     def gather(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
         """SHARDED → GATHERING: start the all-gather of every bucket. After an error the unit is SHARDED."""
         try:
-            for arena in self.arenas:
-                arena.allocate()
+            for flat_buffer in self.flat_buffers:
+                flat_buffer.allocate()
         except BaseException:
-            for arena in self.arenas:
-                arena.release()
+            for flat_buffer in self.flat_buffers:
+                flat_buffer.release()
             raise
         self._move(Weights.GATHERING)
         try:
@@ -148,12 +154,13 @@ class Unit:
             self.show()
 
     def reshard(self, *, abandon: bool = False) -> None:
-        """FULL → SHARDED: free the full weights. ``abandon``: views of them live on outside (bucket.Arena.release)."""
+        """FULL → SHARDED: free the full weights. ``abandon``: views of them live on outside
+        (bucket.FlatBuffer.release)."""
         self._move(Weights.SHARDED)
         if not self.pinned:
             self.show()
-        for arena in self.arenas:
-            arena.release(abandon=abandon)
+        for flat_buffer in self.flat_buffers:
+            flat_buffer.release(abandon=abandon)
 
     def recover(self) -> None:
         """After a fault: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
@@ -166,52 +173,54 @@ class Unit:
         """The only way back from GATHERING."""
         self._pending.clear()
         self.state = Weights.SHARDED
-        for arena in self.arenas:
-            arena.release(abandon=True)
+        for flat_buffer in self.flat_buffers:
+            flat_buffer.release(abandon=True)
 
     def relocate(self) -> None:
         """From FULL: the same weights in other memory, because something in flight may write into the old one."""
-        for arena in self.arenas:
-            arena.relocate()
+        for flat_buffer in self.flat_buffers:
+            flat_buffer.relocate()
         self.show()
 
     def show(self) -> None:
         """Show the user's parameters what they are without a pin: weights or poison."""
         full = self.state is Weights.FULL
-        for arena, members in self._by_slot:
-            for member, tensor in zip(members, arena.views if full else arena.poisons, strict=True):
+        for flat_buffer, members in self._by_slot:
+            for member, tensor in zip(members, flat_buffer.views if full else flat_buffer.poisons, strict=True):
                 member.parameter.data = tensor
 
     def misplaced(self, hidden: Collection[int] = ()) -> Iterator[Member]:
         """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
         full = self.state is Weights.FULL
-        for arena, members in self._by_slot:
-            for member, view, poison in zip(members, arena.views, arena.poisons, strict=True):
+        for flat_buffer, members in self._by_slot:
+            for member, view, poison in zip(members, flat_buffer.views, flat_buffer.poisons, strict=True):
                 expected, shown = view if full and member.index not in hidden else poison, member.parameter
                 if shown.data_ptr() != expected.data_ptr() or shown.dtype is not expected.dtype:
                     yield member
 
     def pin(self, collectives: Collectives) -> None:
-        """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the arenas."""
+        """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the flat buffers."""
         pins = []
-        for arena in self.arenas:
-            fresh = arena.flat.new_empty(arena.layout.length)
+        for flat_buffer in self.flat_buffers:
+            fresh = flat_buffer.flat.new_empty(flat_buffer.layout.length)
             mark_weights(fresh)
-            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+            for bucket, names in zip(flat_buffer.buckets, self.names[flat_buffer.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
                 collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label).wait()
             pins.append(fresh)
         self._pins = pins
-        views = {arena: arena.views_of(fresh) for arena, fresh in zip(self.arenas, pins, strict=True)}
+        views = {
+            flat_buffer: flat_buffer.views_of(fresh) for flat_buffer, fresh in zip(self.flat_buffers, pins, strict=True)
+        }
         for member in self.members:
-            member.show(views[member.arena][member.slot])
+            member.show(views[member.flat_buffer][member.slot])
 
     def unpin(self, collectives: Collectives, *, writable: bool) -> None:
         """End ``pin``; with ``writable`` rank 0's contents become everybody's weights."""
         pins, self._pins = self._pins or [], None
-        for arena, fresh in zip(self.arenas, pins, strict=True) if writable else ():
-            for bucket, names in zip(arena.buckets, self.names[arena.layout.index], strict=True):
+        for flat_buffer, fresh in zip(self.flat_buffers, pins, strict=True) if writable else ():
+            for bucket, names in zip(flat_buffer.buckets, self.names[flat_buffer.layout.index], strict=True):
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
                 bucket.edit_shard().copy_(bucket.own_slice(part))
@@ -221,8 +230,8 @@ class Unit:
         self.show()
 
     def owns_storage(self, keys: Collection[int]) -> bool:
-        """Whether one of the storages with identity ``keys`` is an arena of this unit."""
-        return any(arena.storage_key in keys for arena in self.arenas)
+        """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""
+        return any(flat_buffer.storage_key in keys for flat_buffer in self.flat_buffers)
 
     def _move(self, target: Weights) -> None:
         if (self.state, target) not in _LEGAL:
@@ -230,18 +239,18 @@ class Unit:
         self.state = target
 
 
-def _in_slots(arena: Arena, members: Sequence[Member]) -> list[Member]:
-    """Those in ``arena``, in the order of its slots."""
-    return sorted((member for member in members if member.arena is arena), key=lambda member: member.slot)
+def _in_slots(flat_buffer: FlatBuffer, members: Sequence[Member]) -> list[Member]:
+    """Those in ``flat_buffer``, in the order of its slots."""
+    return sorted((member for member in members if member.flat_buffer is flat_buffer), key=lambda member: member.slot)
 
 
 def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
-    """Bytes that hold weights at this moment, by tier: arenas, separate shards and pins."""
-    arenas = [arena for unit in units for arena in unit.arenas]
+    """Bytes that hold weights at this moment, by tier: flat buffers, separate shards and pins."""
+    flat_buffers = [flat_buffer for unit in units for flat_buffer in unit.flat_buffers]
     found = Counter(device=sum(pin.nbytes for unit in units for pin in unit.pins))
-    for arena in arenas:
-        found["device"] += arena.storage_bytes
-        found["cpu"] += 0 if arena.parked is None else arena.parked.nbytes
-        for bucket in arena.buckets:
-            found[bucket.place] += bucket.layout.slice_length * arena.layout.itemsize if bucket.separate else 0
+    for flat_buffer in flat_buffers:
+        found["device"] += flat_buffer.storage_bytes
+        found["cpu"] += 0 if flat_buffer.parked is None else flat_buffer.parked.nbytes
+        for bucket in flat_buffer.buckets:
+            found[bucket.place] += bucket.layout.slice_length * flat_buffer.layout.itemsize if bucket.separate else 0
     return found

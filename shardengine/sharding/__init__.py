@@ -14,15 +14,15 @@ from shardengine.sharding import layout, partition, precision
 from shardengine.sharding.bucket import (
     MASTER,
     SHARD,
-    Arena,
     Bucket,
+    FlatBuffer,
     holds_weights,
     in_memory_order,
     mark_weights,
     restore_poison,
     shaped,
 )
-from shardengine.sharding.layout import ArenaLayout, BucketLayout, Layout, ParameterSpec, Piece
+from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
 from shardengine.sharding.precision import Precision, ScalePolicy
 from shardengine.sharding.wrapping import is_lookup
@@ -30,10 +30,10 @@ from shardengine.sharding.wrapping import is_lookup
 __all__ = [
     "MASTER",
     "SHARD",
-    "Arena",
-    "ArenaLayout",
     "Bucket",
     "BucketLayout",
+    "FlatBuffer",
+    "FlatBufferLayout",
     "Layout",
     "ParameterSpec",
     "Partition",

@@ -2,8 +2,8 @@
 
 Must not know: who calls it, process groups, stages, hooks.
 
-An arena's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to backward. It
-is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``park``,
+A flat buffer's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to
+backward. It is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``park``,
 ``forsake``), to a collective that may still write into it (``relocate``).
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardengine.offload import HOST, Done, Homes, MemoryShelf, Shelf, Tier, host_copy, is_apart, mark
-from shardengine.sharding.layout import ArenaLayout, BucketLayout, ParameterSpec
+from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
 
 SHARD = "shard"
 """The name on the shelf of weights that rest in another tier."""
@@ -81,7 +81,7 @@ def holds_weights(storage: torch.UntypedStorage) -> bool:
 
 
 class Bucket:
-    """A range of an arena: its ``full`` view (valid while the arena is allocated) and this rank's ``shard``.
+    """A range of a flat buffer: its ``full`` view (valid while the flat buffer is allocated) and this rank's ``shard``.
 
     Resting replicated, the shard is a view of ``full``; resting sharded it is a tensor of its own. ``shelf`` holds what
     the optimizer keeps of what this rank steps (its slice, or all of it): states, and the master weights where these
@@ -89,11 +89,11 @@ class Bucket:
     this order: the master weights (``begin_master``) while ``full`` is whole, ``detach_shard``, the states.
     """
 
-    def __init__(self, layout: BucketLayout, arena: Arena, rank: int, shelf: Shelf) -> None:
+    def __init__(self, layout: BucketLayout, flat_buffer: FlatBuffer, rank: int, shelf: Shelf) -> None:
         self.layout = layout
         self.rank = rank
-        self.arena = arena
-        self.full = arena.flat[layout.start : layout.end]
+        self.flat_buffer = flat_buffer
+        self.full = flat_buffer.flat[layout.start : layout.end]
         self._shard = self.own_slice(self.full)
         self.separate = False
         self.rest: Shelf | None = None
@@ -193,7 +193,7 @@ class Bucket:
     @property
     def is_stepped_apart(self) -> bool:
         """Whether one of host and device computes the update, and the weights rest with the other."""
-        return is_apart(self.arena.device) and self.shelf.away != (self.rest is not None)
+        return is_apart(self.flat_buffer.device) and self.shelf.away != (self.rest is not None)
 
     def end_weights(self, *, changed: bool) -> None:
         """They are written, if they ``changed`` at all."""
@@ -216,7 +216,7 @@ class Bucket:
         """Copy the shard to its place in ``full``, ready to be gathered."""
         if self.rest is not None:
             self.own_slice(self.full).copy_(self.rest.take()[SHARD], non_blocking=True)
-            self._loaded = mark(self.arena.device)
+            self._loaded = mark(self.flat_buffer.device)
             self.rest.leave()
         elif self.separate:
             self.own_slice(self.full).copy_(self.shard)
@@ -234,7 +234,7 @@ def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor,
         yield weight, master, weight != master.to(weight.dtype)
 
 
-class Arena:
+class FlatBuffer:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
 
     homes: what rests elsewhere than on ``device``.
@@ -242,7 +242,7 @@ class Arena:
 
     def __init__(
         self,
-        layout: ArenaLayout,
+        layout: FlatBufferLayout,
         specs: list[ParameterSpec],
         dtype: torch.dtype,
         device: torch.device,
@@ -268,7 +268,7 @@ class Arena:
         mark_weights(self.flat)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Per slot, the view with the parameter's shape of a tensor as long as the arena."""
+        """Per slot, the view with the parameter's shape of a tensor as long as the flat buffer."""
         return [
             shaped(flat[slot.start : slot.end], spec) for slot, spec in zip(self.layout.slots, self.specs, strict=True)
         ]
@@ -354,7 +354,7 @@ class Arena:
         return self.views if self.parked is None else self.views_of(self.parked)
 
     def forsake(self) -> None:
-        """Another arena has taken over: let go of all memory. Who still holds a view of it keeps it."""
+        """Another flat buffer has taken over: let go of all memory. Who still holds a view of it keeps it."""
         self._let_go()
         self.parked = None
         for bucket in self.buckets:

@@ -2,15 +2,15 @@
 
 Must not know: devices, tensors, process groups. Everything else asks here instead of computing an offset.
 
-    arena   one flat storage per unit and bucket key (dtype, trainable)
-    bucket  a range of an arena that is communicated together; its length is a multiple of ranks * alignment
-    slot    the place of one parameter in its arena
-    slice   rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
+    flat buffer   one storage per unit and bucket key (dtype, trainable)
+    bucket        a range of a flat buffer that is communicated together; its length is a multiple of ranks * alignment
+    slot          the place of one parameter in its flat buffer
+    slice         rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
 
 Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elements (alignment 16):
 
-    arena    0               16              32              48              64
-             |a a a a a a a a|a a a a . . . .|b b b b b b b .|. . . . . . . .|
+    flat     0               16              32              48              64
+    buffer   |a a a a a a a a|a a a a . . . .|b b b b b b b .|. . . . . . . .|
     slots    a: [0, 20) padded to 32          b: [32, 39) padded to 48
     buckets  bucket 0: [0, 32)                bucket 1: [32, 64)
     slices   rank 0: [0, 16)  rank 1: [16,32) rank 0: [32,48) rank 1: [48, 64)
@@ -40,8 +40,8 @@ class ParameterSpec:
 
     group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
     order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in an
-    arena count elements in memory order, so that channels_last weights keep their strides. number: of its first element
-    among all elements of all of the model's parameters, which no layout changes.
+    flat buffer count elements in memory order, so that channels_last weights keep their strides. number: of its first
+    element among all elements of all of the model's parameters, which no layout changes.
     """
 
     names: tuple[str, ...]
@@ -80,7 +80,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, start + numel) of an arena belong to ``parameter``; up to ``padded_end`` is its padding."""
+    """Elements [start, start + numel) of a flat buffer belong to ``parameter``; up to ``padded_end`` is its padding."""
 
     parameter: int
     start: int
@@ -95,10 +95,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, end) of arena ``arena``. ``index`` numbers the trainable buckets in launch order, -1: frozen."""
+    """Elements [start, end) of flat buffer ``flat_buffer``. ``index`` numbers the trainable buckets in launch order,
+    -1: frozen."""
 
     index: int
-    arena: int
+    flat_buffer: int
     start: int
     end: int
     ranks: int
@@ -106,7 +107,11 @@ class BucketLayout:
     @cached_property
     def label(self) -> str:
         """For errors."""
-        return f"bucket {self.index}" if self.index >= 0 else f"frozen bucket {self.start} of arena {self.arena}"
+        return (
+            f"bucket {self.index}"
+            if self.index >= 0
+            else f"frozen bucket {self.start} of flat buffer {self.flat_buffer}"
+        )
 
     @cached_property
     def length(self) -> int:
@@ -119,17 +124,18 @@ class BucketLayout:
         return self.length // self.ranks
 
     def slice_interval(self, rank: int) -> tuple[int, int]:
-        """Arena coordinates of ``rank``'s slice."""
+        """FlatBuffer coordinates of ``rank``'s slice."""
         first = self.start + rank * self.slice_length
         return first, first + self.slice_length
 
     def held_interval(self, elements: int, rank: int) -> tuple[int, int]:
-        """Arena coordinates of a tensor of ``rank`` with so many elements: all of the bucket, or the rank's slice."""
+        """FlatBuffer coordinates of a tensor of ``rank`` with so many elements: all of the bucket, or the rank's
+        slice."""
         return (self.start, self.end) if elements == self.length else self.slice_interval(rank)
 
 
 @dataclass(frozen=True)
-class ArenaLayout:
+class FlatBufferLayout:
     """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets."""
 
     index: int
@@ -174,7 +180,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, end) of an arena, all of one parameter, starting at its element ``offset``."""
+    """Elements [start, end) of a flat buffer, all of one parameter, starting at its element ``offset``."""
 
     parameter: int
     start: int
@@ -184,10 +190,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a model: arenas in launch order of their buckets, and the trainable buckets by index."""
+    """The layout of a model: flat buffers in launch order of their buckets, and the trainable buckets by index."""
 
     parameters: tuple[ParameterSpec, ...]
-    arenas: tuple[ArenaLayout, ...]
+    flat_buffers: tuple[FlatBufferLayout, ...]
     ranks: int
     _found: dict[tuple[int, int], tuple[tuple[Piece, ...], tuple[str, ...]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -196,14 +202,14 @@ class Layout:
     @cached_property
     def buckets(self) -> tuple[BucketLayout, ...]:
         """The trainable buckets; ``buckets[i].index == i``."""
-        return tuple(bucket for arena in self.arenas for bucket in arena.buckets if bucket.index >= 0)
+        return tuple(bucket for flat_buffer in self.flat_buffers for bucket in flat_buffer.buckets if bucket.index >= 0)
 
     @cached_property
-    def arenas_of(self) -> Mapping[int, tuple[ArenaLayout, ...]]:
-        """The arenas of each unit that has some, in order."""
-        found: dict[int, tuple[ArenaLayout, ...]] = {}
-        for arena in self.arenas:
-            found[arena.unit] = (*found.get(arena.unit, ()), arena)
+    def flat_buffers_of(self) -> Mapping[int, tuple[FlatBufferLayout, ...]]:
+        """The flat buffers of each unit that has some, in order."""
+        found: dict[int, tuple[FlatBufferLayout, ...]] = {}
+        for flat_buffer in self.flat_buffers:
+            found[flat_buffer.unit] = (*found.get(flat_buffer.unit, ()), flat_buffer)
         return found
 
     def names_in(self, bucket: BucketLayout) -> tuple[str, ...]:
@@ -216,20 +222,20 @@ class Layout:
 
     def _found_in(self, bucket: BucketLayout) -> tuple[tuple[Piece, ...], tuple[str, ...]]:
         """Pieces and names, which every step asks for: found once per bucket."""
-        key = bucket.arena, bucket.start
+        key = bucket.flat_buffer, bucket.start
         if key not in self._found:
             pieces = tuple(self._cut(bucket))
             self._found[key] = pieces, tuple(self.parameters[piece.parameter].name for piece in pieces)
         return self._found[key]
 
     def _cut(self, bucket: BucketLayout) -> Iterator[Piece]:
-        for slot in self.arenas[bucket.arena].slots_within(bucket.start, bucket.end):
+        for slot in self.flat_buffers[bucket.flat_buffer].slots_within(bucket.start, bucket.end):
             start, end = max(slot.start, bucket.start), min(slot.end, bucket.end)
             if start < end:
                 yield Piece(slot.parameter, start, end, start - slot.start)
 
     def pieces_within(self, bucket: BucketLayout, interval: tuple[int, int]) -> Iterator[Piece]:
-        """The parts of ``pieces`` that lie in ``interval`` (arena coordinates)."""
+        """The parts of ``pieces`` that lie in ``interval`` (flat buffer coordinates)."""
         pieces = self.pieces(bucket)
         for number in range(bisect_right(pieces, interval[0], key=_end_of), len(pieces)):
             piece = pieces[number]
@@ -241,13 +247,13 @@ class Layout:
     def segments(
         self, bucket: BucketLayout, interval: tuple[int, int], label: Callable[[int], Hashable | None]
     ) -> list[tuple[Hashable, int, int]]:
-        """``interval`` (arena coordinates) cut where ``label(parameter)`` changes; None is left out.
+        """``interval`` (flat buffer coordinates) cut where ``label(parameter)`` changes; None is left out.
 
         Neighbours with equal labels are merged across their padding, so a whole bucket of one optimizer group is one
         segment. Starts and ends are multiples of the alignment ([Note: Alignment]), padding rides with its parameter.
         """
         found: list[tuple[Hashable, int, int]] = []
-        for slot in self.arenas[bucket.arena].slots_within(*interval):
+        for slot in self.flat_buffers[bucket.flat_buffer].slots_within(*interval):
             start, end = max(slot.start, interval[0]), min(slot.padded_end, interval[1])
             key = label(slot.parameter) if start < end else None
             if key is None:
@@ -259,8 +265,8 @@ class Layout:
         return found
 
     def elements(self, *, trainable: bool) -> int:
-        """Elements with padding of the trainable, or of the frozen, arenas."""
-        return sum(arena.length for arena in self.arenas if arena.trainable is trainable)
+        """Elements with padding of the trainable, or of the frozen, flat buffers."""
+        return sum(flat_buffer.length for flat_buffer in self.flat_buffers if flat_buffer.trainable is trainable)
 
 
 def _end_of(piece: Piece) -> int:
@@ -275,10 +281,10 @@ def alignment(itemsize: int) -> int:
 def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
-    The cap is a true cap, but never below one aligned slice per rank. Arenas come in the order in which backward is
-    expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
+    The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
+    is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
     """
-    arenas: list[ArenaLayout] = []
+    flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
     members_of: dict[int, list[int]] = {}
     for index, spec in enumerate(specs):
@@ -291,10 +297,12 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layou
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
             for start, end in _cut(slots[-1].padded_end, ranks * align, bucket_elements):
-                buckets.append(BucketLayout(next_bucket if trainable else -1, len(arenas), start, end, ranks))
+                buckets.append(BucketLayout(next_bucket if trainable else -1, len(flat_buffers), start, end, ranks))
                 next_bucket += trainable
-            arenas.append(ArenaLayout(len(arenas), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets)))
-    return Layout(tuple(specs), tuple(arenas), ranks)
+            flat_buffers.append(
+                FlatBufferLayout(len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets))
+            )
+    return Layout(tuple(specs), tuple(flat_buffers), ranks)
 
 
 def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elements: int) -> list[Slot]:

@@ -1,4 +1,4 @@
-"""From a module to units: which modules are units, which parameter belongs to which, and moving them into arenas.
+"""From a module to units: which modules are units, which parameter belongs to which, and moving them into flat buffers.
 
 Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 
@@ -7,7 +7,8 @@ of the classes that the config names; else those of Hugging Face's ``_no_split_m
 ``sharding/wrapping.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module
 around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
 parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
-anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the arenas.
+anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the flat
+buffers.
 
 What is recomputed in backward (``runtime/activation_checkpointing.py``), and what waits for stepped weights, are the
 repeated blocks alone: those classes, else the children of ModuleLists with two or more children of one class.
@@ -37,7 +38,7 @@ class Partition:
     """What a model consists of, before anything is moved.
 
     names: every parameter name → parameter (tied ones several times)
-    inside: parameters that live in arenas, in registration order, ``specs`` beside them; outside: the others
+    inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
     units: unit modules with their names, without the root
     modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
     """
@@ -51,7 +52,7 @@ class Partition:
     places: list[tuple[str, Mapping[str, Any], str, Any]]
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters outside of the arenas with their first names."""
+        """The parameters outside of the flat buffers with their first names."""
         first = self.first_names()
         return [(first[id(parameter)], parameter) for parameter in self.outside]
 

@@ -19,7 +19,7 @@ from tests.ranks import RankPool
 Pools = Callable[[int], RankPool]
 STEPS = 20
 SMALL = 600
-"""Elements of a bucket: several in every arena, so that a part of them can rest elsewhere."""
+"""Elements of a bucket: several in every flat buffer, so that a part of them can rest elsewhere."""
 
 PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32": ({}, {}),
