@@ -15,7 +15,7 @@ from tests.parts import collectives, make_flat_buffers, spec, trainable_buckets
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-# At 2 ranks, 32 elements a bucket, the flat buffer has: d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
+# 2 ranks, 32 elements a bucket; the flat buffer: d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
 SPECS = [spec("a", 40), spec("b", 7), spec("c", 32), spec("d", 4, 5)]
 BUCKET_NAMES = [("d",), ("c",), ("b", "a"), ("a",)]
 
