@@ -1,5 +1,4 @@
-"""Hand-made parts of an engine for the unit tests: specs, collectives, flat buffers, a unit, without a model around
-them."""
+"""Hand-made parts of an engine for the unit tests: specs, collectives, flat buffers, a unit; without a model."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NO_FRONT_DOOR = ("interchange", "app")
 LAZY_IMPORTS_ALLOWED = ("app",)
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
 LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ("engine/checkpointing.py",)
-"""Single files with the same right, as paths under the package, each with its reason beside it. They may look up."""
+"""Single files with the same right, which may also look up: the engine loads `checkpoint/` at the first call."""
 
 DATA_OPERATIONS = frozenset(
     "all_reduce all_reduce_coalesced reduce broadcast broadcast_object_list all_gather all_gather_object "
@@ -54,7 +54,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 60, 7, 18
 ATTRIBUTE_EXEMPT_FILES = ("config",)
 """Config dataclasses hold as many keys as the JSON has."""
 ATTRIBUTE_EXEMPT_CLASSES: Mapping[str, str] = {}
-"""Class name to the reason why it may hold more than 14 attributes."""
+"""Class name to the reason why it may hold more than ``MAX_ATTRIBUTES``."""
 
 FORBIDDEN_TEXT = {
     "a machine's path": re.compile(r"(?<![\w.~])/(?:work|root|home)(?:/|\b)"),
@@ -214,11 +214,11 @@ def distributed_operations(path: str, source: str) -> list[str]:
 
 
 def hook_registrations(path: str, source: str) -> list[str]:
-    """Hook registrations outside hooks.py. An object of ours on itself is fine: it is no module of the user's."""
+    """Hook registrations outside runtime/hooks.py. An object of ours on itself is fine: it is no user's module."""
     if path in HOOK_FILES:
         return []
     return [
-        f"{path}:{node.lineno}: {node.attr} belongs in hooks.py"
+        f"{path}:{node.lineno}: {node.attr} belongs in runtime/hooks.py"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and REGISTRATION.match(node.attr) and _dotted(node.value) != "self"
     ]

@@ -14,7 +14,7 @@ GROUPS = ("gather", "reduce")
 
 
 def of(*notes: str) -> FlightRecorder:
-    """A history of notes "group text"."""
+    """A recorder of notes "group text"."""
     found = FlightRecorder(GROUPS)
     for note in notes:
         found.note(*note.split(" ", 1))
@@ -45,7 +45,7 @@ def test_the_first_difference_from_rank_0_is_found() -> None:
 
 
 def numbered(count: int, **other: str) -> FlightRecorder:
-    """A history of so many gathers; other: what some of them are instead, as ``number_7="another"``."""
+    """A recorder of so many gathers; other: what some of them are instead, as ``number_7="another"``."""
     return of(*(f"gather {other.get(f'number_{number}', number)}" for number in range(1, count + 1)))
 
 

@@ -206,10 +206,8 @@ def test_parameters_of_a_unit_lie_in_reverse_order_and_the_root_comes_last() -> 
 
 def test_dtypes_and_frozen_parameters_have_flat_buffers_of_their_own() -> None:
     plan = layout.build([spec("a", 4), spec("b", 4, dtype="float64"), spec("c", 4, trainable=False)], 1, 100)
-    assert sorted((flat_buffer.dtype, flat_buffer.trainable, len(flat_buffer.slots)) for flat_buffer in
-    plan.flat_buffers) == [
-        ("float32", False, 1), ("float32", True, 1), ("float64", True, 1),
-    ]  # fmt: skip
+    found = sorted((each.dtype, each.trainable, len(each.slots)) for each in plan.flat_buffers)
+    assert found == [("float32", False, 1), ("float32", True, 1), ("float64", True, 1)]
 
 
 def test_a_large_parameter_is_cut_across_buckets() -> None:

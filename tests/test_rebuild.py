@@ -264,7 +264,7 @@ def peak_of_a_change(frozen: int) -> tuple[int, int, int, int]:
         all_gather = engine._core.collectives.all_gather
 
         def observed(full: Any, names: Any, purpose: Purpose, *what: str) -> Any:
-            if purpose is Purpose.RELAYOUT:
+            if purpose is Purpose.REBUILD:
                 assert what and "bucket" in what[0], "an error would not name it"
                 samples.append(sum(live_storages().values()))
             return all_gather(full, names, purpose, *what)

@@ -15,7 +15,7 @@ from tests.parts import collectives, make_flat_buffers, spec, trainable_buckets
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-# 2 ranks, 32 elements a bucket; the flat buffer: d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
+# 2 ranks, 32 elements a bucket; it holds d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
 SPECS = [spec("a", 40), spec("b", 7), spec("c", 32), spec("d", 4, 5)]
 BUCKET_NAMES = [("d",), ("c",), ("b", "a"), ("a",)]
 
@@ -55,7 +55,7 @@ class Bench:
         self.reducer.sweep()
 
     def flat(self, of: Callable[[int], Tensor]) -> Tensor:
-        """The flat buffer's flat tensor with ``of(parameter)`` in the parameters' places, zeros in the padding."""
+        """A tensor as long as the flat buffer, with ``of(parameter)`` in the parameters' places, zeros between."""
         found = torch.zeros(self.flat_buffers[0].layout.length)
         for slot in self.flat_buffers[0].layout.slots:
             found[slot.start : slot.end] = of(slot.parameter).reshape(-1)

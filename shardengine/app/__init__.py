@@ -1,6 +1,7 @@
-"""What `shardengine train` and `shardengine env` do: an ordinary user of the library's public names.
+"""The commands. The training loop is an ordinary user of the library's public names; the rest may look further.
 
-command      the parent: checks everything, builds the default model, starts the ranks with torchrun
+cli          arguments of the command line, and what is called
+command      train, the parent: checks everything, builds the default model, starts the ranks with torchrun
 loop         one rank: the training loop, to be read as an example of the library
 corpus       the built-in text and the small model that is made for it
 jsonl        files of JSON lines, with errors that name the line
@@ -11,5 +12,7 @@ resume       checkpoints: what --resume takes from an earlier run, when one is s
 job          ranks that a launcher has started again find the run that they were making
 restarts     ranks that died are started again by the parent: how often, and what is said
 stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
-environment  what a bug report needs
+environment  env: what a bug report needs
+settings     what train was asked for             together   sums of a few numbers over ranks
+export, convert, inspect_checkpoint               the commands of these names (convert: import)
 """

@@ -9,7 +9,7 @@ store_board          the texts of ranks in the process group's store
 agreement            compare facts, and fail together
 meeting              before an engine's groups are made
 
-Must not know: modules, buckets, stages.
+Must not know: how modules, buckets and stages work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Ranks agree before the first data collective, which a mismatch would abort or hang.
 
-Owns the fingerprint of model, layout and config, turning one rank's failure into an error on all ranks, and who carries
-out the kernels of a CPU.
+Owns: comparing facts, turning one rank's failure into an error on all ranks, and who carries out the kernels of a CPU.
 Must not know: what is done afterwards.
 """
 

@@ -1,7 +1,7 @@
 """What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
 
-Owns: notices (a rank raised, waits, leaves), the sentences that a waiting rank makes of them, the meetings before new
-process groups are built and before engines end. Must not know: which collectives there are, buckets, the engine.
+Owns: notices (a rank raised or gave up), waits and goodbyes, the sentences that a waiting rank makes of them, the
+meetings in ``engine.reset()`` and before engines end. Must not know: which collectives there are, buckets, the engine.
 
 [Note: Notices] A rank that raises in forward, backward or step leaves the others waiting in a collective that it will
 never issue. So it tells them: it writes what happened under its number. A rank whose wait lasts longer than

@@ -30,7 +30,7 @@ class Purpose(enum.Enum):
     WHOLE_WEIGHTS = "full_params and state_dict"
     WHOLE_STATE = "full_grads and full_optimizer_state"
     BUFFERS = "buffers"
-    RELAYOUT = "new layout"
+    REBUILD = "new layout"
     START = "start"
     CONTROL = "control"
 

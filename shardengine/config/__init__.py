@@ -6,7 +6,7 @@ reader           a JSON tree to checked values, all problems at once
 kinds            kinds of values: parse, describe, nearest name
 foreign          what other engines' files say
 
-Must not know: torch, devices, ranks.
+Must not know: torch, devices, process groups; the number of ranks comes in as an integer.
 """
 
 from __future__ import annotations

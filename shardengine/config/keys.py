@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from shardengine.config import foreign as config_foreign
+from shardengine.config import foreign
 from shardengine.config.kinds import (
     ANY,
     AUTOCAST_DTYPE,
@@ -253,11 +253,11 @@ KEYS: dict[str, Key] = {
         *(_rows(Status.LATER, section, keys) for section, keys in _LATER.items()),
         *(
             _rows(Status.REFUSED, section, {name: (ANY, *row) for name, row in keys.items()})
-            for section, keys in config_foreign.REFUSED.items()
+            for section, keys in foreign.REFUSED.items()
         ),
         *(
             _rows(Status.NO_EFFECT, section, {name: (ANY, None, why) for name, why in keys.items()})
-            for section, keys in config_foreign.NO_EFFECT.items()
+            for section, keys in foreign.NO_EFFECT.items()
         ),
     )
     for key in rows

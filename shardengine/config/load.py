@@ -1,9 +1,8 @@
 """The JSON config as frozen dataclasses. Owns: reading, checking, the batch triple, notices, and the way back to JSON.
 
 Strict: an unknown key is an error that names the nearest valid one, and every problem of a file is reported in one
-ConfigError. The keys themselves are rows of `config/keys.py`,
-read by `config/reader.py`. It must not know torch, devices, groups or any runtime
-object; the number of ranks comes in as an integer (`Config.resolve_batch`).
+ConfigError. The keys themselves are rows of `config/keys.py`, read by `config/reader.py`. It must not know torch,
+devices, groups or any runtime object; the number of ranks comes in as an integer (`Config.resolve_batch`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""The bucketed data-parallel core that every stage runs on. Must not know stages by name, modules or weights."""
+"""The bucketed data-parallel core that every stage runs on: gradients, from autograd to the shard that is stepped.
+
+accumulation      the window of micro-batches
+gradient_bucket   where the gradients of one bucket rest, and in which dtype
+reducer           readiness, order of launches, sweep
+gradient_views    what parameter.grad shows
+early_use         gradients that are stepped in backward
+buffers           module buffers that are equal to rank 0's
+
+Must not know: stages by name, how modules run, where weights rest.
+"""
 
 from shardengine.ddp.accumulation import Forward, Window
 from shardengine.ddp.buffers import BufferSync

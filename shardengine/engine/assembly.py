@@ -208,7 +208,7 @@ def _drive(
     window: Window,
 ) -> tuple[Reducer, Schedule]:
     """What moves the gradients and the weights of ``units``."""
-    by_index = {b.layout.index: b for unit in units for a in unit.flat_buffers for b in a.buckets}
+    by_index = {b.layout.index: b for unit in units for flat in unit.flat_buffers for b in flat.buckets}
     buckets = [by_index[index] for index in range(len(plan.buckets))]
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]

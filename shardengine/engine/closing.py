@@ -68,9 +68,8 @@ def _leave_weights(core: Core) -> None:
     core.await_weights()
     core.schedule.rest()
     for unit in core.units:
-        parked = any(
-            flat_buffer.parked is not None for flat_buffer in unit.flat_buffers
-        )  # then all of it rests with this rank
+        # what is parked rests with this rank, all of it
+        parked = any(flat_buffer.parked is not None for flat_buffer in unit.flat_buffers)
         if core.stage.moves_weights and not parked:
             unit.gather(core.collectives)
             unit.await_full()

@@ -65,7 +65,7 @@ class Inspection:
     _applied: bool
     _buffers_sent: bool
     _saves: Any = None
-    """What is written behind training (checkpoint.saving.Background), from the first save on."""
+    """What is written behind training (checkpoint.background.Background), from the first save on."""
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Freeing the device between two phases of a program: sharded states and weights move to host memory, and back.
+"""Freeing the device between two phases of a program: states and weights that rest there move to host memory, and back.
 
 Owns: what can be moved, and when. Must not know: what it is used for.
 """

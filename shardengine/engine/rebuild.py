@@ -204,9 +204,8 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
     footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
-    homes = core.tiers.homes(
-        [bucket.length for bucket in plan.buckets], footprint.on_device
-    )  # "auto": for the same memory
+    # a ratio "auto" is for the same memory
+    homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     planned = _Planned(found, plan, homes)
 
     def take_room() -> None:
@@ -323,7 +322,7 @@ def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Desti
             full = core.pool.take(bucket.layout.length, held.dtype, core.mesh.device)
             bucket.own_slice(full).copy_(held)
             names = core.layout.names_in(bucket.layout)
-            core.collectives.all_gather(full, names, Purpose.RELAYOUT, bucket.layout.label).wait()
+            core.collectives.all_gather(full, names, Purpose.REBUILD, bucket.layout.label).wait()
         for span in _spans(core.layout, bucket, {key: full}):
             if key == "weight" or span.name in stepped:
                 target.receive(span)

@@ -251,8 +251,7 @@ def _store(source: _Source, flats: Flats, targets: dict[str, Tensor], first: int
 
 
 def _overlap(piece: Piece, flat: Tensor, other: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The elements of ``piece`` that ``other`` (from ``first`` of the flat buffer on) has, of its parameter and of
-    other."""
+    """The elements of ``piece`` in ``flat``, and in ``other``, which begins at ``first`` of the flat buffer."""
     start, end = max(piece.start, first), min(piece.end, first + other.numel())
     if start < end:
         offset = piece.offset + start - piece.start

@@ -2,7 +2,7 @@
 
 ours       stored (one opened without an engine), summary (what is in it), kinds (what a directory is)
 out        hugging_face, adapters, weight_files (from_pretrained, peft) · dcp_export · aside (whole or not at all)
-in         deepspeed, shards, unsharded · dcp · options, unpickling (pickles without their code)
+in         deepspeed, shards, unsharded · dcp, dcp_files · options, unpickling (pickles without their code)
 between    foreign (what was read) → writing (a checkpoint of ours)
 
 Must not know: engines, ranks.

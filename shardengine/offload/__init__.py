@@ -1,6 +1,14 @@
-"""Where resting shards live: tiers (the device, host memory, files on a disk) and what steps them on the host.
+"""Where bytes live (the device, host memory, files on a disk), how they get there, and what steps them on the host.
 
-Must not know: stages, buckets, process groups, the order of a step.
+tiers, shelf              what rests of a bucket, and in which tier
+file_tier                 shelves in one file per process, with few buffers
+extents, room, claims     that file: its parts and their checksums, its free space, whose it is
+disk, transfer            reads and writes past the page cache, and those under way
+copy_stream, copy_queue   copies between device and host beside the computation; tensors on their way
+pool, host_memory         buffers that are used again; memory in huge pages
+cpu_adam                  the step on the host, also for loops without an engine
+
+Must not know: stages, what is in a bucket, process groups, the order of a step.
 """
 
 from shardengine.offload.copy_queue import CopyQueue

@@ -126,7 +126,7 @@ class ExtentFile:
         except (OSError, Damage) as error:
             wanted = Extent(self._disk.size, count)
             raise OffloadError(_sentence(self._label, "taking room for", self.path, wanted, error)) from error
-        sums = [_sum_of_zeros(end - start) for start, end in _cuts(count, self._aio.block_size)]
+        sums = [_sum_of_zeros(end - start) for start, end in _segments(count, self._aio.block_size)]
         self._states[extent] = _State(array("I", sums))
         self._reserved.setdefault(count, []).append(extent)
 
@@ -181,7 +181,7 @@ class ExtentFile:
         while (start := self._room.take(count)) is not None:
             try:
                 zeros = bytes_of(staging(min(count, self._aio.block_size)))
-                for first, end in _cuts(count, self._aio.block_size):
+                for first, end in _segments(count, self._aio.block_size):
                     self._disk.write(zeros[: end - first], start + first)
                 return start
             except OSError as error:
@@ -350,7 +350,7 @@ def _pages(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _cuts(count: int, size: int) -> Iterator[tuple[int, int]]:
+def _segments(count: int, size: int) -> Iterator[tuple[int, int]]:
     """The blocks of ``count`` bytes: [start, end)."""
     return ((start, min(start + size, count)) for start in range(0, count, size))
 
@@ -358,7 +358,7 @@ def _cuts(count: int, size: int) -> Iterator[tuple[int, int]]:
 @lru_cache(maxsize=8)
 def _sum_of_zeros(count: int) -> int:
     found = 0
-    for start, end in _cuts(count, len(_ZEROS)):
+    for start, end in _segments(count, len(_ZEROS)):
         found = crc32(_ZEROS[: end - start], found)
     return found
 

@@ -1,4 +1,4 @@
-"""Transient flat buffers that are used again. Must not know: what is in them."""
+"""Transient flat tensors that are used again. Must not know: what is in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Transient flat buffers, reused instead of freed: touching fresh pages costs more than the copies into them.
+    """Transient flat tensors, reused instead of freed: touching fresh pages costs more than the copies into them.
 
     pins: those in host memory are page-locked, so that a GPU copies them fast.
     """

@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
-        self._cuts = Segments(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
+        self._segments = Segments(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
         if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
             reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
 
@@ -205,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "load a checkpoint"
             )
         if self.early and not update.begun:
-            self.early.require_same(lambda index: [self._rule(label) for label in self._cuts_ahead()[index]])
+            self.early.require_same(lambda index: [self._rule(label) for label in self._segments_ahead()[index]])
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         for each in (self, self.lent):  # torch's schedulers warn where no step came before theirs
@@ -218,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update.left_out = None if update.scalars["skip"] is None else HostFlag(update.scalars["skip"])
             for parameter in update.touched:
                 self.steps[parameter] += 1
-        way, work = self._reducer.way_back, zip(self._reducer.buckets, self._cuts.of(self._labels()), strict=True)
+        way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
         fetches = any(state.bucket.shelf.away for state in self._reducer.buckets)
         rules: dict[Label, tuple[Rule, Noise | None]] = {}
         for state, spans_of in itertools.islice(work, update.stepped, None):
@@ -246,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
             return  # it waits for the step, which is an error then
         if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
-            parts = self._parts(self._cuts_ahead()[index])
+            parts = self._parts(self._segments_ahead()[index])
             then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
             self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
 
@@ -451,10 +451,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
         return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.loss_scale)
 
-    def _cuts_ahead(self) -> list[dict[Label, Spans]]:
+    def _segments_ahead(self) -> list[dict[Label, Spans]]:
         """Per bucket what the coming step steps, if that touches everything: found once per step."""
         if self._ahead is None or self._ahead[0] != self.steps:
-            self._ahead = list(self.steps), self._cuts.of(self._labels(ahead=True))
+            self._ahead = list(self.steps), self._segments.of(self._labels(ahead=True))
         return self._ahead[1]
 
     def _labels(self, *, ahead: bool = False) -> list[Label | None]:

@@ -1,4 +1,4 @@
-"""Bytes of an engine from integers alone, before anything exists (memory). Must not know: values, ranks at work."""
+"""Bytes of an engine from layout, dtypes and letters (memory). Must not know: the values of tensors, ranks at work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an engine takes of every tier's memory, from its layout alone: as well before anything is placed.
+"""What an engine takes of every tier's memory, from its layout: as well before anything is placed.
 
-Owns: the formula of model state by tier, and the bound of what the device holds beside it.
-Must not know: what is there, what is measured, how a choice of tiers is made.
+Owns: the formula of model state by tier, the bound of what the device holds beside it, and what is said of a ratio
+that was chosen and of the live window. Must not know: what is measured, how a choice of tiers is made.
 
 [Note: Buffers] The pool keeps a buffer for its next use, so the bound adds up what each length of buffer needs at most
 at one moment: the gradients that a window holds beyond ``at_rest``, which counts complete ones, and of each length of

@@ -1,6 +1,8 @@
 """What happens during a forward and a backward: hooks, gathering and resharding, prefetch, recomputation.
 
-hooks, casting             every registration on the user's module; what is registered, attachments undoes
+hooks                      every registration on the user's module
+attachments                what hangs on it, to be taken off
+casting                    inputs in the dtype of the weights
 schedule, holds, calls     which unit is gathered when, and how long it stays
 prefetch_order             which unit is needed next
 unit, placing              the weights of one unit; filling them from the model

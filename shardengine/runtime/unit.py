@@ -154,8 +154,7 @@ class Unit:
             self.show()
 
     def reshard(self, *, abandon: bool = False) -> None:
-        """FULL → SHARDED: free the full weights. ``abandon``: views of them live on outside
-        (bucket.FlatBuffer.release)."""
+        """FULL → SHARDED: free the full weights. abandon: views of them live on outside (``FlatBuffer.release``)."""
         self._move(Weights.SHARDED)
         if not self.pinned:
             self.show()

@@ -3,7 +3,7 @@
 partition, wrapping   the parameters of a model, and which modules are units
 layout                offsets, padding and slices, as integers
 bucket                flat storage, and views into it
-precision             which dtype everything has
+precision             which dtype everything has, how the loss is scaled, when a step is left out
 
 Must not know: ranks at work, hooks, the step.
 """

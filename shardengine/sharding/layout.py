@@ -39,7 +39,7 @@ class ParameterSpec:
     """What the layout needs to know of one parameter. ``names``: all names of a tied parameter, first registered first.
 
     group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
-    order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in an
+    order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in a
     flat buffer count elements in memory order, so that channels_last weights keep their strides. number: of its first
     element among all elements of all of the model's parameters, which no layout changes.
     """
@@ -95,8 +95,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, end) of flat buffer ``flat_buffer``. ``index`` numbers the trainable buckets in launch order,
-    -1: frozen."""
+    """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order, -1: frozen."""
 
     index: int
     flat_buffer: int
@@ -124,13 +123,12 @@ class BucketLayout:
         return self.length // self.ranks
 
     def slice_interval(self, rank: int) -> tuple[int, int]:
-        """FlatBuffer coordinates of ``rank``'s slice."""
+        """``rank``'s slice, in coordinates of the flat buffer."""
         first = self.start + rank * self.slice_length
         return first, first + self.slice_length
 
     def held_interval(self, elements: int, rank: int) -> tuple[int, int]:
-        """FlatBuffer coordinates of a tensor of ``rank`` with so many elements: all of the bucket, or the rank's
-        slice."""
+        """Where a tensor of ``rank`` with so many elements lies: all of the bucket, or the rank's slice."""
         return (self.start, self.end) if elements == self.length else self.slice_interval(rank)
 
 

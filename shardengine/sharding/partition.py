@@ -1,4 +1,4 @@
-"""From a module to units: which modules are units, which parameter belongs to which, and moving them into flat buffers.
+"""From a module to units: which modules are units, which parameter belongs to which, and what ranks compare of them.
 
 Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 

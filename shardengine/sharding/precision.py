@@ -1,4 +1,7 @@
-"""Which dtype everything has: what the config says, as torch dtypes. Must not know: buckets, the step."""
+"""Which dtype everything has, how the loss is scaled and when a step is left out: what the config says, for torch.
+
+Must not know: buckets, the step itself.
+"""
 
 from __future__ import annotations
 
