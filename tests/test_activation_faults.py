@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests import cases
 from tests.special_models import Boom
-from tests.test_activations import chain, engine_of, pool_of, squares, train
+from tests.test_activation_checkpointing import chain, engine_of, pool_of, squares, train
 
 STAGES = list(cases.STAGES)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.test_activations import engine_of, pool_of
+from tests.test_activation_checkpointing import engine_of, pool_of
 from tests.test_memory import live_storages, only_new_tensors
 
 ROWS, WIDTH, DEPTH = 64, 32, 6

@@ -75,7 +75,7 @@ def truth(form: str) -> oracle.Trace:
 
 
 @pytest.mark.parametrize("stage", list(cases.STAGES))
-def test_optimizer_forms_equal_the_oracle(pools: Pools, stage: str) -> None:
+def test_resolve_equal_the_oracle(pools: Pools, stage: str) -> None:
     results = pools(2).run(train_forms, stage)
     for form in FORMS:
         expected = truth(form)
