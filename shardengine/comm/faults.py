@@ -18,8 +18,8 @@ for the same collective. A wait shorter than one slice touches nothing of this.
 collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A goodbye is one
 voice's, of which ranks make the same ones over a mesh in the same order, so that engines beside and after each other do
 not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have stood
-so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note:
-How far a rank is]).
+so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before
+(store_board: [Note: How far a rank is]).
 """
 
 from __future__ import annotations

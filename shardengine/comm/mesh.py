@@ -149,8 +149,6 @@ class Mesh:
 
 _left_behind: list[weakref.ref[dist.ProcessGroup]] = []
 """Groups of engines that were garbage-collected, in the midst of anything, or never came to be. torch holds them."""
-
-
 _GIVING_BACK_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""What ``initialize`` is called with, looked at before anything else: one sentence where it is of another kind.
+"""The kinds of what ``initialize`` is called with, checked before anything else. Owns: one sentence for each.
 
 Must not know: what becomes of it.
 """
@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 _ORDER = "expected initialize(model, config, optimizer=..., lr_scheduler=...)"
 
 
-def looked_at(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``initialize``, with a TypeError that says what to do where it has no such argument, and with ``_check``."""
+def checked(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``initialize`` with its arguments checked: TypeError for names and numbers of them, UsageError for kinds."""
     signature = inspect.signature(initialize)
-    known = [name for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD]
+    known = list(signature.parameters)
 
     @functools.wraps(initialize)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -91,7 +91,6 @@ def _check(
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         cure = ': by its name it belongs into the config, under "scheduler"'
         raise _refused("lr_scheduler", "a scheduler, a function from the optimizer to one, or None", lr_scheduler, cure)
-
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise _refused("mesh", "what shardengine.comm.mesh.build() returns, or None", mesh, "")
     if not isinstance(monitors, Iterable):

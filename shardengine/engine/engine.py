@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 
 
-@arguments.looked_at
+@arguments.checked
 def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path | Config,
