@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.forks import Forks
-from tests.ranks import RankPool
+from tests.support.forks import Forks
+from tests.support.ranks import RankPool
 
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.comm import collectives
-from tests import cases
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 STEPS = 3

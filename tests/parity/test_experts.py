@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.covering import covering
-from tests.ranks import RankPool
-from tests.special_losses import bare, start
-from tests.special_models import At
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import covering
+from tests.support.ranks import RankPool
+from tests.support.special_losses import bare, start
+from tests.support.special_models import At
 
 Pools = Callable[[int], RankPool]
 BLOCKS, EXPERTS, WIDTH, INNER = 4, 8, 16, 24

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import cases
-from tests.comparing import assert_equal_to_truth
 from tests.parity.test_offload import PRECISIONS
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 STEPS = 5
