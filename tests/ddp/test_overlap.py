@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardengine.comm.flight_recorder import Purpose
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S / 2
 """For what should come."""
 SHORT_S = 0.2
 """For what cannot come, so that no wait is too short."""

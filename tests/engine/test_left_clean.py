@@ -29,7 +29,7 @@ from shardengine.optim.optimizer import ShardedOptimizer
 from shardengine.runtime import placing
 from shardengine.runtime.unit import Unit
 from shardengine.sharding.bucket import FlatBuffer
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -292,7 +292,7 @@ def test_engines_beside_and_after_each_other_under_torchrun(tmp_path: Path) -> N
     script.write_text(ENGINE_AFTER_ENGINE, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout.count("all closed") == 2, done.stderr[-3000:]
 
 
