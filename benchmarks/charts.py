@@ -3,8 +3,8 @@
 ``python -m benchmarks.charts`` draws ``step-<machine>.json`` (and ``step_rss-<machine>.json``, if it is there) as
 ``step-<machine>.svg`` (time × DDP, peak memory) and ``parts-<machine>.svg`` (where the time of a step goes), beside
 them. ``--ranks 4`` draws the run of four ranks. ``--markdown`` prints the tables instead, which hold nothing else (a
-test compares): those of docs/benchmarks.md, of ``step.py`` and of ``checkpoint.py``, if that has run, and below them the
-README's. Measures nothing.
+test compares): those of docs/benchmarks.md, of ``step.py`` and of ``checkpoint.py``, if that has run, and below them
+the README's. Measures nothing.
 """
 
 from __future__ import annotations
