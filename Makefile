@@ -55,6 +55,9 @@ ifneq ($(VENV),)
 	echo "installing what builds the site into $(VENV)"; \
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'; \
 	cat constraints.txt pyproject.toml > $(STAMP)-docs
+else
+	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || { \
+		echo "the site needs the extra docs: $(PY) -m pip install -c constraints.txt '.[docs]'" >&2; exit 2; }
 endif
 	$(PY) -m mkdocs build --strict $(ARGS)
 	@echo "open build/site/index.html"

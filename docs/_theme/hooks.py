@@ -1,8 +1,8 @@
 """What mkdocs does for this repository: the pages of docs/ link to files above it, as GitHub resolves them.
 
 Such a file becomes part of the site under its path in the repository; CONTRIBUTING.md and CHANGELOG.md become pages,
-and links to README.md go to the first page. A page shows a table of the README where GitHub shows only the link to it. Owns: that, and
-the colours of code.
+and links to README.md go to the first page. A page shows a table of the README where GitHub shows only the link to it.
+Owns: that, and the colours of code.
 """
 
 from __future__ import annotations
