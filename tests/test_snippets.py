@@ -25,8 +25,8 @@ import shardengine
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", *(f"docs/{name}.md" for name in
-                        ("getting-started", "choosing-a-stage", "training-loop", "offload", "precision"))]  # fmt: skip
+NAMES = ("getting-started", "choosing-a-stage", "training-loop", "offload", "precision", "checkpoints")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 RANKS = 2
 GIVEN = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
@@ -103,7 +103,7 @@ def run_part(block: str, config: dict[str, Any], folder: str) -> float:
         batch = {"x": torch.randn(4, 16)}
         engine.backward(engine(**batch).loss)
         engine.step()
-        given: dict[str, Any] = {"engine": engine, "batch": batch, "torch": torch}
+        given: dict[str, Any] = {"engine": engine, "batch": batch, "torch": torch, "Path": Path}
         if "engine.backward(loss)" in block:
             given["loss"] = engine(**batch).loss
         exec(compile(block, "part", "exec"), given)
