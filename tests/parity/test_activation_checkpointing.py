@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import cases
-from tests.comparing import assert_equal_to_truth
 from tests.parity.test_special_cases import truth
-from tests.ranks import RankPool
-from tests.special_losses import CASES
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
+from tests.support.special_losses import CASES
 
 Pools = Callable[[int], RankPool]
 STEPS = 3

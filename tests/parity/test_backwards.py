@@ -16,13 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import cases, oracle
-from tests import special_models as models
-from tests.comparing import assert_equal_to_truth
+from tests import oracle
 from tests.parity.test_special_cases import RUNS, chosen
-from tests.ranks import RankPool
-from tests.special_losses import bare, frozen_block, gpt2, language, language_model, net, regression, start, two_dtypes
-from tests.special_models import WIDTH, At, Block
+from tests.support import cases
+from tests.support import special_models as models
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
+from tests.support.special_losses import (
+    bare,
+    frozen_block,
+    gpt2,
+    language,
+    language_model,
+    net,
+    regression,
+    start,
+    two_dtypes,
+)
+from tests.support.special_models import WIDTH, At, Block
 
 Losses = Tensor | list[Tensor]
 
@@ -242,7 +253,7 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int, low_wire: bo
 def test_equals_oracle(pools: Callable[[int], RankPool], case: tuple[str, int], stage: str, run: str) -> None:
     name, ranks = case
     kind, steps, _, options = ALL_RUNS[run]
-    results = pools(ranks).run(train_case, name, stage, run, timeout=60.0)
+    results = pools(ranks).run(train_case, name, stage, run)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
     expected = truth(name, kind, ranks, order, steps, "communication_data_type" in options)
     assert_equal_to_truth(results, expected, run)

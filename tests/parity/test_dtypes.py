@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import cases
-from tests.comparing import assert_equal_to_truth
-from tests.covering import covering
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import covering
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.covering import covering
-from tests.ranks import RankPool
-from tests.special_losses import bare, start
-from tests.special_models import At
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import covering
+from tests.support.ranks import RankPool
+from tests.support.special_losses import bare, start
+from tests.support.special_models import At
 
 Pools = Callable[[int], RankPool]
 BLOCKS, EXPERTS, WIDTH, INNER = 4, 8, 16, 24
@@ -301,7 +302,7 @@ def truth(name: str, kind: str, ranks: int, micros: int, order: str, clip: float
 
 
 def assert_case(pools: Pools, name: str, ranks: int, kind: str, micros: int, config: dict[str, Any]) -> None:
-    results = pools(ranks).run(train, name, kind, micros, config, timeout=180.0)
+    results = pools(ranks).run(train, name, kind, micros, config)
     stage = next(key for key, zero in cases.STAGES.items() if zero.items() <= config["zero_optimization"].items())
     order = cases.LETTER[stage] if micros > 1 else "full"
     assert_equal_to_truth(results, truth(name, kind, ranks, micros, order, config["gradient_clipping"]), name)

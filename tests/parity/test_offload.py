@@ -12,9 +12,9 @@ import torch
 from shardengine.ddp import reducer
 from shardengine.offload.copy_queue import CopyQueue
 from shardengine.sharding import bucket
-from tests import cases
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 STEPS = 20
@@ -78,6 +78,7 @@ def everywhere(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("ranks", "model", "kind", "micros", "precision"),
     [

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import Engine
-from tests import cases, oracle
-from tests.comparing import expected_state
-from tests.ranks import RankPool
-from tests.special_losses import regression, two_dtypes
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import expected_state
+from tests.support.ranks import RankPool
+from tests.support.special_losses import regression, two_dtypes
 
 Pools = Callable[[int], RankPool]
 
@@ -202,6 +203,7 @@ def dtypes_of(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("model", "ranks", "options"), FURTHER_POINTS)
 def test_further_points_have_one_hash(pools: Pools, model: str, ranks: int, options: dict[str, Any]) -> None:
     chosen = [

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import cases, oracle
+from tests import oracle
+from tests.support import cases
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])

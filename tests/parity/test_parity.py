@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests import cases
-from tests.comparing import assert_equal_to_truth
-from tests.covering import covering
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import covering
+from tests.support.ranks import RankPool
 
 MODELS = [*itertools.product((1, 2, 3, 4), ("mlp", "gpt2")), (2, "llama"), (3, "llama")]
 ALL = [(*model, *rest) for model in MODELS for rest in itertools.product(cases.STAGES, (1, 3), ("AdamW", "SGD"))]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 peft = pytest.importorskip("peft")
 

@@ -12,10 +12,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.covering import covering
-from tests.ranks import RankPool
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import covering
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 MAX_NORM = 0.6

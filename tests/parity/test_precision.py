@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 BF16, FP16 = torch.bfloat16, torch.float16

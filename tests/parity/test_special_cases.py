@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.covering import Row, covering
-from tests.ranks import RankPool
-from tests.special_losses import CASES, Case
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import Row, covering
+from tests.support.ranks import RankPool
+from tests.support.special_losses import CASES, Case
 
 RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "AdamW, buckets of 600 elements": ("AdamW", 3, 600, {}),
@@ -67,6 +68,6 @@ def chosen(every: list[tuple[str, int]], runs: list[str]) -> list[Row]:
 def test_equals_oracle(pools: Callable[[int], RankPool], case: tuple[str, int], stage: str, run: str) -> None:
     name, ranks = case
     kind, steps, _, _ = RUNS[run]
-    results = pools(ranks).run(train_case, name, stage, run, timeout=60.0)
+    results = pools(ranks).run(train_case, name, stage, run)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
     assert_equal_to_truth(results, truth(name, kind, ranks, order, steps), run)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import cases
-from tests.comparing import assert_equal_to_truth
 from tests.parity.test_offload import PRECISIONS
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 STEPS = 5
@@ -63,6 +63,7 @@ def train(model: str, kind: str, configs: dict[str, dict[str, Any]], steps: int)
     return results
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("ranks", "model", "kind", "micros", "precision"),
     [

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from shardengine.comm import collectives
-from tests import cases, oracle
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
-from tests.special_losses import CASES
+from tests import oracle
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
+from tests.support.special_losses import CASES
 
 Pools = Callable[[int], RankPool]
 BF16 = {"bf16": {"enabled": True}}

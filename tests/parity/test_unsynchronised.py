@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests import cases, oracle
-from tests import special_models as models
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
-from tests.special_losses import net, regression
+from tests import oracle
+from tests.support import cases
+from tests.support import special_models as models
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
+from tests.support.special_losses import net, regression
 
 Pools = Callable[[int], RankPool]
 STEPS, MICROS = 3, 3

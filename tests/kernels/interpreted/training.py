@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardengine.kernels import operations
-from tests import cases
-from tests.comparing import assert_equal_to_truth
-from tests.ranks import RankPool
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
 
 STEPS = 2
 BF16: dict[str, Any] = {"bf16": {"enabled": True, "master_weights": False, "stochastic_rounding": True}, "seed": 3}

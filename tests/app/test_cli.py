@@ -1,0 +1,158 @@
+"""The command line: what each command prints, and exit code 2 with the message only for wrong usage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardengine.app import inspect_checkpoint
+from shardengine.app.cli import main
+from shardengine.config.load import json_schema, load_config
+from tests.support import HANG_S
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_shipped_configs_differ_in_the_stage_only(stage: int):
+    config = load_config(CONFIGS / f"zero{stage}.json")
+    assert config.zero_optimization.stage == stage
+    assert config.notices == ()
+    first = load_config(CONFIGS / "zero0.json").to_dict()
+    assert {**config.to_dict(), "zero_optimization": None} == {**first, "zero_optimization": None}
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]):
+    assert main(["config", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(json_schema()))
+
+
+def config_rows(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, list[str]]:
+    """key → the rest of its line."""
+    assert main(["config", *options]) == 0
+    return {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+
+
+def test_resolved_prints_every_value_with_its_source(capsys: pytest.CaptureFixture[str]):
+    rows = config_rows(capsys, str(CONFIGS / "zero2.json"), "--resolved", "--ranks", "3")
+    assert rows["zero_optimization.stage"] == ["2", "file"]
+    assert rows["overlap_comm"] == ["true", "default"]
+    assert rows["train_batch_size"] == ["24", "derived"]
+    assert set(rows) == {key for key, _, _ in load_config(CONFIGS / "zero2.json").resolve_batch(3).resolved()}
+
+
+def test_without_resolved_only_what_the_file_sets_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "small.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}', encoding="utf-8")
+    given = {"train_micro_batch_size_per_gpu": ["4", "file"], "zero_optimization.stage": ["2", "file"]}
+    assert config_rows(capsys, str(path)) == given
+    derived = {"train_batch_size": ["12", "derived"], "gradient_accumulation_steps": ["1", "derived"]}
+    assert config_rows(capsys, str(path), "--ranks", "3") == given | derived
+    assert main(["config", str(path)]) == 0
+    assert "gradients are not clipped" in capsys.readouterr().err
+
+
+def test_a_config_error_lists_all_problems_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "bad.json"
+    path.write_text('{"train_batch_sice": 8, "gradient_clipping": "much"}', encoding="utf-8")
+    for command in (["config", str(path)], ["train", "--config", str(path)]):
+        assert main(command) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "train_batch_sice" in captured.err
+        assert "train_batch_size" in captured.err  # the nearest key
+        assert "gradient_clipping" in captured.err
+        assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--data", "nowhere.txt"], "nothing there"),
+        (["--data", "builtin:other"], "builtin:pydoc"),
+        (["--model", "./nowhere"], "config.json"),
+    ],
+)
+def test_wrong_paths_are_found_before_ranks_start(options: list[str], text: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", str(CONFIGS / "zero2.json"), *options]) == 2
+    assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_does_not_fit_the_ranks_shows_the_equation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "batch.json"
+    path.write_text('{"train_batch_size": 8}', encoding="utf-8")
+    assert main(["train", "--config", str(path), "--ranks", "3"]) == 2
+    assert "8 != ? * 1 * 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--steps", "0"], ["--ranks", "two"], ["--steps", "-3"], ["--length", "1"], ["--unknown"]]
+)
+def test_wrong_options_exit_with_2(options: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", "x.json", *options])
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_config_without_a_file(capsys: pytest.CaptureFixture[str]):
+    assert main(["config"]) == 2
+    assert "--schema" in capsys.readouterr().err
+
+
+def test_env_names_the_versions(capsys: pytest.CaptureFixture[str]):
+    import torch
+
+    assert main(["env"]) == 0
+    rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["torch"].startswith(torch.__version__.split("+")[0])
+    assert {"shardengine", "python", "triton", "transformers", "distributed", "CUDA", "CPU", "memory"} <= set(rows)
+    assert "cores usable" in rows["CPU"]
+
+
+def test_help_and_config_import_no_heavy_optional_package():
+    code = (
+        "import sys; from shardengine.app.cli import main; main(['config', sys.argv[1]]); "
+        "sys.exit(bool({'transformers', 'triton', 'matplotlib', 'tokenizers'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, CONFIGS / "zero2.json"], cwd=root, capture_output=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_reader_that_has_gone_is_no_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`shardengine config --schema | head`: no traceback, also when the interpreter ends."""
+    for command in (["config", "--schema"], ["config", str(CONFIGS / "zero2.json")]):  # more than a buffer, and less
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "w", encoding="utf-8") as gone:
+            monkeypatch.setattr(sys, "stdout", gone)
+            assert main(command) == 141
+            gone.flush()
+    assert "Errno" not in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["inspect", "y" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+    def refused(_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "that/file")
+
+    monkeypatch.setattr(inspect_checkpoint, "run", refused)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "shardengine inspect: [Errno 13] Permission denied: 'that/file'\n"

@@ -1,0 +1,385 @@
+"""`shardengine train`: its parts one by one, then the whole command on a tiny model and a tiny corpus."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardengine.app import corpus, data, loop, report, settings, stopping
+from shardengine.app.together import Together
+from shardengine.comm import mesh
+from shardengine.errors import ConfigError, UsageError
+from tests.support import HANG_S
+
+ROOT = Path(__file__).parents[2]
+# losses of about 5 in fp32, from matrix products of other sizes and summed in another order: some 30 roundings
+CLOSE = 2e-5
+CORPUS = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 250
+
+
+# Corpus and data
+
+
+def numbered(count: int, length: int) -> data.Rows:
+    """Rows whose tokens are all the row's number."""
+    tokens = torch.arange(count).unsqueeze(1).expand(count, length)
+    return data.Rows(tokens, tokens)
+
+
+def test_the_split_is_contiguous_and_loses_nothing():
+    text = corpus.read_text(settings.BUILTIN)
+    training, validation = corpus.split(text)
+    assert training + validation == text
+    assert training.endswith("\n")
+    assert 0.04 < len(validation) / len(text) < 0.07
+    assert corpus.split("x" * 100) == ("x" * 95, "x" * 5)  # no line end to cut at
+
+
+def test_pack_leaves_out_what_does_not_fill_a_block():
+    assert data.pack(list(range(11)), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert data.pack([1, 2], 4).shape == (0, 4)
+
+
+def test_too_little_text_is_an_error_that_names_the_part(tmp_path: Path):
+    path = tmp_path / "short.txt"
+    path.write_text("word " * 40, encoding="utf-8")
+    with pytest.raises(UsageError, match="validation part is shorter than one block of 32"):
+        data.load_blocks(str(path), lambda text: list(text.encode()), 32)
+
+
+@pytest.mark.parametrize(("count", "ranks", "micro"), [(7, 3, 2), (12, 2, 4), (1, 4, 2), (9, 1, 4)])
+def test_validation_counts_each_block_once_with_equally_many_forwards(count: int, ranks: int, micro: int):
+    blocks = numbered(count, 5)
+    seen, forwards = [], set()
+    for rank in range(ranks):
+        batches = list(data.validation_batches(blocks, micro, rank, ranks))
+        forwards.add(len(batches))
+        for batch, counted in batches:
+            assert len(batch["input_ids"]) > 0
+            if counted:
+                assert counted == len(batch["input_ids"]) * 4
+                seen += batch["input_ids"][:, 0].tolist()
+    assert sorted(seen) == list(range(count))
+    assert len(forwards) == 1
+
+
+def test_training_batches_cut_each_epoch_over_the_ranks():
+    blocks = numbered(12, 3)
+
+    def epochs(seed: int) -> list[list[int]]:
+        streams = [data.training_batches(blocks, 2, rank, 2, seed) for rank in range(2)]
+        return [
+            [int(row) for stream in streams for _ in range(3) for row in next(stream)["labels"][:, 0]] for _ in "ab"
+        ]
+
+    first, second = epochs(1)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second  # shuffled anew
+    assert epochs(1) == [first, second]
+    assert epochs(2)[0] != first
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 7])
+def test_training_batches_start_where_an_earlier_run_ended(start: int):
+    blocks = numbered(13, 3)
+    whole = data.training_batches(blocks, 2, 1, 2, 5)
+    for _ in range(start):
+        next(whole)
+    later = data.training_batches(blocks, 2, 1, 2, 5, start * 4)
+    for _ in range(5):
+        assert torch.equal(next(whole)["labels"], next(later)["labels"])
+
+
+def test_a_corpus_smaller_than_one_step_is_repeated():
+    streams = [data.training_batches(numbered(3, 3), 3, rank, 2, 0) for rank in range(2)]
+    assert sorted(int(row) for stream in streams for row in next(stream)["labels"][:, 0]) == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_default_model_is_built_once_and_is_an_ordinary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    transformers = pytest.importorskip("transformers")
+    recipe = {"vocab_size": 300, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    monkeypatch.setattr(corpus, "_RECIPE", recipe)
+    monkeypatch.setattr(corpus, "read_text", lambda name: CORPUS)
+    before = torch.get_rng_state()
+    directory = corpus.default_model(tmp_path / "cache")
+    assert torch.equal(before, torch.get_rng_state())
+    made = (directory / "model.safetensors").stat().st_mtime_ns
+    assert corpus.default_model(tmp_path / "cache") == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == made
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [directory.name]  # nothing half-built is left
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.decode(tokenizer("The quick döner")["input_ids"]) == "The quick döner"
+    monkeypatch.setattr(corpus, "_RECIPE", {**recipe, "n_embd": 32})
+    assert corpus.default_model(tmp_path / "cache") != directory
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--model-cache"):
+        corpus.default_model(tmp_path / "file")
+
+
+# Settings
+
+
+def test_outputs_are_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = Path("some/zero2.json")
+    taken = [settings.reserve_output(None, config) for _ in range(3)]
+    assert taken == [Path("runs/zero2"), Path("runs/zero2-2"), Path("runs/zero2-3")]
+    asked = settings.reserve_output("mine", config)
+    assert settings.reserve_output("mine", config) == asked  # new or empty
+    (asked / "metrics.jsonl").touch()
+    with pytest.raises(UsageError, match="never overwrites"):
+        settings.reserve_output("mine", config)
+    with pytest.raises(UsageError, match="cannot make the output directory"):
+        settings.reserve_output(str(asked / "metrics.jsonl" / "below"), config)
+
+
+def test_data_must_be_text(tmp_path: Path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UsageError, match="byte 3 is not"):
+        settings.check_data(str(tmp_path / "latin.txt"))
+    (tmp_path / "good.txt").write_text("café", encoding="utf-8")
+    settings.check_data(str(tmp_path / "good.txt"))
+    settings.check_data(settings.BUILTIN)
+
+
+def test_a_missing_package_names_its_extra():
+    with pytest.raises(UsageError, match=r"pip install 'shardengine\[hf\]'"):
+        settings.require("torch", "no_such_package_here", extra="hf")
+    settings.require("torch", extra="hf")
+
+
+# Loop and report
+
+
+def test_vectors_are_not_decayed():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+    model[2].weight.requires_grad_(False)
+    matrices, vectors = loop.decay_groups(model)
+    assert [tuple(p.shape) for p in matrices["params"]] == [(4, 3)]
+    assert "weight_decay" not in matrices
+    assert [tuple(p.shape) for p in vectors["params"]] == [(4,), (4,), (4,)]
+    assert vectors["weight_decay"] == 0.0
+    assert len(loop.decay_groups(nn.Linear(2, 2, bias=False))) == 1
+
+
+def test_warmup_then_cosine():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = loop.warmup_cosine(optimizer, 100)
+    rates = []
+    for _ in range(101):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[10] == pytest.approx(2.0)
+    assert rates[55] == pytest.approx(2.0 * 0.55)
+    assert rates[100] == pytest.approx(0.2)
+
+
+def test_sums_at_one_rank():
+    together = Together(mesh.build(torch.device("cpu")))
+    assert together.sums([1.5, 2.0]) == [1.5, 2.0]
+    assert together.from_first("here") == "here"
+
+
+def test_sizes_and_durations_for_people():
+    assert [report.size(n) for n in (0, 999, 1000, 42_400_000, 5e15)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "42.4 MB",
+        "5000.0 TB",
+    ]
+    assert [report.duration(s) for s in (0, 59.6, 112, 7290)] == ["0:00", "1:00", "1:52", "2:01:30"]
+
+
+# Stopping
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_or_the_parents_file_asks_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers):
+    monkeypatch.setenv(stopping.CONTROL, str(tmp_path))
+    assert not stopping.StopRequest()
+    stop = stopping.StopRequest()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop
+    stop = stopping.StopRequest()
+    assert not stop
+    (tmp_path / "stop").touch()
+    assert stop
+
+
+def test_the_earliest_failure_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert stopping.first_failure(tmp_path) is None
+    monkeypatch.setenv(stopping.CONTROL, str(tmp_path))
+    for rank, error in ((2, ValueError("the cause")), (0, RuntimeError("peer lost")), (1, ConfigError("also"))):
+        monkeypatch.setenv("RANK", str(rank))
+        try:
+            raise error
+        except Exception as caught:
+            stopping.report_failure(caught)
+    first = stopping.first_failure(tmp_path)
+    assert first is not None
+    assert (first.rank, first.is_usage) == (2, False)
+    assert "the cause" in first.text
+    assert "Traceback" in first.text
+
+
+# The whole command
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny model, a tiny corpus and a stage-3 config with two micro-batches."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "text.txt").write_text(CORPUS, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            corpus, "_RECIPE", {"vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        )
+        patch.setattr(corpus, "read_text", lambda name: CORPUS)
+        corpus.default_model(folder).rename(folder / "model")
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
+        "zero_optimization": {"stage": 3},
+        "steps_per_print": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def start(tiny: Path, *options: object, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start the command from the source tree."""
+    command = ["train", "--config", tiny / "config.json", "--model", tiny / "model", *options]
+    path = os.pathsep.join([*filter(None, [(environment or {}).get("PYTHONPATH")]), str(ROOT)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardengine", *map(str, command)],
+        env={**os.environ, **(environment or {}), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def validation_loss(directory: Path, text: Path) -> float:
+    """The loss of a saved model, by transformers alone: no engine, one process, all validation blocks in one batch."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    blocks = data.load_blocks(str(text), lambda part: tokenizer(part)["input_ids"], 32).validation
+    with torch.no_grad():
+        return float(AutoModelForCausalLM.from_pretrained(directory).eval()(**blocks.batch(slice(None))).loss)
+
+
+def test_train_end_to_end(tiny: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    traced = tmp_path / "trace.json"
+    process = start(
+        tiny, "--data", tiny / "text.txt", "--ranks", 2, "--steps", 6, "--output", output, "--trace", traced
+    )  # fmt: skip
+    out, err = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    validations = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_s"] > 0 for row in steps)
+    assert validations[6] < validations[0] - 0.3
+    assert validations[0] == pytest.approx(validation_loss(tiny / "model", tiny / "text.txt"), abs=CLOSE)
+    assert validations[6] == pytest.approx(validation_loss(output / "model", tiny / "text.txt"), abs=CLOSE)
+
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    resolved = json.loads((output / "shardengine.json").read_text(encoding="utf-8"))
+    assert resolved["train_batch_size"] == 16
+    assert (output / "model" / "model.safetensors").is_file()
+    for words in (
+        "stage:       3",
+        "2 on",
+        "per rank, predicted",
+        "finished at: step 6 of 6",
+        "lower bound",
+        "sample after",
+    ):
+        assert words in out
+    waited = re.search(r"waiting: +([\d.]+) ms of a step \(([\d.]+)%\) for communication", out)
+    assert waited is not None, out
+    milliseconds, percent = map(float, waited.groups())
+    per_step = sum(16 * 32 / row["tokens_per_s"] for row in steps) / len(steps) * 1e3
+    assert 0 < milliseconds < per_step
+    # either was rounded to one digit
+    assert milliseconds == pytest.approx(per_step * percent / 100, abs=0.051 + per_step * 0.0005)
+    assert "step     2/6  loss" in out
+    events = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [sum(e["name"] == "step" and e["pid"] == rank for e in events) for rank in (0, 1)] == [
+        12,
+        12,
+    ]  # two micro-batches a step
+
+    again = start(tiny, "--data", tiny / "text.txt", "--output", output)
+    _, err = again.communicate(timeout=HANG_S)
+    assert again.returncode == 2
+    assert "never overwrites" in err
+    assert "Traceback" not in err
+
+
+def test_sigterm_stops_all_ranks_after_a_step_and_saves(tiny: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    asked = ["--data", tiny / "text.txt", "--ranks", 2, "--steps", 100_000, "--output", output]
+    process = start(tiny, *asked, "--save-every", 100_000)
+    deadline = time.monotonic() + HANG_S
+    while not (output / "metrics.jsonl").exists() or '"loss"' not in (output / "metrics.jsonl").read_text("utf-8"):
+        assert process.poll() is None and time.monotonic() < deadline, "no step was made"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, err
+    assert "stopped at:  step" in out
+    assert "of 100000" in out
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert rows[-1]["validation_loss"] == pytest.approx(validation_loss(output / "model", tiny / "text.txt"), abs=CLOSE)
+    assert (output / "checkpoints" / f"step-{rows[-1]['step']:08}" / "index.json").exists()
+
+
+def test_the_failing_ranks_own_traceback_is_shown_once(tiny: Path, tmp_path: Path):
+    package = tmp_path / "pydoc_data"  # takes the place of the standard library's, and fails on rank 1
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "topics.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1':\n    raise LookupError('rank one has no text')\n"
+        f"topics = {{'all': {CORPUS!r}}}\n",
+        encoding="utf-8",
+    )
+    output = tmp_path / "run"
+    process = start(tiny, "--ranks", 2, "--steps", 5, "--output", output, environment={"PYTHONPATH": str(tmp_path)})
+    _, err = process.communicate(timeout=HANG_S)
+    assert process.returncode == 1
+    assert err.count("Traceback") == 1
+    assert "rank 1 failed" in err
+    assert "LookupError: rank one has no text" in err
+    assert "ChildFailedError" not in err
+    assert not output.exists()  # nothing was written: the name is free again

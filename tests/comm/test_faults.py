@@ -1,0 +1,264 @@
+"""faults.py: what ranks tell each other, what counts, and a store that does not answer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from shardengine.comm import faults, store_board
+from shardengine.comm.faults import Faults, Notice
+from shardengine.comm.mesh import Mesh
+from shardengine.comm.positions import Waiting
+from shardengine.comm.rendezvous import LAUNCHED
+from shardengine.errors import CommunicationError, MismatchError
+
+
+class Boom(ArithmeticError):
+    """The exception that is raised on purpose."""
+
+
+class FakeStore:
+    """A store of one process; ``stuck``: operations never return."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.numbers: dict[str, int] = {}
+        self.stuck = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self._answer()
+        self.texts[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.texts[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return all(key in self.texts for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._answer()
+        self.numbers[key] = self.numbers.get(key, 0) + amount
+        return self.numbers[key]
+
+    def _answer(self) -> None:
+        if self.stuck.is_set():
+            time.sleep(1000)
+
+
+def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5) -> tuple[list[Faults], FakeStore]:
+    """One ``Faults`` per rank over one store."""
+    store = FakeStore()
+    monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
+    monkeypatch.setattr(faults, "STANDS_S", 0.1)
+    monkeypatch.setattr(store_board, "OPERATION_S", 0.2)
+    monkeypatch.setattr(faults, "_GRACE_S", 0.2)
+    meshes = [Mesh(rank, ranks, torch.device("cpu"), backend="gloo", timeout_s=timeout_s) for rank in range(ranks)]
+    return [Faults(mesh) for mesh in meshes], store
+
+
+def raises_in(voice: Faults, where: str) -> None:
+    with pytest.raises(Boom), voice.announced(where, lambda error: "unit 'block'"):
+        raise Boom("loud")
+
+
+def look_twice(voice: Faults) -> None:
+    watch = voice.watch(Waiting("a gather", "gather 1"))
+    watch.look()
+    time.sleep(0.15)
+    watch.look()
+
+
+def test_a_notice_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(two, "step 1")
+    with pytest.raises(CommunicationError, match=r"rank 1 raised: Boom: loud \(in step 1, unit 'block'\).*a gather"):
+        look_twice(one)
+
+
+def test_a_notice_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(two, "step 1")
+    one.watch(Waiting("a gather", "gather 1")).look()
+    with two.announced("step 2", lambda error: "unit 'block'"):
+        look_twice(one)
+    assert one.notices()[1].over
+
+
+def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(one, "step 1")
+    raises_in(two, "step 1")
+    look_twice(one)
+    raises_in(two, "step 2")
+    with pytest.raises(CommunicationError, match="in step 2"):
+        look_twice(one)
+
+
+def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(one, "step 1")
+    raises_in(two, "step 1")
+    with one.announced("step 1", lambda *_: "block"):
+        look_twice(one)  # rank 1 has not gone on yet
+        raises_in(two, "step 1")
+        with pytest.raises(CommunicationError, match="in step 1"):
+            look_twice(one)
+
+
+def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    for _ in range(3):
+        with one.announced("evaluation", lambda *_: "block", "evaluation"):
+            pass
+    raises_in(one, "step 1")
+    raises_in(two, "step 1")
+    look_twice(one)
+
+
+def test_what_the_others_know_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = voices(monkeypatch)
+    with pytest.raises(Boom), two.announced("saving", lambda *_: "block"):
+        error = Boom("every rank raises")
+        two.know(error)
+        raise error
+    assert not store.texts
+    with pytest.raises(Boom), two.announced("outer", lambda *_: "block"), two.announced("inner", lambda *_: "block"):
+        raise Boom("loud")
+    assert one.notices()[1].where == "inner"
+
+
+def notice_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shardengine-notices"]
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    before = set(notice_threads())
+    (one, two), _ = voices(monkeypatch)
+    connections: list[weakref.ref[FakeStore]] = []
+
+    def connect(_mesh: Mesh) -> FakeStore:
+        store = FakeStore()
+        connections.append(weakref.ref(store))
+        return store
+
+    monkeypatch.setattr(Mesh, "store", connect)
+    raises_in(two, "step 1")
+    [thread] = set(notice_threads()) - before
+    if how == "closed":
+        two.close()
+        two.close()
+    else:
+        del one, two
+        gc.collect()
+    thread.join(20)
+    assert not thread.is_alive() and connections[0]() is None
+    if how == "closed":
+        assert two.notices() == {} and len(connections) == 2  # a late question has a connection of its own
+        two.close()
+
+
+def test_closing_takes_back_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    raises_in(two, "step 1")
+    two.close()
+    look_twice(one)
+
+
+def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = voices(monkeypatch)
+    for error in (CommunicationError("x"), MismatchError("y")):
+        with pytest.raises(type(error)), two.announced("step 1", lambda error: "unit 'block'"):
+            raise error
+    look_twice(one)
+    assert not store.texts
+
+
+def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two, three), _ = voices(monkeypatch, 3)
+    two.tell(Notice("because of rank 2", gave_up=True))
+    with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
+        look_twice(one)
+    raises_in(three, "step 1")
+    with pytest.raises(CommunicationError, match="rank 2 raised: Boom"):
+        look_twice(one)
+
+
+def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two, three, four), _ = voices(monkeypatch, 4)
+    two.post(Waiting("the same gather", "gather 1"))
+    three.post(Waiting("another gather", "gather 2"))
+    verdict = one.watch(Waiting("a gather", "gather 1")).verdict()
+    assert verdict.startswith("Missing: rank 2 waits for another gather; rank 3 says nothing")
+    three.post(Waiting("the same gather", "gather 1"))
+    four.post(Waiting("the same gather", "gather 1"))
+    assert "every rank waits for it" in one.watch(Waiting("a gather", "gather 1")).verdict()
+    assert "Missing" in two.watch(Waiting("a scatter", "reduce 1")).verdict()
+
+
+def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = voices(monkeypatch)
+    store.stuck.set()
+    started = time.monotonic()
+    raises_in(two, "step 1")
+    look_twice(one)
+    assert "cannot be reached (no answer within 0.2 s)" in one.watch(Waiting("a gather", "gather 1")).verdict()
+    with pytest.raises(CommunicationError, match="cannot be reached"):
+        one.meet("engine.reset()")
+    assert time.monotonic() - started < 60
+
+
+def test_the_rank_that_hosts_the_store_is_named_when_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, _, three), store = voices(monkeypatch, 3)
+    monkeypatch.setattr(Mesh, "store_host", lambda _mesh: 0)
+    store.stuck.set()
+    verdict = three.watch(Waiting("a gather", "gather 1")).verdict()
+    assert verdict.startswith("Missing: rank 0 cannot be reached (no answer within 0.2 s), so it is gone or stopped")
+    assert verdict.endswith("nothing is known of ranks [1]")
+    assert "rank 1 waited for another gather" in three.describe({0, 1}, {1: Waiting("another gather", "gather 2")})
+    with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 2: .*Missing: rank 0 cannot be reached"):
+        three.meet("engine.reset()")
+    assert "rank 0" not in one.watch(Waiting("a gather", "gather 1")).verdict(), "it is there itself"
+
+
+def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mesh = Mesh(1, 2, torch.device("cpu"), backend="gloo")
+    assert mesh.store_host() is None, "no process group"
+    served = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    shared = {"store": PrefixStore("outer", PrefixStore("inner", served))}
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: shared["store"])
+    assert mesh.store_host() == 0
+    for variable, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), (LAUNCHED, "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert mesh.store_host() is None
+    shared["store"] = PrefixStore("outer", FileStore(str(tmp_path / "store"), 1))
+    assert mesh.store_host() is None
+
+
+def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = voices(monkeypatch)
+    with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 0: .*within 0\.5 s.*rank 1 says nothing"):
+        one.meet("engine.reset()")
+    other = threading.Thread(target=two.meet, args=("engine.reset()",))
+    other.start()
+    one.meet("engine.reset()")
+    other.join(5)
+    assert not other.is_alive()
+    one.part()
+    with pytest.raises(CommunicationError):
+        two.meet("engine.reset()")
+    with pytest.raises(CommunicationError, match="rank 1 gave up: it waits in engine"):
+        look_twice(one)

@@ -1,0 +1,118 @@
+"""shardengine.launch: values, environment, failures, and what cannot be sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
+from shardengine.errors import ShardEngineError, UsageError
+from tests.support import HANG_S
+
+
+def summed(offset: int):
+    mine = torch.ones(3) * (dist.get_rank() + offset)
+    dist.all_reduce(mine)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    return mine, {name: os.environ[name] for name in names}, torch.get_num_threads()
+
+
+class Unhappy(Exception):
+    """Cannot be unpickled: its constructor wants two arguments."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} {why}")
+
+
+def one_raises(kind: str):
+    if dist.get_rank() == 1:
+        if kind == "killed":
+            os.kill(os.getpid(), 9)
+        raise Unhappy("very", "much") if kind == "unpicklable" else ValueError("rank one says no")
+    dist.all_reduce(torch.ones(1))  # never completes: the peer is gone
+
+
+@pytest.mark.core
+def test_values_come_back_in_rank_order_and_the_group_works():
+    before = dict(os.environ)
+    results = launch(summed, 3, (10,))
+    assert dict(os.environ) == before
+    for rank, (value, environment, threads) in enumerate(results):
+        assert torch.equal(value, torch.full((3,), 33.0))
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+        assert threads == int(environment["OMP_NUM_THREADS"])
+
+
+def test_one_rank_is_the_same_path():
+    [(value, environment, _)] = launch(summed, 1, (5,))
+    assert torch.equal(value, torch.full((3,), 5.0))
+    assert environment["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("plain", ValueError, "rank one says no"),
+        ("unpicklable", ShardEngineError, "Unhappy: very much"),
+        ("killed", ShardEngineError, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_raised_and_ends_the_others(kind: str, error: type[Exception], text: str):
+    started = time.monotonic()
+    with pytest.raises(error, match=text) as caught:
+        launch(one_raises, 2, (kind,))
+    assert time.monotonic() - started < HANG_S
+    if kind != "killed":
+        cause = str(caught.value.__cause__)
+        assert "Traceback of rank 1" in cause
+        assert "in one_raises" in cause
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0])
+def test_ranks_must_be_a_positive_integer(ranks):
+    with pytest.raises(UsageError, match="integer >= 1"):
+        launch(summed, ranks)
+
+
+def test_what_cannot_be_pickled_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardengine.comm.launcher.find_spec", lambda name: None)  # as without cloudpickle
+    with pytest.raises(UsageError, match="pip install cloudpickle"):
+        launch(lambda: None)
+
+
+def test_a_script_without_the_main_guard_is_told(tmp_path: Path):
+    script = tmp_path / "careless.py"
+    program = "from shardengine import launch\ndef f():\n    return 1\nlaunch(f, 1)\n"
+    script.write_text(program, encoding="utf-8")
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | path
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=HANG_S)
+    assert done.returncode != 0
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_rank_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("shardengine.comm.launcher.cores", lambda: 8)
+    assert rank_environment(3)["OMP_NUM_THREADS"] == "2"
+    assert rank_environment(100)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert "OMP_NUM_THREADS" not in rank_environment(3)
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch):
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert default_ranks() == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert default_ranks() == 3
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-15) == "was killed by SIGTERM"

@@ -1,0 +1,235 @@
+"""unit.py: the state machine of a unit's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from shardengine.errors import InternalError
+from shardengine.runtime.unit import Unit, Weights, weight_bytes
+from tests.support.parts import collectives, contents, make_unit, spec
+from tests.support.ranks import RankPool
+
+SPECS = [spec("b", 7), spec("a", 4, 5), spec("f", 3, trainable=False)]
+
+
+def sharded_unit() -> tuple[Unit, list[nn.Parameter]]:
+    """Its shards lie in memory of their own, as on several ranks."""
+    unit, parameters = make_unit(SPECS)
+    for bucket, _ in unit.buckets():
+        bucket.detach_shard()
+    unit.reshard()
+    return unit, parameters
+
+
+def test_at_one_rank_nothing_is_copied() -> None:
+    unit, parameters = make_unit(SPECS)
+    unit.detach_shards()
+    place = unit.flat_buffers[0].flat.data_ptr()
+    for abandon in (False, True):
+        assert unit.state is Weights.SHARDED and all(p.isnan().all() for p in parameters)
+        unit.gather(collectives())
+        unit.await_full()
+        assert shows_contents(parameters) and unit.flat_buffers[0].flat.data_ptr() == place
+        assert weight_bytes([unit]).total() == 4 * unit.elements
+        unit.reshard(abandon=abandon)
+    unit.gather(collectives())
+    unit.recover()
+    assert unit.state is Weights.SHARDED and weight_bytes([unit]).total() == 4 * unit.elements
+
+
+def shows_contents(parameters: list[nn.Parameter]) -> bool:
+    return all(torch.equal(p.data, contents(s, i)) for i, (s, p) in enumerate(zip(SPECS, parameters, strict=True)))
+
+
+def test_a_new_unit_is_full() -> None:
+    unit, parameters = make_unit(SPECS)
+    assert unit.state is Weights.FULL and shows_contents(parameters)
+
+
+def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
+    unit, parameters = sharded_unit()
+    assert unit.state is Weights.SHARDED
+    assert all(p.isnan().all() and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
+    shards = sum(b.shard.nbytes for flat_buffer in unit.flat_buffers for b in flat_buffer.buckets)
+    assert weight_bytes([unit]).total() == shards == 4 * unit.elements
+
+
+def test_while_gathering_a_unit_still_shows_poison() -> None:
+    unit, parameters = sharded_unit()
+    unit.gather(collectives())
+    assert unit.state is Weights.GATHERING
+    assert all(p.isnan().all() for p in parameters)
+
+
+def test_a_gathered_unit_shows_its_weights_to_the_users_own_parameters() -> None:
+    unit, parameters = sharded_unit()
+    unit.gather(collectives())
+    unit.await_full()
+    assert unit.state is Weights.FULL and shows_contents(parameters)
+    assert weight_bytes([unit]).total() == 2 * 4 * unit.elements
+
+
+def test_resharding_forgets_what_was_written_to_full_weights() -> None:
+    unit, parameters = sharded_unit()
+    for _ in range(2):
+        unit.gather(collectives())
+        unit.await_full()
+        assert shows_contents(parameters)
+        parameters[0].data.zero_()
+        unit.reshard()
+
+
+def test_an_abandoning_reshard_leaves_views_outside_alone() -> None:
+    unit, parameters = sharded_unit()
+    unit.gather(collectives())
+    unit.await_full()
+    outside = parameters[1].data
+    unit.reshard(abandon=True)
+    assert torch.equal(outside, contents(SPECS[1], 1))
+    unit.gather(collectives())
+    unit.await_full()
+    assert shows_contents(parameters) and parameters[1].data_ptr() != outside.data_ptr()
+
+
+def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
+    unit, parameters = sharded_unit()
+    unit.pin(collectives())
+    unit.gather(collectives())
+    written = unit.flat_buffers[0].flat
+    unit.recover()
+    assert unit.state is Weights.SHARDED and not unit.pinned and parameters[0].isnan().all()
+    assert written.untyped_storage().nbytes() and unit.flat_buffers[0].storage_bytes == 0
+    unit.gather(collectives())
+    written.fill_(-1)
+    unit.await_full()
+    assert shows_contents(parameters)
+
+
+def test_relocating_shows_the_same_weights_in_other_memory() -> None:
+    unit, parameters = make_unit(SPECS)
+    places = [parameter.data_ptr() for parameter in parameters]
+    unit.relocate()
+    assert shows_contents(parameters) and unit.state is Weights.FULL
+    assert not {parameter.data_ptr() for parameter in parameters} & set(places)
+
+
+@pytest.mark.parametrize(
+    ("state", "move"),
+    [
+        (Weights.FULL, "gather"), (Weights.FULL, "await_full"),
+        (Weights.SHARDED, "await_full"), (Weights.SHARDED, "reshard"),
+        (Weights.GATHERING, "gather"), (Weights.GATHERING, "reshard"),
+    ],
+)  # fmt: skip
+def test_an_illegal_move_is_refused_with_both_states(state: Weights, move: str) -> None:
+    unit, _ = make_unit(SPECS)
+    if state is not Weights.FULL:
+        unit.detach_shards()
+    if state is Weights.GATHERING:
+        unit.gather(collectives())
+    moves: dict[str, Callable[[], None]] = {
+        "gather": lambda: unit.gather(collectives()), "await_full": unit.await_full, "reshard": unit.reshard,
+    }  # fmt: skip
+    with pytest.raises(InternalError, match=f"'block': illegal move from {state.name} to"):
+        moves[move]()
+    assert unit.state is state
+
+
+def test_a_pinned_unit_shows_whole_weights_whatever_its_state() -> None:
+    unit, parameters = sharded_unit()
+    unit.pin(collectives())
+    assert unit.pinned and unit.state is Weights.SHARDED and shows_contents(parameters)
+    unit.gather(collectives())
+    unit.await_full()
+    assert shows_contents(parameters)
+    unit.reshard()
+    assert shows_contents(parameters)
+    unit.unpin(collectives(), writable=False)
+    assert not unit.pinned and all(p.isnan().all() for p in parameters)
+
+
+def test_writes_to_a_pin_are_lost_unless_it_is_writable() -> None:
+    unit, parameters = sharded_unit()
+    unit.pin(collectives())
+    parameters[0].data.fill_(9)
+    unit.unpin(collectives(), writable=False)
+    unit.pin(collectives())
+    assert shows_contents(parameters)
+    parameters[0].data.fill_(9)
+    unit.unpin(collectives(), writable=True)
+    unit.pin(collectives())
+    assert parameters[0].tolist() == [9.0] * 7
+    assert torch.equal(parameters[1].data, contents(SPECS[1], 1))
+
+
+def test_a_writable_pin_reaches_the_full_weights_of_a_replicated_unit() -> None:
+    unit, parameters = make_unit(SPECS)
+    unit.pin(collectives())
+    parameters[0].data.fill_(9)
+    unit.unpin(collectives(), writable=True)
+    assert unit.state is Weights.FULL and parameters[0].tolist() == [9.0] * 7
+    assert parameters[0].data_ptr() == next(m for m in unit.members if m.index == 0).view.data_ptr()
+
+
+def test_a_unit_knows_whose_parameter_shows_no_longer_what_it_was_given() -> None:
+    unit, parameters = make_unit(SPECS)
+    (member,) = [m for m in unit.members if m.index == 0]
+    assert not list(unit.misplaced()) and list(unit.misplaced({0})) == [member]
+    parameters[0].data = parameters[0].data.clone()
+    assert list(unit.misplaced()) == [member]
+    unit.detach_shards()
+    assert not list(unit.misplaced())
+
+
+def test_a_unit_knows_its_trainable_parameters_and_its_storages() -> None:
+    unit, _ = make_unit(SPECS)
+    other, _ = make_unit(SPECS)
+    assert unit.trainable == {0, 1} and unit.has_frozen
+    assert not make_unit(SPECS[:2])[0].has_frozen
+    assert unit.owns_storage({unit.flat_buffers[-1].storage_key}) and not unit.owns_storage(
+        {other.flat_buffers[0].storage_key}
+    )
+    assert unit.elements == 48 + 16
+
+
+def life_at_two_ranks() -> list[bool]:
+    """What holds on a rank: shards are slices, gathers put them together, a writable pin takes rank 0's contents."""
+    link = collectives()
+    rank = link.mesh.rank
+    unit, parameters = make_unit(SPECS, ranks=2, rank=rank)
+    unit.detach_shards()
+    half = weight_bytes([unit]).total() == 4 * unit.elements // 2
+    unit.gather(link)
+    unit.await_full()
+    gathered = shows_contents(parameters)
+    unit.reshard()
+    unit.pin(link)
+    pinned = shows_contents(parameters)
+    parameters[1].data.fill_(5.0 + rank)
+    unit.unpin(link, writable=True)
+    unit.gather(link)
+    unit.await_full()
+    written = parameters[1].eq(5).all().item() and torch.equal(parameters[0].data, contents(SPECS[0], 0))
+    return [half, gathered, pinned, bool(written)]
+
+
+def test_two_ranks_hold_half_each_and_see_the_whole(pools: Callable[[int], RankPool]) -> None:
+    assert pools(2).run(life_at_two_ranks) == [[True] * 4] * 2
+
+
+def write_replicated_at_two_ranks() -> bool:
+    """Whether rank 0's writes through a pin are the whole weights of a unit that rests replicated."""
+    link = collectives()
+    unit, parameters = make_unit(SPECS, ranks=2, rank=link.mesh.rank)
+    unit.pin(link)
+    parameters[1].data.fill_(5.0 + link.mesh.rank)
+    unit.unpin(link, writable=True)
+    return bool(parameters[1].eq(5).all()) and torch.equal(parameters[0].data, contents(SPECS[0], 0))
+
+
+def test_a_writable_pin_reaches_all_of_a_replicated_unit_on_every_rank(pools: Callable[[int], RankPool]) -> None:
+    assert pools(2).run(write_replicated_at_two_ranks) == [True, True]
