@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.charts import TABLES
+from benchmarks.charts import TABLES, label
+from benchmarks.variants import BASE, VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,25 +45,19 @@ def adam(part: str, name: str) -> Any:
     return next(row for row in rows if (row["part"], row["name"]) == (part, name))
 
 
-def one_rank() -> str:
-    """The sentence about one rank."""
-    rows = result("step-n1-epyc-2core")["variants"]
-    names = {"ours-0": "stage 0", "ours-1": "1", "ours-2": "2", "ours-3k": "3 kept", "ours-3": "3"}
-    said = [f"{called} {rows[name]['ratio']['median']:.3f} ({rows[name]['verdict']})" for name, called in names.items()]
-    return ", ".join(said) + "."
-
-
-def second_machine() -> str:
-    """The sentence about another machine."""
-    rows = result("step-xeon-2core")["variants"]
-    names = {"ours-0": "stage 0", "ours-1": "1", "ours-2": "2", "ours-3": "3"}
-    ours = [f"{called} {interval(rows[name]['ratio'], 3)} ({rows[name]['verdict']})" for name, called in names.items()]
-    peers = {name: f"{rows[name]['ratio']['median']:.3f}" for name in rows}
-    stages = ", ".join(peers[f"deepspeed-{stage}"] for stage in range(4))
-    return (
-        f"{', '.join(ours)}; DeepSpeed 0 to 3 {stages}, torch FSDP2 {peers['fsdp2']}, "
-        f"the compute limit {peers['compute']}."
-    )
+def other_runs() -> str:
+    """The table of one rank, and of a second machine."""
+    lines = []
+    one, two = result("step-n1-epyc-2core")["variants"], result("step-xeon-2core")["variants"]
+    for name in two:
+        if name == BASE:
+            continue
+        cells = [f"**{label(name)}**" if VARIANTS[name].family == "shardengine" else label(name)]
+        for row in (one.get(name) if name != "compute" else None, two[name]):
+            cells.append(interval(row["ratio"], 3) if row else "")
+            cells.append(f"{row['target']:.2f}: {row['verdict']}" if row and "target" in row else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return " ".join(" ".join(lines).split())
 
 
 def versions(variant: str) -> str:
@@ -79,8 +74,7 @@ def convergence(precision: str, label: str) -> str:
 
 BENCHMARKS, PRECISION, OFFLOAD = "docs/benchmarks.md", "docs/precision.md", "docs/offload.md"
 QUOTES: list[tuple[str, Callable[[], str]]] = [
-    (BENCHMARKS, one_rank),
-    (BENCHMARKS, second_machine),
+    (BENCHMARKS, other_runs),
     (BENCHMARKS, lambda: f"takes {versions('ours-3')} of the earlier one's time at stage 3"),
     (
         BENCHMARKS,
