@@ -16,7 +16,7 @@ PY      = $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STAMP   = $(VENV)/.installed-from
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean setup
+.PHONY: help demo test lint bench docs clean setup
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,19 @@ lint: setup  ## ruff and mypy alone
 
 bench: setup  ## step time against DDP, ZeRO-1 and FSDP2 of torch, and DeepSpeed if installed (20 minutes; wants an idle machine)
 	$(PY) -m benchmarks.step $(ARGS)
+
+docs: setup  ## build the site of docs/ into build/site; broken links are errors
+ifneq ($(VENV),)
+	@if cat constraints.txt pyproject.toml | cmp -s - $(STAMP)-docs; then exit 0; fi; set -e; \
+	echo "installing what builds the site into $(VENV)"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'; \
+	cat constraints.txt pyproject.toml > $(STAMP)-docs
+else
+	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || { \
+		echo "the site needs the extra docs: $(PY) -m pip install -c constraints.txt '.[docs]'" >&2; exit 2; }
+endif
+	$(PY) -m mkdocs build --strict $(ARGS)
+	@echo "open build/site/index.html; its search needs a server: python3 -m http.server -d build/site"
 
 clean:  ## remove caches and builds; .venv and what runs wrote stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

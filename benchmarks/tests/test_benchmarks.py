@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.charts import draw, markdown
+from benchmarks.charts import draw, headline, markdown
 from benchmarks.import_time import import_ms
 from benchmarks.peers import DEEPSPEED_INSTALL
 from benchmarks.phases import PARTS, BlockedClock, StepTimes, breakdown, slowest
@@ -222,9 +222,13 @@ def test_what_is_not_installed_is_left_out_by_default_and_refused_by_name(
         chosen_variants(TINY, ["ddp", "deepspeed-3"])
 
 
-def test_the_readme_holds_the_table_of_the_results() -> None:
-    """``python -m benchmarks.charts --markdown`` prints it."""
-    assert markdown(RESULTS, "epyc-2core") in (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_pages_hold_the_tables_of_the_results() -> None:
+    """``python -m benchmarks.charts --markdown`` prints them."""
+    root = RESULTS.parent.parent
+    assert markdown(RESULTS, "epyc-2core") in (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    short = headline(RESULTS, "epyc-2core")
+    assert short.count("\n") == 7 and short in (root / "README.md").read_text(encoding="utf-8")
+    assert headline(RESULTS, "no-such-machine") == ""
 
 
 def test_a_smaller_run_does_not_replace_a_larger_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
