@@ -1,16 +1,18 @@
 """The JSON config: what a user may write, checked, with the reason for every refusal.
 
-load             Config and load_config, checks across keys, the JSON Schema
+load             Config and load_config, checks across keys
+json_schema      the JSON Schema of a file
 keys, sections   every key with its kind and default, and the dataclasses that hold the values
 reader           a JSON tree to checked values, all problems at once
 kinds            kinds of values: parse, describe, nearest name
-foreign          what other engines' files say
+foreign          what other engines' files say: old names, keys that are refused or mean nothing here
 
 Must not know: torch, devices, process groups; the number of ranks comes in as an integer.
 """
 
 from __future__ import annotations
 
+from shardengine.config.json_schema import json_schema
 from shardengine.config.keys import KEYS, SECTIONS, TRIPLE
 from shardengine.config.kinds import (
     BOOL,
@@ -23,9 +25,10 @@ from shardengine.config.kinds import (
     describe,
     nearest,
     optional,
+    plain,
 )
-from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, json_schema, load_config, timeout_of
-from shardengine.config.reader import Source, plain
+from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, timeout_of
+from shardengine.config.reader import Source
 from shardengine.config.sections import (
     AioConfig,
     MonitorConfig,

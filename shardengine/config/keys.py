@@ -1,4 +1,4 @@
-"""The table of every key that the JSON config knows. Owns: names, kinds, ranges, defaults, aliases and reasons.
+"""The table of every key that the JSON config knows. Owns: names, kinds, ranges, defaults and notes.
 
 One row per key: `Key(name, status, kind, default, note)`. The loader (`config/load.py`), the JSON Schema and the frozen
 list in the tests are all read from this table, so a key exists in exactly one place. It must not know torch, files or
@@ -11,13 +11,12 @@ A row's status says what happens when the key is in a file:
     REFUSED    known from other engines; accepted while switched off, otherwise refused with the reason (`note`)
     NO_EFFECT  known from other engines; accepted, and said once with the reason (`note`)
 
-"auto", which Hugging Face's integration replaces before other engines see it, is answered by `ONLY_CALLER` and
-`FILLED_FROM`; keys that `is_comment` knows are no keys at all.
+Keys that `reader.is_comment` knows are no keys at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -273,102 +272,6 @@ GATES: dict[str, str] = {
 """Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
 
 
-def _device(value: Any) -> Any:
-    return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **{
-        f"zero_optimization.{short}": (f"zero_optimization.stage3_{long or short}", _same)
-        for short, long in {
-            **dict.fromkeys(("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), ""),
-            **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), ""),
-            **dict.fromkeys(("module_granularity_threshold", "use_all_reduce_for_fetch_params"), ""),
-            "allgather_sequential": "",
-            "gather_16bit_weights_on_model_save": "",
-            "gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
-        }.items()
-    },
-    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _device),
-    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", _device),
-    "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param", _device),
-    "zero_optimization.mics_shard_size": (
-        "zero_optimization.shard_group_size",
-        lambda value: "all" if value == -1 and not isinstance(value, bool) else value,
-    ),
-    "zero_optimization.overlap_comm": ("overlap_comm", _same),
-    "activation_checkpointing.cpu_checkpointing": ("activation_checkpointing.cpu_offload", _same),
-    "aio.intra_op_parallelism": ("aio.thread_count", _same),
-    "bfloat16": ("bf16", _same),
-    "bf16.check_grad_overflow": (
-        "nonfinite_gradients",
-        lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
-    ),
-    "bf16.bf16_master_weights_and_grads": (
-        "bf16.master_weights",
-        lambda value: not value if isinstance(value, bool) else value,
-    ),
-    "tensor_parallel.tensor_parallel": ("tensor_parallel.tp", _same),
-    "tensorboard": ("monitor.tensorboard", _same),
-    "comet": ("monitor.comet", _same),
-    "wandb": ("monitor.wandb", _same),
-    "csv_monitor": ("monitor.csv", _same),
-}
-"""Old or other dotted name -> (current dotted name, how its value is translated)."""
-ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
-"""Such a name -> the key without which it means nothing."""
-
-ONLY_CALLER: frozenset[str] = frozenset(
-    (
-        *("zero_optimization.stage", "optimizer.type", "optimizer.params.lr", "scheduler.type"),
-        *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
-    )
-)
-"""Keys whose "auto" nothing here can replace; every other key takes its default, batch sizes follow from each other."""
-
-FILLED_FROM: dict[str, str] = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "fp16.enabled": "fp16",
-    "bf16.enabled": "bf16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1 and adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-}
-"""Key -> the training argument from which Hugging Face's Trainer fills its "auto"."""
-
-
-def is_comment(name: str) -> bool:
-    """Whether ``name`` is no key but a remark: it begins with "_", "//", "#", "$" or "comment"."""
-    return name.startswith(("_", "//", "#", "$", "comment"))
-
-
-def is_off(value: Any) -> bool:
-    """Whether ``value``, of a feature of other engines, leaves it off.
-
-    Null, false, {}, "auto"; an object whose "enabled" is false, or that holds objects with "enabled" and all are off.
-    """
-    if isinstance(value, Mapping):
-        return not value or _switches(value) == {False}
-    return value is None or value is False or value == "auto"
-
-
-def _switches(tree: Mapping[str, Any]) -> set[bool]:
-    if "enabled" in tree:
-        return {not is_off(tree["enabled"])}
-    return {switch for inner in tree.values() if isinstance(inner, Mapping) for switch in _switches(inner)}
-
-
 _COMMON: dict[str, tuple[Kind, Any]] = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
 _ADAM: dict[str, tuple[Kind, Any]] = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
 
@@ -386,29 +289,5 @@ OPTIMIZERS: dict[str, dict[str, tuple[Kind, Any]]] = {
 }
 """The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
 
-OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
-    ("torch_adam", "foreach", "fused", "capturable", "set_grad_none"),
-    "there is one optimizer arithmetic, the same on every device",
-)
-"""Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
-
-OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
-    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion"), "states are fp32"),
-    "max_grad_norm": (0.0, ("AdamW", "Adam", "SGD", "Lion"), "gradients are clipped by the key gradient_clipping"),
-    "amsgrad": (False, ("AdamW", "Adam"), "the maximum of past second moments is not kept"),
-    "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
-    "differentiable": (False, ("AdamW", "Adam", "SGD"), "the step writes in place"),
-}
-"""Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
-
 OPTIMIZERS_LATER: tuple[str, ...] = (*("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop"),)
 """Elementwise optimizers that a later version will run."""
-
-OPTIMIZERS_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of whole matrices"),
-    **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each whole parameter"),
-    "LBFGS": "it needs inner products over all parameters",
-    "SparseAdam": "it needs sparse gradients",
-    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),
-}
-"""Optimizers that cannot be stepped slice by slice -> why."""

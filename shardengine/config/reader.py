@@ -8,7 +8,7 @@ A `Reader` takes one tree through four passes and collects everything that is wr
     named    optimizer and scheduler: the type and its parameters
 
 [Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
-notice; a problem where only the caller can know (`keys.ONLY_CALLER`). Batch sizes follow from each other.
+notice; a problem where only the caller can know (`foreign.ONLY_CALLER`). Batch sizes follow from each other.
 
 It must not know the config's dataclasses, which `config/load.py` builds from the result.
 """
@@ -22,26 +22,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shardengine.config.keys import (
+from shardengine.config.foreign import (
     ALIAS_NEEDS,
     ALIASES,
     FILLED_FROM,
-    GATES,
-    KEYS,
     ONLY_CALLER,
     OPTIMIZER_FIXED,
     OPTIMIZER_NO_EFFECT,
-    OPTIMIZERS,
-    OPTIMIZERS_LATER,
     OPTIMIZERS_REFUSED,
-    SECTIONS,
-    TRIPLE,
-    Key,
-    Status,
-    is_comment,
     is_off,
 )
-from shardengine.config.kinds import describe, nearest
+from shardengine.config.keys import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status
+from shardengine.config.kinds import describe, nearest, plain
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
@@ -58,6 +50,11 @@ _OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
 
 _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
 """Sections that ``false`` does not switch off; of these only the last two may be null."""
+
+
+def is_comment(name: str) -> bool:
+    """Whether ``name`` is no key but a remark: it begins with "_", "//", "#", "$" or "comment"."""
+    return name.startswith(("_", "//", "#", "$", "comment"))
 
 
 class JsonObject(dict[str, Any]):
@@ -84,13 +81,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"expected a JSON object at the top level, came {describe(tree)}", str(path))
     return tree
-
-
-def plain(value: Any) -> Any:
-    """Copy mappings and sequences into dicts and lists, all the way down."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Reader:

@@ -5,40 +5,11 @@ Must not know: how a file is read and checked (`config/reader.py`, `config/load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
-class FrozenMapping(Mapping[str, Any]):
-    """A read-only mapping whose values are frozen too: objects become FrozenMapping, lists become tuples."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
-        self._items = {key: frozen(value) for key, value in (items or {}).items()}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-def frozen(value: Any) -> Any:
-    """``value`` from JSON, all the way down: objects become FrozenMapping, lists tuples."""
-    if isinstance(value, Mapping):
-        return value if isinstance(value, FrozenMapping) else FrozenMapping(value)
-    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+from shardengine.config.kinds import FrozenMapping, frozen
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardengine.config.keys import ALIASES, KEYS, TRIPLE, Status
-from shardengine.config.load import Config, json_schema, load_config
-from shardengine.config.sections import ActivationsConfig, FrozenMapping, ZeroConfig
+from shardengine.config.foreign import ALIASES
+from shardengine.config.json_schema import json_schema
+from shardengine.config.keys import KEYS, TRIPLE, Status
+from shardengine.config.kinds import FrozenMapping
+from shardengine.config.load import Config, load_config
+from shardengine.config.sections import ActivationsConfig, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardengine.config.keys import ALIASES, KEYS, SECTIONS
+from shardengine.config.foreign import ALIASES
+from shardengine.config.keys import KEYS, SECTIONS
 from shardengine.config.load import Config, load_config
 from shardengine.errors import ConfigError
 from shardengine.optim import lr_schedules

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardengine.config.keys import ALIASES, FILLED_FROM, KEYS, ONLY_CALLER, Key, Status
-from shardengine.config.reader import plain
+from shardengine.config.foreign import ALIASES, FILLED_FROM, ONLY_CALLER
+from shardengine.config.keys import KEYS, Key, Status
+from shardengine.config.kinds import plain
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 BEGIN, END = "<!-- begin -->\n", "<!-- end -->\n"
