@@ -1,11 +1,12 @@
 """The JSON config: what a user may write, checked, with the reason for every refusal.
 
-load             Config and load_config, checks across keys
-json_schema      the JSON Schema of a file
-keys, sections   every key with its kind and default, and the dataclasses that hold the values
-reader           a JSON tree to checked values, all problems at once
-kinds            kinds of values: parse, describe, nearest name
-foreign          what other engines' files say: old names, keys that are refused or mean nothing here
+load          Config and load_config
+schema        every key, on the dataclass field that holds its value
+reader        a JSON tree to checked values, all problems at once
+checks        what keys say together
+json_schema   the JSON Schema of a file
+kinds         kinds of values: parse, describe, nearest name
+foreign       what other engines' files say: old names, keys that are refused or mean nothing here
 
 Must not know: torch, devices, process groups; the number of ranks comes in as an integer.
 """
@@ -13,7 +14,6 @@ Must not know: torch, devices, process groups; the number of ranks comes in as a
 from __future__ import annotations
 
 from shardengine.config.json_schema import json_schema
-from shardengine.config.keys import KEYS, SECTIONS, TRIPLE
 from shardengine.config.kinds import (
     BOOL,
     COUNT,
@@ -29,7 +29,10 @@ from shardengine.config.kinds import (
 )
 from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, timeout_of
 from shardengine.config.reader import Source
-from shardengine.config.sections import (
+from shardengine.config.schema import (
+    KEYS,
+    SECTIONS,
+    TRIPLE,
     AioConfig,
     MonitorConfig,
     OffloadOptimizerConfig,

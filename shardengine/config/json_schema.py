@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardengine.config.foreign import ALIASES, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT
-from shardengine.config.keys import KEYS, OPTIMIZERS, TRIPLE, Key, Status
 from shardengine.config.kinds import plain
+from shardengine.config.schema import KEYS, OPTIMIZERS, TRIPLE, Key, Status
 
 
 def json_schema() -> dict[str, Any]:

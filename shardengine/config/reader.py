@@ -4,13 +4,13 @@ A `Reader` takes one tree through four passes and collects everything that is wr
 
     scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
     rename   old names move to the current ones; messages keep the name that was written
-    visit    every key is looked up in `keys.KEYS`, parsed by its kind and treated by its status
+    visit    every key is looked up in `schema.KEYS`, parsed by its kind and treated by its status
     named    optimizer and scheduler: the type and its parameters
 
 [Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
 notice; a problem where only the caller can know (`foreign.ONLY_CALLER`). Batch sizes follow from each other.
 
-It must not know the config's dataclasses, which `config/load.py` builds from the result.
+It must not know the objects that `config/load.py` builds from the result.
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ from shardengine.config.foreign import (
     OPTIMIZERS_REFUSED,
     is_off,
 )
-from shardengine.config.keys import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status
-from shardengine.config.kinds import describe, nearest, plain
+from shardengine.config.kinds import EVERY, PART, UNITS, describe, nearest, plain
+from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
 """Where a value came from. "auto": the file says "auto" and the caller gave the value."""
 
-_AUTOMATIC = frozenset({"zero_optimization.units", "zero_optimization.offload_optimizer.ratio"})
-"""Keys of which "auto" is a value."""
-
-_ENDLESS = frozenset({"steps_per_print"})
-"""Keys of which Infinity is a value."""
+_AUTOMATIC = (UNITS, PART)
+"""Kinds of which "auto" is a value."""
 
 _ABSENT: Any = object()
 _OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
@@ -114,6 +111,12 @@ class Reader:
         self._rename(tree)
         self.present = frozenset(name for name, value in tree.items() if isinstance(value, dict))
         self._visit(tree, "")
+        for section, found in (
+            ("optimizer", self._optimizer()),
+            ("scheduler", self._named("scheduler", "WarmupCosineLR")),
+        ):
+            if found is not None:
+                self.values[f"{section}.type"], self.values[f"{section}.params"] = found
 
     def problem(self, name: str, text: str) -> None:
         """Note that the key ``name`` (dotted) cannot be used; ``text`` says what was expected and what came."""
@@ -135,12 +138,12 @@ class Reader:
         opaque |= known is not None and known.status in _OPAQUE
         if isinstance(node, dict):
             for name in node.duplicates if isinstance(node, JsonObject) else ():
-                self.problem(_join(path, name), "the key is written more than once; keep one")
+                self.problem(join(path, name), "the key is written more than once; keep one")
             for name in list(node):
                 if not isinstance(name, str):
                     self.problem(path, f"expected keys that are strings, came {describe(name)}")
                     del node[name]
-                elif is_comment(name) or not self._scan(node[name], _join(path, name), opaque=opaque):
+                elif is_comment(name) or not self._scan(node[name], join(path, name), opaque=opaque):
                     del node[name]
             return True
         if isinstance(node, list):
@@ -148,7 +151,7 @@ class Reader:
             if not all(usable):
                 self.failed.add(path)
             return all(usable)
-        if opaque or (node == math.inf and path in _ENDLESS):
+        if opaque or (node == math.inf and known is not None and known.kind is EVERY):
             return True
         if isinstance(node, float) and not math.isfinite(node):
             self.problem(path, f"expected a finite number, came {node!r}")
@@ -221,7 +224,7 @@ class Reader:
 
     def _visit(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
-            dotted = _join(section, name)
+            dotted = join(section, name)
             if dotted in SECTIONS:
                 self._section(dotted, value)
             elif dotted in KEYS:
@@ -256,7 +259,7 @@ class Reader:
         if key.status is not Status.ACTIVE and (value is None or value is False):
             return
         source: Source = "file"
-        if value == "auto" and key.name not in _AUTOMATIC:
+        if value == "auto" and key.kind not in _AUTOMATIC:
             value, source = self._automatic(key.name, f"the default {json.dumps(plain(key.default))}"), "auto"
             if value is _ABSENT:
                 return
@@ -266,7 +269,8 @@ class Reader:
             self.problem(key.name, f"expected {key.kind.words}, came {describe(value)}")
             return
         if key.status is Status.ACTIVE:
-            self.values[key.name], self.sources[key.name] = parsed, source
+            if parsed is not None or key.default is None:  # else null stands for the default
+                self.values[key.name], self.sources[key.name] = parsed, source
         elif section not in GATES and parsed != key.default:
             self.later(key.name, json.dumps(key.default))
 
@@ -274,7 +278,7 @@ class Reader:
         """Note that what ``name`` switches on does not exist yet; off: the value that switches it off."""
         self.problem(name, f"not available yet in this version; switch it off ({off}) or leave it out")
 
-    def named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
+    def _named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
         """Take the type and the unchecked params of "optimizer" or "scheduler"; None where there is no usable one."""
         self.sources.pop(f"{section}.params", None)
         params: dict[str, Any] = self.values.pop(f"{section}.params", {})
@@ -301,9 +305,9 @@ class Reader:
                 filled[param] = value
         return filled
 
-    def optimizer(self) -> tuple[str, dict[str, Any]] | None:
+    def _optimizer(self) -> tuple[str, dict[str, Any]] | None:
         """Take the optimizer as (normalised type, every hyper-parameter of it); None where there is no usable one."""
-        read = self.named("optimizer", "AdamW")
+        read = self._named("optimizer", "AdamW")
         if read is None:
             return None
         written, given = read
@@ -383,14 +387,10 @@ def _give(name: str) -> str:
     return f'load_config(file, auto={{"{name}": …}})'
 
 
-def _join(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
-
-
 def _nearest_key(section: str, name: str) -> str:
     """The most similar key of the section, or the key of the same name in another section."""
     elsewhere = [key for key in (*KEYS, *SECTIONS) if key.rpartition(".")[2] == name]
     beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]
-    close = nearest(_join(section, name), beside)
+    close = nearest(join(section, name), beside)
     alike = difflib.SequenceMatcher(None, name.lower(), close.rpartition(".")[2].lower()).ratio()
     return elsewhere[0] if elsewhere and alike < 0.8 else close

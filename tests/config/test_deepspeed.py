@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from shardengine.config.foreign import ALIASES
-from shardengine.config.keys import KEYS, SECTIONS
 from shardengine.config.load import Config, load_config
+from shardengine.config.schema import KEYS, SECTIONS
 from shardengine.errors import ConfigError
 from shardengine.optim import lr_schedules
 

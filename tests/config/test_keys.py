@@ -10,8 +10,8 @@ import pytest
 
 import shardengine.config as config_module
 from shardengine.config.foreign import ALIASES
-from shardengine.config.keys import KEYS, Status
 from shardengine.config.load import Config, load_config
+from shardengine.config.schema import KEYS, Status
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 
@@ -140,7 +140,7 @@ zero_optimization.use_all_reduce_for_fetch_params: zero_optimization.stage3_use_
 
 
 def test_the_accepted_keys_are_frozen() -> None:
-    """Adding a key is a reviewed change: extend FROZEN together with shardengine/config/keys.py."""
+    """Adding a key is a reviewed change: extend FROZEN together with shardengine/config/schema.py."""
     accepted = {status.name: sorted(key.name for key in KEYS.values() if key.status is status) for status in Status}
     assert accepted == {status: sorted(names.split()) for status, names in FROZEN.items()}
 

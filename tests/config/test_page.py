@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardengine.config.foreign import ALIASES, FILLED_FROM, ONLY_CALLER
-from shardengine.config.keys import KEYS, Key, Status
 from shardengine.config.kinds import plain
+from shardengine.config.schema import KEYS, Key, Status
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 BEGIN, END = "<!-- begin -->\n", "<!-- end -->\n"

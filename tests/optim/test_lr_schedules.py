@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardengine.config.load import load_config
-from shardengine.config.sections import SchedulerConfig
+from shardengine.config.schema import SchedulerConfig
 from shardengine.errors import ConfigError
 from shardengine.optim.lr_schedules import build, check
 
