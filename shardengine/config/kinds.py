@@ -16,11 +16,45 @@ JsonSchema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be. ``parse`` returns the normalised value or raises ValueError; ``words`` follow "expected"."""
+    """What a value may be. ``words`` follow "expected"; ``convert`` returns the value as it is kept, or ValueError."""
 
     words: str
     schema: JsonSchema
-    parse: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
+
+    def parse(self, value: Any) -> Any:
+        """``value`` as it is kept. ValueError says what was expected and what came."""
+        try:
+            return self.convert(value)
+        except ValueError:
+            raise ValueError(f"expected {self.words}, came {describe(value)}") from None
+
+
+Table = Mapping[str, tuple[Kind, Any]]
+"""Parameter -> (kind, default)."""
+
+
+def check_table(
+    table: Table,
+    given: Mapping[str, Any],
+    problem: Callable[[str, str], None],
+    other: Callable[[str, Any], None] = lambda name, value: None,
+) -> dict[str, Any]:
+    """Every parameter of ``table``: its value in ``given``, or its default.
+
+    ``problem(name, text)`` is called for a wrong value, ``other(name, value)`` for a name that is not in the table, in
+    the order of ``given``.
+    """
+    values = {name: default for name, (_, default) in table.items()}
+    for name, value in given.items():
+        if name not in table:
+            other(name, value)
+            continue
+        try:
+            values[name] = table[name][0].parse(value)
+        except ValueError as error:
+            problem(name, str(error))
+    return values
 
 
 def describe(value: object) -> str:

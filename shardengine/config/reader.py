@@ -32,7 +32,7 @@ from shardengine.config.foreign import (
     OPTIMIZERS_REFUSED,
     is_off,
 )
-from shardengine.config.kinds import EVERY, PART, UNITS, describe, nearest, plain
+from shardengine.config.kinds import EVERY, PART, UNITS, check_table, describe, nearest, plain
 from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
@@ -265,8 +265,8 @@ class Reader:
                 return
         try:
             parsed = key.kind.parse(value)
-        except ValueError:
-            self.problem(key.name, f"expected {key.kind.words}, came {describe(value)}")
+        except ValueError as error:
+            self.problem(key.name, str(error))
             return
         if key.status is Status.ACTIVE:
             if parsed is not None or key.default is None:  # else null stands for the default
@@ -329,42 +329,40 @@ class Reader:
         return None
 
     def _hyper_parameters(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        params = {param: default for param, (_, default) in OPTIMIZERS[name].items()}
-        fixed_here = {param: value for param, (value, owners, _) in OPTIMIZER_FIXED.items() if name in owners}
-        known = {**params, **fixed_here, **({"adam_w_mode": True} if "betas" in params and name != "Lion" else {})}
+        table, place = OPTIMIZERS[name], "optimizer.params."
+        adam = name in ("Adam", "AdamW")
+        known = {param: default for param, (_, default) in table.items()} | ({"adam_w_mode": True} if adam else {})
+        known |= {param: value for param, (value, owners, _) in OPTIMIZER_FIXED.items() if name in owners}
         unknown = {param: value for param, value in given.items() if param not in known}
         given = self._fill("optimizer", {p: value for p, value in given.items() if p in known}, known) | unknown
-        if name in ("Adam", "AdamW"):
+        if adam:
             name = self._decoupled(name, given)
-        self.sources.update({f"optimizer.params.{param}": "default" for param in params if param not in given})
-        for param, value in given.items():
-            dotted = f"optimizer.params.{param}"
-            if param in params:
-                kind = OPTIMIZERS[name][param][0]
-                try:
-                    params[param] = kind.parse(value)
-                except ValueError:
-                    self.problem(dotted, f"expected {kind.words}, came {describe(value)}")
-                continue
-            self.sources.pop(dotted, None)
-            fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
-            if param in OPTIMIZER_NO_EFFECT:
-                self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
-            elif name not in owners:
-                names = (*params, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in params else []))
-                close = nearest(param, names)
-                self.problem(
-                    dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"'
-                )
-            elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
-                text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
-                self.problem(dotted, text)
+        self.sources.update({place + param: "default" for param in table if param not in given})
+        params = check_table(
+            table,
+            given,
+            lambda param, text: self.problem(place + param, text),
+            lambda param, value: self._not_in_table(name, param, value),
+        )
         if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
-            text = "nesterov needs momentum > 0 and dampening 0"
-            self.problem(
-                "optimizer.params.nesterov", f"{text}, came {params['momentum']:g} and {params['dampening']:g}"
-            )
+            came = f"{params['momentum']:g} and {params['dampening']:g}"
+            self.problem(f"{place}nesterov", f"nesterov needs momentum > 0 and dampening 0, came {came}")
         return name, params
+
+    def _not_in_table(self, name: str, param: str, value: Any) -> None:
+        """Answer for a hyper-parameter that the optimizer ``name`` does not have: no effect, one value, or unknown."""
+        dotted = f"optimizer.params.{param}"
+        self.sources.pop(dotted, None)
+        fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
+        if param in OPTIMIZER_NO_EFFECT:
+            self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
+        elif name not in owners:
+            table = OPTIMIZERS[name]
+            close = nearest(param, (*table, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in table else [])))
+            self.problem(dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"')
+        elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
+            text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
+            self.problem(dotted, text)
 
     def _decoupled(self, name: str, given: dict[str, Any]) -> str:
         mode = given.pop("adam_w_mode", True)

@@ -40,6 +40,7 @@ from shardengine.config.kinds import (
     UNITS,
     FrozenMapping,
     Kind,
+    Table,
     choice,
     frozen,
     integer,
@@ -297,9 +298,7 @@ class TopLevel:
         False, "Stages 1 and 2: step() does not wait for the stepped weights, the next forward does, block by block."
     )
     reproducible: bool | None = key(
-        None,
-        optional(BOOL, "true on gloo, false on NCCL"),
-        "Sum over ranks in the declared order on every backend.",
+        None, optional(BOOL, "true on gloo, false on NCCL"), "Sum over ranks in the declared order on every backend."
     )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")
@@ -338,7 +337,7 @@ SECTION_TYPES: dict[str, type] = {
 }
 """Each section's name in the JSON and its class, in the order of docs/config.md, an outer one before those in it."""
 
-_LATER: dict[str, dict[str, tuple[Kind, Any]]] = {
+_LATER: dict[str, Table] = {
     "": {"static_graph": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
@@ -403,10 +402,10 @@ SECTIONS: frozenset[str] = frozenset(name[:dot] for name in KEYS for dot in rang
 TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The batch sizes, any of which may follow from the others."""
 
-_COMMON: dict[str, tuple[Kind, Any]] = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
-_ADAM: dict[str, tuple[Kind, Any]] = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
+_COMMON: Table = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
+_ADAM: Table = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
 
-OPTIMIZERS: dict[str, dict[str, tuple[Kind, Any]]] = {
+OPTIMIZERS: dict[str, Table] = {
     "AdamW": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
     "Adam": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.0)},
     "SGD": {
