@@ -240,56 +240,50 @@ OPTIMIZERS_REFUSED: dict[str, str] = {
 }
 """Optimizers that cannot be stepped slice by slice -> why."""
 
+_SAVE_16BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+ALIASES: dict[str, str] = {
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold "
+            "model_persistence_threshold module_granularity_threshold use_all_reduce_for_fetch_params "
+            "allgather_sequential gather_16bit_weights_on_model_save"
+        ).split()
+    },
+    "zero_optimization.gather_fp16_weights_on_model_save": _SAVE_16BIT,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVE_16BIT,
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
+    "zero_optimization.mics_shard_size": "zero_optimization.shard_group_size",
+    "zero_optimization.overlap_comm": "overlap_comm",
+    "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.cpu_offload",
+    "aio.intra_op_parallelism": "aio.thread_count",
+    "bfloat16": "bf16",
+    "bf16.check_grad_overflow": "nonfinite_gradients",
+    "bf16.bf16_master_weights_and_grads": "bf16.master_weights",
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensorboard": "monitor.tensorboard",
+    "comet": "monitor.comet",
+    "wandb": "monitor.wandb",
+    "csv_monitor": "monitor.csv",
+}
+"""Old or other dotted name -> current dotted name."""
+ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
+"""Such a name -> the key without which it means nothing."""
+
 
 def _device(value: Any) -> Any:
     return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **{
-        f"zero_optimization.{short}": (f"zero_optimization.stage3_{long or short}", _same)
-        for short, long in {
-            **dict.fromkeys(("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), ""),
-            **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), ""),
-            **dict.fromkeys(("module_granularity_threshold", "use_all_reduce_for_fetch_params"), ""),
-            "allgather_sequential": "",
-            "gather_16bit_weights_on_model_save": "",
-            "gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
-        }.items()
-    },
-    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _device),
-    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", _device),
-    "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param", _device),
-    "zero_optimization.mics_shard_size": (
-        "zero_optimization.shard_group_size",
-        lambda value: "all" if value == -1 and not isinstance(value, bool) else value,
-    ),
-    "zero_optimization.overlap_comm": ("overlap_comm", _same),
-    "activation_checkpointing.cpu_checkpointing": ("activation_checkpointing.cpu_offload", _same),
-    "aio.intra_op_parallelism": ("aio.thread_count", _same),
-    "bfloat16": ("bf16", _same),
-    "bf16.check_grad_overflow": (
-        "nonfinite_gradients",
-        lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
-    ),
-    "bf16.bf16_master_weights_and_grads": (
-        "bf16.master_weights",
-        lambda value: not value if isinstance(value, bool) else value,
-    ),
-    "tensor_parallel.tensor_parallel": ("tensor_parallel.tp", _same),
-    "tensorboard": ("monitor.tensorboard", _same),
-    "comet": ("monitor.comet", _same),
-    "wandb": ("monitor.wandb", _same),
-    "csv_monitor": ("monitor.csv", _same),
+ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
+    **{f"zero_optimization.cpu_offload{end}": _device for end in ("", "_param", "_params")},
+    "zero_optimization.mics_shard_size": lambda value: "all" if value == -1 else value,
+    "bf16.check_grad_overflow": lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
+    "bf16.bf16_master_weights_and_grads": lambda value: not value if isinstance(value, bool) else value,
 }
-"""Old or other dotted name -> (current dotted name, how its value is translated)."""
-ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
-"""Such a name -> the key without which it means nothing."""
+"""Such a name -> how its value is written under the current one; the others' values are the same."""
 
 ONLY_CALLER: frozenset[str] = frozenset(
     (

@@ -25,7 +25,7 @@ def json_schema() -> dict[str, Any]:
     }
     for key in KEYS.values():
         _section_schema(root, key.name)[key.name.rpartition(".")[2]] = _key_schema(key)
-    for old, (new, _) in ALIASES.items():
+    for old, new in ALIASES.items():
         _section_schema(root, old)[old.rpartition(".")[2]] = {"description": f"Old name of {new}.", "deprecated": True}
     sections = root["properties"]
     for name in ("optimizer", "scheduler"):

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from shardengine.config.foreign import (
     ALIAS_NEEDS,
+    ALIAS_VALUES,
     ALIASES,
     FILLED_FROM,
     ONLY_CALLER,
@@ -134,7 +135,7 @@ class Reader:
 
         opaque: inside of what has no effect or is refused, whatever it holds.
         """
-        known = KEYS.get(ALIASES[path][0] if path in ALIASES else path)
+        known = KEYS.get(ALIASES.get(path, path))
         opaque |= known is not None and known.status in _OPAQUE
         if isinstance(node, dict):
             for name in node.duplicates if isinstance(node, JsonObject) else ():
@@ -195,7 +196,7 @@ class Reader:
 
     def _rename(self, tree: dict[str, Any]) -> None:
         """Move values from old names to the current ones, in place."""
-        for old, (new, translate) in ALIASES.items():
+        for old, new in ALIASES.items():
             section, _, leaf = old.rpartition(".")
             holder = tree.get(section) if section else tree
             if not isinstance(holder, dict) or leaf not in holder:
@@ -206,7 +207,7 @@ class Reader:
                 if (self._auto.get(switch) if enabled == "auto" else enabled) is not True:
                     self.notices.append(f"{old} has no effect, because {switch} is not true")
                     continue
-            value = translate(written)
+            value = ALIAS_VALUES[old](written) if old in ALIAS_VALUES else written
             section, _, leaf = new.rpartition(".")
             if section and not tree.get(section):
                 tree[section] = {}

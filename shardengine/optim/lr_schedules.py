@@ -26,8 +26,7 @@ from shardengine.errors import ConfigError, UsageError
 Ratio = Callable[[int], float]
 
 REQUIRED: Any = object()
-_RATIO = kinds.NOT_NEGATIVE
-_MOMENTUM = kinds.NOT_NEGATIVE
+_RATIO = _MOMENTUM = kinds.NOT_NEGATIVE
 _WARMUP: kinds.Table = {"warmup_num_steps": (kinds.SIZE, 1000), "warmup_type": (kinds.choice("log", "linear"), "log")}
 _WARMUP_RATES: kinds.Table = {
     "warmup_min_lr": (kinds.NOT_NEGATIVE, 0.0),

@@ -230,7 +230,7 @@ def answer_of(name: str) -> str:
     heads = [(".".join(parts[:count]), parts[count:]) for count in range(len(parts), 0, -1)]
     for head, rest in heads:
         if head in ALIASES:
-            return answer_of(".".join([ALIASES[head][0], *rest]))
+            return answer_of(".".join([ALIASES[head], *rest]))
     for head, rest in heads:
         if head in KEYS:
             whole = not rest or KEYS[head].status.name in ("REFUSED", "NO_EFFECT")

@@ -146,12 +146,12 @@ def test_the_accepted_keys_are_frozen() -> None:
 
 
 def test_the_old_names_are_frozen() -> None:
-    accepted = sorted(f"{old}: {new}" for old, (new, _) in ALIASES.items())
+    accepted = sorted(f"{old}: {new}" for old, new in ALIASES.items())
     assert accepted == FROZEN_ALIASES.strip().splitlines()
 
 
 def test_old_names_lead_to_known_keys() -> None:
-    for old, (new, _) in ALIASES.items():
+    for old, new in ALIASES.items():
         assert old not in KEYS
         assert new in KEYS or any(name.startswith(new + ".") for name in KEYS)
 

@@ -24,7 +24,7 @@ def lists() -> str:
             for key in of(Status.ACTIVE)
         ),
         "", "### Other names", "", "| written | read as |", "|---|---|",
-        *(f"| `{old}` | `{new}` |" for old, (new, _) in sorted(ALIASES.items())),
+        *(f"| `{old}` | `{new}` |" for old, new in sorted(ALIASES.items())),
         "", "### Not available yet", "", "Accepted while they are off: "
         + ", ".join(f"`{key.name}`" for key in of(Status.LATER)) + ".",
         "", "### Refused", "", "Accepted while they are off.", "", "| key | because |", "|---|---|",
