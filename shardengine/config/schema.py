@@ -419,5 +419,5 @@ OPTIMIZERS: dict[str, Table] = {
 }
 """The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
 
-OPTIMIZERS_LATER: tuple[str, ...] = (*("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop"),)
+OPTIMIZERS_LATER = ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop")
 """Elementwise optimizers that a later version will run."""
