@@ -1,32 +1,27 @@
 """The JSON config: what a user may write, checked, with the reason for every refusal.
 
-load             Config and load_config, checks across keys, the JSON Schema
-keys, sections   every key with its kind and default, and the dataclasses that hold the values
-reader           a JSON tree to checked values, all problems at once
-kinds            kinds of values: parse, describe, nearest name
-foreign          what other engines' files say
+load          Config and load_config
+schema        every key, on the dataclass field that holds its value
+reader        a JSON tree to checked values, all problems at once
+checks        what keys say together
+json_schema   the JSON Schema of a file
+kinds         kinds of values and tables of them: parse, describe, nearest name
+foreign       what other engines' files say: old names, keys that are refused or mean nothing here
 
 Must not know: torch, devices, process groups; the number of ranks comes in as an integer.
 """
 
 from __future__ import annotations
 
-from shardengine.config.keys import KEYS, SECTIONS, TRIPLE
-from shardengine.config.kinds import (
-    BOOL,
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SIZE,
-    Kind,
-    choice,
-    describe,
-    nearest,
-    optional,
-)
-from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, json_schema, load_config, timeout_of
-from shardengine.config.reader import Source, plain
-from shardengine.config.sections import (
+from shardengine.config import kinds
+from shardengine.config.json_schema import json_schema
+from shardengine.config.kinds import nearest, plain
+from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, timeout_of
+from shardengine.config.reader import Source
+from shardengine.config.schema import (
+    KEYS,
+    SECTIONS,
+    TRIPLE,
     AioConfig,
     MonitorConfig,
     OffloadOptimizerConfig,
@@ -38,18 +33,12 @@ from shardengine.config.sections import (
 )
 
 __all__ = [
-    "BOOL",
-    "COUNT",
     "KEYS",
     "NOT_CLIPPED",
-    "NOT_NEGATIVE",
-    "POSITIVE",
     "SECTIONS",
-    "SIZE",
     "TRIPLE",
     "AioConfig",
     "Config",
-    "Kind",
     "MonitorConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
@@ -58,13 +47,11 @@ __all__ = [
     "SinkConfig",
     "Source",
     "ZeroConfig",
-    "choice",
-    "describe",
     "fitting_ranks",
     "json_schema",
+    "kinds",
     "load_config",
     "nearest",
-    "optional",
     "plain",
     "timeout_of",
 ]

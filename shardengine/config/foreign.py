@@ -1,6 +1,6 @@
-"""Keys that other engines have and this one has not: refused, or without effect, each with its reason.
+"""What other engines' files say: keys that this one has not, each with the reason, and other names of those it has.
 
-Owns: the sentences. Must not know: keys that exist here.
+Owns: the sentences, old names, what Hugging Face's Trainer fills in. Must not know: what keys of ours hold.
 
 A row of `REFUSED` is (the values that mean "off", the reason and what to do instead); null, false, {} and an object
 whose "enabled" is false are always off. A row of `NO_EFFECT` is the reason alone. A name whose value is an object
@@ -9,6 +9,7 @@ stands for everything inside of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _PIPELINE = "the next bucket is always read, and the last one written, while one is stepped"
@@ -214,3 +215,112 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "load_universal": _ANY_TOPOLOGY,
     },
 }
+
+OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
+    ("torch_adam", "foreach", "fused", "capturable", "set_grad_none"),
+    "there is one optimizer arithmetic, the same on every device",
+)
+"""Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
+
+OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
+    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion"), "states are fp32"),
+    "max_grad_norm": (0.0, ("AdamW", "Adam", "SGD", "Lion"), "gradients are clipped by the key gradient_clipping"),
+    "amsgrad": (False, ("AdamW", "Adam"), "the maximum of past second moments is not kept"),
+    "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
+    "differentiable": (False, ("AdamW", "Adam", "SGD"), "the step writes in place"),
+}
+"""Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
+
+OPTIMIZERS_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of whole matrices"),
+    **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each whole parameter"),
+    "LBFGS": "it needs inner products over all parameters",
+    "SparseAdam": "it needs sparse gradients",
+    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),
+}
+"""Optimizers that cannot be stepped slice by slice -> why."""
+
+_SAVE_16BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+ALIASES: dict[str, str] = {
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold "
+            "model_persistence_threshold module_granularity_threshold use_all_reduce_for_fetch_params "
+            "allgather_sequential gather_16bit_weights_on_model_save"
+        ).split()
+    },
+    "zero_optimization.gather_fp16_weights_on_model_save": _SAVE_16BIT,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVE_16BIT,
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
+    "zero_optimization.mics_shard_size": "zero_optimization.shard_group_size",
+    "zero_optimization.overlap_comm": "overlap_comm",
+    "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.cpu_offload",
+    "aio.intra_op_parallelism": "aio.thread_count",
+    "bfloat16": "bf16",
+    "bf16.check_grad_overflow": "nonfinite_gradients",
+    "bf16.bf16_master_weights_and_grads": "bf16.master_weights",
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensorboard": "monitor.tensorboard",
+    "comet": "monitor.comet",
+    "wandb": "monitor.wandb",
+    "csv_monitor": "monitor.csv",
+}
+"""Old or other dotted name -> current dotted name."""
+ALIAS_NEEDS: dict[str, str] = {"bf16.check_grad_overflow": "bf16.enabled"}
+"""Such a name -> the key without which it means nothing."""
+
+
+def _device(value: Any) -> Any:
+    return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
+
+
+ALIAS_VALUES: dict[str, Callable[[Any], Any]] = {
+    **{f"zero_optimization.cpu_offload{end}": _device for end in ("", "_param", "_params")},
+    "zero_optimization.mics_shard_size": lambda value: "all" if value == -1 else value,
+    "bf16.check_grad_overflow": lambda value: ("step", "skip")[value] if isinstance(value, bool) else value,
+    "bf16.bf16_master_weights_and_grads": lambda value: not value if isinstance(value, bool) else value,
+}
+"""Such a name -> how its value is written under the current one; the others' values are the same."""
+
+ONLY_CALLER: frozenset[str] = frozenset(
+    (
+        *("zero_optimization.stage", "optimizer.type", "optimizer.params.lr", "scheduler.type"),
+        *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
+    )
+)
+"""Keys whose "auto" nothing here can replace; every other key takes its default, batch sizes follow from each other."""
+
+FILLED_FROM: dict[str, str] = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 and adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+"""Key -> the training argument from which Hugging Face's Trainer fills its "auto"."""
+
+
+def is_off(value: Any) -> bool:
+    """Whether ``value``, of a feature of other engines, leaves it off.
+
+    Null, false, {}, "auto"; an object whose "enabled" is false, or that holds objects with "enabled" and all are off.
+    """
+    if isinstance(value, Mapping):
+        return not value or _switches(value) == {False}
+    return value is None or value is False or value == "auto"
+
+
+def _switches(tree: Mapping[str, Any]) -> set[bool]:
+    if "enabled" in tree:
+        return {not is_off(tree["enabled"])}
+    return {switch for inner in tree.values() if isinstance(inner, Mapping) for switch in _switches(inner)}

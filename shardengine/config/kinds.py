@@ -1,5 +1,5 @@
-"""Kinds of config values. Owns: what an integer, a number, a dtype name … is, how it is parsed, described and put
-into JSON Schema, and the search for the nearest valid name. It must not know any key, torch or files.
+"""Kinds of config values. Owns: what an integer, a number, a dtype name … is, how it is parsed, described, kept
+and put into JSON Schema, and the search for the nearest valid name. It must not know any key, torch or files.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,45 @@ JsonSchema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be. ``parse`` returns the normalised value or raises ValueError; ``words`` follow "expected"."""
+    """What a value may be. ``words`` follow "expected"; ``convert`` returns the value as it is kept, or ValueError."""
 
     words: str
     schema: JsonSchema
-    parse: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
+
+    def parse(self, value: Any) -> Any:
+        """``value`` as it is kept. ValueError says what was expected and what came."""
+        try:
+            return self.convert(value)
+        except ValueError:
+            raise ValueError(f"expected {self.words}, came {describe(value)}") from None
+
+
+Table = Mapping[str, tuple[Kind, Any]]
+"""Parameter -> (kind, default)."""
+
+
+def check_table(
+    table: Table,
+    given: Mapping[str, Any],
+    problem: Callable[[str, str], None],
+    other: Callable[[str, Any], None] = lambda name, value: None,
+) -> dict[str, Any]:
+    """Every parameter of ``table``: its value in ``given``, or its default.
+
+    ``problem(name, text)`` is called for a wrong value, ``other(name, value)`` for a name that is not in the table, in
+    the order of ``given``.
+    """
+    values = {name: default for name, (_, default) in table.items()}
+    for name, value in given.items():
+        if name not in table:
+            other(name, value)
+            continue
+        try:
+            values[name] = table[name][0].parse(value)
+        except ValueError as error:
+            problem(name, str(error))
+    return values
 
 
 def describe(value: object) -> str:
@@ -42,6 +76,44 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return the candidate most similar to ``word``, case ignored. ``candidates`` must not be empty."""
     low = word.lower()
     return max(sorted(candidates), key=lambda known: difflib.SequenceMatcher(None, low, known.lower()).ratio())
+
+
+def plain(value: Any) -> Any:
+    """Copy mappings and sequences into dicts and lists, all the way down."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """A read-only mapping whose values are frozen too: objects become FrozenMapping, lists become tuples."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        self._items = {key: frozen(value) for key, value in (items or {}).items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def frozen(value: Any) -> Any:
+    """``value`` from JSON, all the way down: objects become FrozenMapping, lists tuples."""
+    if isinstance(value, Mapping):
+        return value if isinstance(value, FrozenMapping) else FrozenMapping(value)
+    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def integer(minimum: int, maximum: int | None = None) -> Kind:

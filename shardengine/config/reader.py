@@ -4,13 +4,13 @@ A `Reader` takes one tree through four passes and collects everything that is wr
 
     scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
     rename   old names move to the current ones; messages keep the name that was written
-    visit    every key is looked up in `keys.KEYS`, parsed by its kind and treated by its status
+    visit    every key is looked up in `schema.KEYS`, parsed by its kind and treated by its status
     named    optimizer and scheduler: the type and its parameters
 
 [Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
-notice; a problem where only the caller can know (`keys.ONLY_CALLER`). Batch sizes follow from each other.
+notice; a problem where only the caller can know (`foreign.ONLY_CALLER`). Batch sizes follow from each other.
 
-It must not know the config's dataclasses, which `config/load.py` builds from the result.
+It must not know the objects that `config/load.py` builds from the result.
 """
 
 from __future__ import annotations
@@ -22,42 +22,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shardengine.config.keys import (
+from shardengine.config.foreign import (
     ALIAS_NEEDS,
+    ALIAS_VALUES,
     ALIASES,
     FILLED_FROM,
-    GATES,
-    KEYS,
     ONLY_CALLER,
     OPTIMIZER_FIXED,
     OPTIMIZER_NO_EFFECT,
-    OPTIMIZERS,
-    OPTIMIZERS_LATER,
     OPTIMIZERS_REFUSED,
-    SECTIONS,
-    TRIPLE,
-    Key,
-    Status,
-    is_comment,
     is_off,
 )
-from shardengine.config.kinds import describe, nearest
+from shardengine.config.kinds import EVERY, PART, UNITS, check_table, describe, nearest, plain
+from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
 """Where a value came from. "auto": the file says "auto" and the caller gave the value."""
 
-_AUTOMATIC = frozenset({"zero_optimization.units", "zero_optimization.offload_optimizer.ratio"})
-"""Keys of which "auto" is a value."""
-
-_ENDLESS = frozenset({"steps_per_print"})
-"""Keys of which Infinity is a value."""
+_AUTOMATIC = (UNITS, PART)
+"""Kinds of which "auto" is a value."""
 
 _ABSENT: Any = object()
 _OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
 
 _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
 """Sections that ``false`` does not switch off; of these only the last two may be null."""
+
+
+def is_comment(name: str) -> bool:
+    """Whether ``name`` is no key but a remark: it begins with "_", "//", "#", "$" or "comment"."""
+    return name.startswith(("_", "//", "#", "$", "comment"))
 
 
 class JsonObject(dict[str, Any]):
@@ -84,13 +79,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"expected a JSON object at the top level, came {describe(tree)}", str(path))
     return tree
-
-
-def plain(value: Any) -> Any:
-    """Copy mappings and sequences into dicts and lists, all the way down."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Reader:
@@ -124,6 +112,12 @@ class Reader:
         self._rename(tree)
         self.present = frozenset(name for name, value in tree.items() if isinstance(value, dict))
         self._visit(tree, "")
+        for section, found in (
+            ("optimizer", self._optimizer()),
+            ("scheduler", self._named("scheduler", "WarmupCosineLR")),
+        ):
+            if found is not None:
+                self.values[f"{section}.type"], self.values[f"{section}.params"] = found
 
     def problem(self, name: str, text: str) -> None:
         """Note that the key ``name`` (dotted) cannot be used; ``text`` says what was expected and what came."""
@@ -141,16 +135,16 @@ class Reader:
 
         opaque: inside of what has no effect or is refused, whatever it holds.
         """
-        known = KEYS.get(ALIASES[path][0] if path in ALIASES else path)
+        known = KEYS.get(ALIASES.get(path, path))
         opaque |= known is not None and known.status in _OPAQUE
         if isinstance(node, dict):
             for name in node.duplicates if isinstance(node, JsonObject) else ():
-                self.problem(_join(path, name), "the key is written more than once; keep one")
+                self.problem(join(path, name), "the key is written more than once; keep one")
             for name in list(node):
                 if not isinstance(name, str):
                     self.problem(path, f"expected keys that are strings, came {describe(name)}")
                     del node[name]
-                elif is_comment(name) or not self._scan(node[name], _join(path, name), opaque=opaque):
+                elif is_comment(name) or not self._scan(node[name], join(path, name), opaque=opaque):
                     del node[name]
             return True
         if isinstance(node, list):
@@ -158,7 +152,7 @@ class Reader:
             if not all(usable):
                 self.failed.add(path)
             return all(usable)
-        if opaque or (node == math.inf and path in _ENDLESS):
+        if opaque or (node == math.inf and known is not None and known.kind is EVERY):
             return True
         if isinstance(node, float) and not math.isfinite(node):
             self.problem(path, f"expected a finite number, came {node!r}")
@@ -202,7 +196,7 @@ class Reader:
 
     def _rename(self, tree: dict[str, Any]) -> None:
         """Move values from old names to the current ones, in place."""
-        for old, (new, translate) in ALIASES.items():
+        for old, new in ALIASES.items():
             section, _, leaf = old.rpartition(".")
             holder = tree.get(section) if section else tree
             if not isinstance(holder, dict) or leaf not in holder:
@@ -213,7 +207,7 @@ class Reader:
                 if (self._auto.get(switch) if enabled == "auto" else enabled) is not True:
                     self.notices.append(f"{old} has no effect, because {switch} is not true")
                     continue
-            value = translate(written)
+            value = ALIAS_VALUES[old](written) if old in ALIAS_VALUES else written
             section, _, leaf = new.rpartition(".")
             if section and not tree.get(section):
                 tree[section] = {}
@@ -231,7 +225,7 @@ class Reader:
 
     def _visit(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
-            dotted = _join(section, name)
+            dotted = join(section, name)
             if dotted in SECTIONS:
                 self._section(dotted, value)
             elif dotted in KEYS:
@@ -266,17 +260,18 @@ class Reader:
         if key.status is not Status.ACTIVE and (value is None or value is False):
             return
         source: Source = "file"
-        if value == "auto" and key.name not in _AUTOMATIC:
+        if value == "auto" and key.kind not in _AUTOMATIC:
             value, source = self._automatic(key.name, f"the default {json.dumps(plain(key.default))}"), "auto"
             if value is _ABSENT:
                 return
         try:
             parsed = key.kind.parse(value)
-        except ValueError:
-            self.problem(key.name, f"expected {key.kind.words}, came {describe(value)}")
+        except ValueError as error:
+            self.problem(key.name, str(error))
             return
         if key.status is Status.ACTIVE:
-            self.values[key.name], self.sources[key.name] = parsed, source
+            if parsed is not None or key.default is None:  # else null stands for the default
+                self.values[key.name], self.sources[key.name] = parsed, source
         elif section not in GATES and parsed != key.default:
             self.later(key.name, json.dumps(key.default))
 
@@ -284,7 +279,7 @@ class Reader:
         """Note that what ``name`` switches on does not exist yet; off: the value that switches it off."""
         self.problem(name, f"not available yet in this version; switch it off ({off}) or leave it out")
 
-    def named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
+    def _named(self, section: str, example: str) -> tuple[str, dict[str, Any]] | None:
         """Take the type and the unchecked params of "optimizer" or "scheduler"; None where there is no usable one."""
         self.sources.pop(f"{section}.params", None)
         params: dict[str, Any] = self.values.pop(f"{section}.params", {})
@@ -311,9 +306,9 @@ class Reader:
                 filled[param] = value
         return filled
 
-    def optimizer(self) -> tuple[str, dict[str, Any]] | None:
+    def _optimizer(self) -> tuple[str, dict[str, Any]] | None:
         """Take the optimizer as (normalised type, every hyper-parameter of it); None where there is no usable one."""
-        read = self.named("optimizer", "AdamW")
+        read = self._named("optimizer", "AdamW")
         if read is None:
             return None
         written, given = read
@@ -335,42 +330,40 @@ class Reader:
         return None
 
     def _hyper_parameters(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        params = {param: default for param, (_, default) in OPTIMIZERS[name].items()}
-        fixed_here = {param: value for param, (value, owners, _) in OPTIMIZER_FIXED.items() if name in owners}
-        known = {**params, **fixed_here, **({"adam_w_mode": True} if "betas" in params and name != "Lion" else {})}
+        table, place = OPTIMIZERS[name], "optimizer.params."
+        adam = name in ("Adam", "AdamW")
+        known = {param: default for param, (_, default) in table.items()} | ({"adam_w_mode": True} if adam else {})
+        known |= {param: value for param, (value, owners, _) in OPTIMIZER_FIXED.items() if name in owners}
         unknown = {param: value for param, value in given.items() if param not in known}
         given = self._fill("optimizer", {p: value for p, value in given.items() if p in known}, known) | unknown
-        if name in ("Adam", "AdamW"):
+        if adam:
             name = self._decoupled(name, given)
-        self.sources.update({f"optimizer.params.{param}": "default" for param in params if param not in given})
-        for param, value in given.items():
-            dotted = f"optimizer.params.{param}"
-            if param in params:
-                kind = OPTIMIZERS[name][param][0]
-                try:
-                    params[param] = kind.parse(value)
-                except ValueError:
-                    self.problem(dotted, f"expected {kind.words}, came {describe(value)}")
-                continue
-            self.sources.pop(dotted, None)
-            fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
-            if param in OPTIMIZER_NO_EFFECT:
-                self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
-            elif name not in owners:
-                names = (*params, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in params else []))
-                close = nearest(param, names)
-                self.problem(
-                    dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"'
-                )
-            elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
-                text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
-                self.problem(dotted, text)
+        self.sources.update({place + param: "default" for param in table if param not in given})
+        params = check_table(
+            table,
+            given,
+            lambda param, text: self.problem(place + param, text),
+            lambda param, value: self._not_in_table(name, param, value),
+        )
         if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
-            text = "nesterov needs momentum > 0 and dampening 0"
-            self.problem(
-                "optimizer.params.nesterov", f"{text}, came {params['momentum']:g} and {params['dampening']:g}"
-            )
+            came = f"{params['momentum']:g} and {params['dampening']:g}"
+            self.problem(f"{place}nesterov", f"nesterov needs momentum > 0 and dampening 0, came {came}")
         return name, params
+
+    def _not_in_table(self, name: str, param: str, value: Any) -> None:
+        """Answer for a hyper-parameter that the optimizer ``name`` does not have: no effect, one value, or unknown."""
+        dotted = f"optimizer.params.{param}"
+        self.sources.pop(dotted, None)
+        fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
+        if param in OPTIMIZER_NO_EFFECT:
+            self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
+        elif name not in owners:
+            table = OPTIMIZERS[name]
+            close = nearest(param, (*table, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in table else [])))
+            self.problem(dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"')
+        elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
+            text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
+            self.problem(dotted, text)
 
     def _decoupled(self, name: str, given: dict[str, Any]) -> str:
         mode = given.pop("adam_w_mode", True)
@@ -393,14 +386,10 @@ def _give(name: str) -> str:
     return f'load_config(file, auto={{"{name}": …}})'
 
 
-def _join(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
-
-
 def _nearest_key(section: str, name: str) -> str:
     """The most similar key of the section, or the key of the same name in another section."""
     elsewhere = [key for key in (*KEYS, *SECTIONS) if key.rpartition(".")[2] == name]
     beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]
-    close = nearest(_join(section, name), beside)
+    close = nearest(join(section, name), beside)
     alike = difflib.SequenceMatcher(None, name.lower(), close.rpartition(".")[2].lower()).ratio()
     return elsewhere[0] if elsewhere and alike < 0.8 else close

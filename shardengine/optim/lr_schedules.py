@@ -20,50 +20,35 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from shardengine.config import (
-    BOOL,
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SIZE,
-    Kind,
-    SchedulerConfig,
-    choice,
-    describe,
-    nearest,
-    optional,
-    plain,
-)
+from shardengine.config import SchedulerConfig, kinds, nearest, plain
 from shardengine.errors import ConfigError, UsageError
 
 Ratio = Callable[[int], float]
-Parameters = dict[str, tuple[Kind, Any]]
 
 REQUIRED: Any = object()
-_RATIO = NOT_NEGATIVE
-_MOMENTUM = NOT_NEGATIVE
-_WARMUP: Parameters = {"warmup_num_steps": (SIZE, 1000), "warmup_type": (choice("log", "linear"), "log")}
-_WARMUP_RATES: Parameters = {
-    "warmup_min_lr": (NOT_NEGATIVE, 0.0),
-    "warmup_max_lr": (optional(NOT_NEGATIVE, "each group's own rate"), None),
+_RATIO = _MOMENTUM = kinds.NOT_NEGATIVE
+_WARMUP: kinds.Table = {"warmup_num_steps": (kinds.SIZE, 1000), "warmup_type": (kinds.choice("log", "linear"), "log")}
+_WARMUP_RATES: kinds.Table = {
+    "warmup_min_lr": (kinds.NOT_NEGATIVE, 0.0),
+    "warmup_max_lr": (kinds.optional(kinds.NOT_NEGATIVE, "each group's own rate"), None),
     **_WARMUP,
 }
-_TOTAL: Parameters = {"total_num_steps": (COUNT, REQUIRED)}
-NAMED: dict[str, Parameters] = {
+_TOTAL: kinds.Table = {"total_num_steps": (kinds.COUNT, REQUIRED)}
+NAMED: dict[str, kinds.Table] = {
     "WarmupLR": _WARMUP_RATES,
     "WarmupDecayLR": {**_TOTAL, **_WARMUP_RATES},
     "WarmupCosineLR": {**_TOTAL, "warmup_min_ratio": (_RATIO, 0.0), "cos_min_ratio": (_RATIO, 1e-4), **_WARMUP},
     "OneCycle": {
-        "cycle_min_lr": (NOT_NEGATIVE, REQUIRED),
-        "cycle_max_lr": (POSITIVE, REQUIRED),
-        "cycle_first_step_size": (COUNT, 2000),
-        "cycle_second_step_size": (optional(COUNT, "as long as the first"), None),
-        "decay_step_size": (SIZE, 0),
-        "decay_lr_rate": (NOT_NEGATIVE, 0.0),
-        "cycle_momentum": (BOOL, True),
+        "cycle_min_lr": (kinds.NOT_NEGATIVE, REQUIRED),
+        "cycle_max_lr": (kinds.POSITIVE, REQUIRED),
+        "cycle_first_step_size": (kinds.COUNT, 2000),
+        "cycle_second_step_size": (kinds.optional(kinds.COUNT, "as long as the first"), None),
+        "decay_step_size": (kinds.SIZE, 0),
+        "decay_lr_rate": (kinds.NOT_NEGATIVE, 0.0),
+        "cycle_momentum": (kinds.BOOL, True),
         "cycle_min_mom": (_MOMENTUM, 0.8),
         "cycle_max_mom": (_MOMENTUM, 0.9),
-        "decay_mom_rate": (NOT_NEGATIVE, 0.0),
+        "decay_mom_rate": (kinds.NOT_NEGATIVE, 0.0),
     },
 }
 """The schedules of the config: name -> parameter -> (kind, default). OneCycle with `max_lr` is torch's OneCycleLR."""
@@ -265,14 +250,9 @@ def _read(config: SchedulerConfig) -> tuple[type[lr_scheduler.LRScheduler] | Non
         raise ConfigError(f'scheduler.type: unknown schedule "{config.type}"; the nearest valid name is "{close}"')
     table = NAMED[config.type]
     problems = _names(config, set(table), {name for name, (_, default) in table.items() if default is REQUIRED})
-    params = {name: default for name, (_, default) in table.items()}
-    for name in table.keys() & config.params.keys():
-        kind = table[name][0]
-        try:
-            params[name] = kind.parse(config.params[name])
-        except ValueError:
-            came = describe(config.params[name])
-            problems.append(f"scheduler.params.{name}: expected {kind.words}, came {came}")
+    params = kinds.check_table(
+        table, config.params, lambda name, text: problems.append(f"scheduler.params.{name}: {text}")
+    )
     problems = problems or _cross_checks(params)
     if problems:
         raise ConfigError(problems)

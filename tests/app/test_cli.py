@@ -13,7 +13,7 @@ import pytest
 
 from shardengine.app import inspect_checkpoint
 from shardengine.app.cli import main
-from shardengine.config.load import json_schema, load_config
+from shardengine.config import json_schema, load_config
 from tests.support import HANG_S
 
 CONFIGS = Path(__file__).parents[2] / "configs"

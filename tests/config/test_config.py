@@ -7,15 +7,18 @@ import json
 import math
 import pickle
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardengine.config.keys import ALIASES, KEYS, TRIPLE, Status
-from shardengine.config.load import Config, json_schema, load_config
-from shardengine.config.sections import ActivationsConfig, FrozenMapping, ZeroConfig
+from shardengine.config.foreign import ALIASES
+from shardengine.config.json_schema import json_schema
+from shardengine.config.kinds import FrozenMapping
+from shardengine.config.load import Config, load_config
+from shardengine.config.schema import KEYS, SECTION_TYPES, TRIPLE, ActivationsConfig, join
 from shardengine.errors import ConfigError, UsageError
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
@@ -62,12 +65,16 @@ def test_a_config_survives_pickle_and_deepcopy() -> None:
         assert again.notices == config.notices
 
 
-def test_the_dataclass_defaults_are_the_tables_defaults() -> None:
-    table = {key.name: key.default for key in KEYS.values() if key.status is Status.ACTIVE}
-    config = Config()
-    for name, value in {**vars(config), **{f"zero_optimization.{k}": v for k, v in vars(ZeroConfig()).items()}}.items():
-        if name in table:
-            assert value == table[name], name
+def test_every_field_is_a_key_or_a_section() -> None:
+    for section, section_type in SECTION_TYPES.items():
+        for each in fields(section_type):
+            name = join(section, each.name)
+            assert (name in KEYS) is not (name in SECTION_TYPES), name
+            if name in SECTION_TYPES and each.default is not None:
+                assert type(each.default) is SECTION_TYPES[name], name
+
+
+def test_what_is_not_written_has_its_default() -> None:
     assert load() == Config(train_micro_batch_size_per_gpu=2)
 
 

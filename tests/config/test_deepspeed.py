@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from shardengine.config.keys import ALIASES, KEYS, SECTIONS
+from shardengine.config.foreign import ALIASES
 from shardengine.config.load import Config, load_config
+from shardengine.config.schema import KEYS, SECTIONS
 from shardengine.errors import ConfigError
 from shardengine.optim import lr_schedules
 
@@ -229,7 +230,7 @@ def answer_of(name: str) -> str:
     heads = [(".".join(parts[:count]), parts[count:]) for count in range(len(parts), 0, -1)]
     for head, rest in heads:
         if head in ALIASES:
-            return answer_of(".".join([ALIASES[head][0], *rest]))
+            return answer_of(".".join([ALIASES[head], *rest]))
     for head, rest in heads:
         if head in KEYS:
             whole = not rest or KEYS[head].status.name in ("REFUSED", "NO_EFFECT")

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardengine.config.keys import ALIASES, FILLED_FROM, KEYS, ONLY_CALLER, Key, Status
-from shardengine.config.reader import plain
+from shardengine.config.foreign import ALIASES, FILLED_FROM, ONLY_CALLER
+from shardengine.config.kinds import plain
+from shardengine.config.schema import KEYS, Key, Status
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 BEGIN, END = "<!-- begin -->\n", "<!-- end -->\n"
@@ -23,7 +24,7 @@ def lists() -> str:
             for key in of(Status.ACTIVE)
         ),
         "", "### Other names", "", "| written | read as |", "|---|---|",
-        *(f"| `{old}` | `{new}` |" for old, (new, _) in sorted(ALIASES.items())),
+        *(f"| `{old}` | `{new}` |" for old, new in sorted(ALIASES.items())),
         "", "### Not available yet", "", "Accepted while they are off: "
         + ", ".join(f"`{key.name}`" for key in of(Status.LATER)) + ".",
         "", "### Refused", "", "Accepted while they are off.", "", "| key | because |", "|---|---|",

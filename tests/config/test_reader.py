@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardengine.config.load import Config, load_config
-from shardengine.config.sections import OptimizerConfig
+from shardengine.config.schema import OptimizerConfig
 from shardengine.errors import ConfigError
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}

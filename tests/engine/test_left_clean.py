@@ -20,7 +20,7 @@ import shardengine
 from shardengine.comm import mesh as mesh_module
 from shardengine.comm.collectives import Collectives
 from shardengine.comm.mesh import Mesh
-from shardengine.config.sections import SchedulerConfig
+from shardengine.config.schema import SchedulerConfig
 from shardengine.ddp import BufferSync, Reducer
 from shardengine.engine import assembly
 from shardengine.errors import ConfigError, UsageError

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardengine.config.load import load_config
-from shardengine.config.sections import SchedulerConfig
+from shardengine.config.schema import SchedulerConfig
 from shardengine.errors import ConfigError
 from shardengine.optim.lr_schedules import build, check
 
@@ -245,6 +245,13 @@ def test_wrong_names_and_parameters_are_refused(kind: str, params: dict[str, Any
 
 def test_all_problems_of_a_schedule_are_reported_together() -> None:
     assert len(refused("WarmupCosineLR", warmup_num_step=3, warmup_type=1)) == 3
+
+
+def test_wrong_parameters_are_told_in_the_order_in_which_they_are_written() -> None:
+    wrong = dict.fromkeys(("decay_mom_rate", "cycle_min_mom", "cycle_max_lr", "cycle_min_lr", "decay_lr_rate"), "x")
+    assert [problem.split(":")[0] for problem in refused("OneCycle", **wrong)] == [
+        f"scheduler.params.{p}" for p in wrong
+    ]
 
 
 def test_check_needs_no_optimizer() -> None:

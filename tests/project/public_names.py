@@ -22,7 +22,7 @@ from torch import nn
 import shardengine
 from shardengine import errors
 from shardengine.app import cli
-from shardengine.config.load import json_schema
+from shardengine.config import json_schema
 from tests.support import cases
 
 ROOT = Path(__file__).resolve().parents[2]

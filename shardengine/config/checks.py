@@ -1,0 +1,133 @@
+"""What keys say together. Owns: conflicts between keys that are each well-formed, and the equation of the batch sizes.
+
+Must not know: how a file is read; a key that could not be read has its default here and is in ``Reader.failed``.
+"""
+
+from __future__ import annotations
+
+from shardengine.config.reader import Reader
+from shardengine.config.schema import TRIPLE, TopLevel
+
+EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
+MISSING_TRIPLE = (
+    f"the batch size is missing: {EQUATION}; expected {TRIPLE[0]} or {TRIPLE[1]} (one alone, or any two of the three)"
+)
+_SMALLEST_SCALE = 2.0**-126
+
+
+def check_together(config: TopLevel, reader: Reader) -> None:
+    """Add to the reader's problems what in ``config`` does not go together."""
+    _check_precision(config, reader)
+    _check_offload(config, reader)
+    _check_step_in_backward(config, reader)
+    if config.aio.block_size % 4096:
+        reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, came {config.aio.block_size}")
+    if config.activation_checkpointing.cpu_offload and not config.activation_checkpointing.enabled:
+        reader.problem(
+            "activation_checkpointing.cpu_offload",
+            "it moves what checkpointed blocks keep to host memory, and no block is checkpointed; set "
+            '"activation_checkpointing": {"enabled": true}, or leave it out',
+        )
+    if not reader.failed.intersection(TRIPLE):
+        _check_triple(config, reader)
+
+
+def _check_precision(config: TopLevel, reader: Reader) -> None:
+    bf16, fp16 = config.bf16, config.fp16
+    if fp16.enabled and bf16.enabled:
+        reader.problem("fp16.enabled", "expected fp16 or bf16, came both; switch one of them off")
+    if bf16.enabled and bf16.stochastic_rounding and bf16.master_weights:
+        reader.problem(
+            "bf16.stochastic_rounding",
+            "it rounds bf16 weights that are stepped themselves, and with fp32 master weights they are not; set "
+            '"master_weights": false, or leave it out',
+        )
+    for name, scale in (("loss_scale", fp16.loss_scale), ("min_loss_scale", fp16.min_loss_scale)):
+        if 0 < scale < _SMALLEST_SCALE:
+            text = f"expected a number that fp32 can divide by, at least 2 ** -126, came {scale:g}"
+            reader.problem(f"fp16.{name}", text)
+    if not _scales_loss(config) or fp16.loss_scale:
+        return
+    if config.nonfinite_gradients in ("raise", "step"):
+        reader.problem(
+            "nonfinite_gradients",
+            'expected "skip" with a dynamic loss scale, which finds its value by leaving steps out, came '
+            f'"{config.nonfinite_gradients}"; give fp16.loss_scale a fixed value, or leave this key out',
+        )
+    first = 2.0**fp16.initial_scale_power
+    if first < fp16.min_loss_scale:
+        reader.problem(
+            "fp16.min_loss_scale",
+            f"expected at most the first loss scale, 2 ** initial_scale_power = {first:g}, came "
+            f"{fp16.min_loss_scale:g}",
+        )
+
+
+def _scales_loss(config: TopLevel) -> bool:
+    autocast = config.torch_autocast
+    return config.fp16.enabled or (autocast.enabled and autocast.dtype == "float16")
+
+
+def _check_offload(config: TopLevel, reader: Reader) -> None:
+    zero = config.zero_optimization
+    offload = zero.offload_optimizer
+    for name, tier in (("offload_optimizer", offload), ("offload_param", zero.offload_param)):
+        path = f"zero_optimization.{name}.nvme_path"
+        if tier.device == "nvme" and tier.nvme_path is None and path not in reader.failed:
+            reader.problem(path, "expected a directory on the disk, because device is nvme, came none")
+    ratio, device, memory = (
+        f"zero_optimization.offload_optimizer.{name}" for name in ("ratio", "device", "device_memory")
+    )
+    if reader.failed & {ratio, device, memory}:
+        pass
+    elif offload.ratio == "auto":
+        if offload.device == "none":
+            reader.problem(
+                ratio, 'expected device "cpu" or "nvme" beside "auto", came "none": there is nowhere to go; set it'
+            )
+    elif offload.device_memory is not None:
+        came = f"ratio {offload.ratio:g}, which says itself what stays"
+        reader.problem(memory, f'expected "ratio": "auto" beside it, came {came}; set that, or leave this out')
+    if zero.offload_param.device != "none" and zero.stage < 3:
+        reader.problem(
+            "zero_optimization.offload_param.device",
+            f"expected stage 3, where weights rest sharded, came stage {zero.stage}; offload_optimizer is for every "
+            "stage",
+        )
+
+
+def _check_step_in_backward(config: TopLevel, reader: Reader) -> None:
+    zero, name = config.zero_optimization, "zero_optimization.offload_optimizer.step_in_backward"
+    if not zero.offload_optimizer.step_in_backward:
+        return
+    if zero.offload_optimizer.device == "none":
+        reader.problem(
+            name, "expected a device that is not none: what rests with the weights is stepped after backward"
+        )
+    if zero.stage == 0:
+        reader.problem(name, "expected stage 1, 2 or 3: at stage 0 every rank steps everything, after backward")
+    if config.gradient_clipping:
+        reader.problem(name, "expected gradient_clipping 0: the norm that clips is known after backward")
+    if _scales_loss(config):
+        reader.problem(name, "expected no fp16: whether the scaled gradients are finite is known after backward")
+    if config.nonfinite_gradients == "skip":
+        reader.problem(
+            name,
+            'expected nonfinite_gradients "raise" (its default here) or "step", came "skip": a step that has begun in '
+            "backward cannot be left out",
+        )
+
+
+def _check_triple(config: TopLevel, reader: Reader) -> None:
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    if total is None and micro is None:
+        automatic = [name for name in TRIPLE[:2] if name in reader.automatic]
+        more = (
+            f'; {" and ".join(automatic)} "auto" is filled by Hugging Face\'s Trainer from its arguments: here '
+            f'write a number, or give one: load_config(file, auto={{"{TRIPLE[1]}": …}})'
+        )
+        reader.problems.append(MISSING_TRIPLE + (more if automatic else ""))
+    elif total is not None and total % ((micro or 1) * (steps or 1)):
+        shown = " * ".join("?" if factor is None else str(factor) for factor in (micro, steps, None))
+        reader.problems.append(f"{EQUATION}, but {total} = {shown} holds for no world size; change one of them")

@@ -1,0 +1,423 @@
+"""Every key that the JSON config knows, once. Owns: names, kinds, ranges, defaults and notes.
+
+A key is a field of its section's dataclass: `name: type = key(default, kind, note)`. The table that files are checked
+with (`KEYS`), the JSON Schema and docs/config.md follow from the fields. Fields that are no keys hold sections. It must
+not know how a file is read.
+
+A key's status says what happens when it is in a file:
+
+    ACTIVE     parsed and used, by the engine or where its note says so by the train command
+    LATER      known; accepted while switched off, otherwise "not available yet"
+    REFUSED    known from other engines; accepted while switched off, otherwise refused with the reason (`note`)
+    NO_EFFECT  known from other engines; accepted, and said once with the reason (`note`)
+
+The last two are rows of `config/foreign.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from shardengine.config import foreign
+from shardengine.config.kinds import (
+    ANY,
+    AUTOCAST_DTYPE,
+    BETAS,
+    BOOL,
+    COUNT,
+    DTYPE,
+    EVERY,
+    GROUP_SIZE,
+    NOT_NEGATIVE,
+    OBJECT,
+    PART,
+    PLACE,
+    SIZE,
+    TEXT,
+    UNITS,
+    FrozenMapping,
+    Kind,
+    Table,
+    choice,
+    frozen,
+    integer,
+    number,
+    optional,
+)
+
+_T = TypeVar("_T")
+
+
+def key(default: _T, kind: Kind, note: str) -> _T:
+    """A field that is a key of the JSON. note: what it says, for docs/config.md and the JSON Schema."""
+    return field(default=default, metadata={"kind": kind, "note": note})
+
+
+def switch(default: bool, note: str) -> bool:
+    """A key that is true or false."""
+    return key(default, BOOL, note)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer by name; ``params`` are keyword arguments of its class."""
+
+    type: str = field(
+        metadata={"kind": TEXT, "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'}
+    )
+    params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The optimizer's hyper-parameters.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", frozen(self.params))
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Learning-rate schedule by name, with its parameters as written; `lr_schedules.check` validates both."""
+
+    type: str = field(
+        metadata={"kind": TEXT, "note": "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or a torch scheduler class."}
+    )
+    params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The schedule's parameters.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", frozen(self.params))
+
+
+_DEVICE = choice("none", "cpu", "nvme")
+_PATH = optional(TEXT, "needed for nvme")
+_PATH_NOTE = "A directory on the disk; each rank makes and removes a file of its own in it."
+_BUFFERS_NOTE = "Host buffers for what is on its way from and to the disk, each of one bucket."
+
+
+@dataclass(frozen=True)
+class OffloadOptimizerConfig:
+    """Where gradients' shards, master weights and optimizer state rest, and which part of them."""
+
+    device: Literal["none", "cpu", "nvme"] = key(
+        "none", _DEVICE, "Where gradients' shards, master weights and optimizer state rest; the CPU steps them."
+    )
+    nvme_path: str | None = key(None, _PATH, _PATH_NOTE)
+    ratio: float | Literal["auto"] = key(
+        1.0, PART, 'The part, by bytes, that rests there; "auto": as little as device_memory allows.'
+    )
+    device_memory: int | None = key(
+        None,
+        optional(COUNT, "what is free there at initialize, GPUs only"),
+        'With "ratio": "auto": bytes of the device that model state and the engine\'s buffers may take, per rank.',
+    )
+    pin_memory: bool = switch(True, "What crosses to and from a GPU is in page-locked memory, which it copies faster.")
+    buffer_count: int = key(4, integer(2), _BUFFERS_NOTE)
+    step_in_backward: bool = switch(
+        False, "Stages 1 to 3: what rests there is stepped while backward goes on; then only step() may follow."
+    )
+
+
+@dataclass(frozen=True)
+class OffloadParamConfig:
+    """Where the shards of the weights rest (stage 3)."""
+
+    device: Literal["none", "cpu", "nvme"] = key("none", _DEVICE, "Stage 3: where the shards of the weights rest.")
+    nvme_path: str | None = key(None, _PATH, _PATH_NOTE)
+    pin_memory: bool = switch(True, "Shards in host memory are page-locked, which a GPU copies faster.")
+    buffer_count: int = key(5, integer(2), _BUFFERS_NOTE)
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """How files are read and written."""
+
+    block_size: int = key(1 << 20, COUNT, "Bytes of one request to the disk; a multiple of 4096.")
+    queue_depth: int = key(8, COUNT, "Reads, and as many writes, that are with the disk at the same time.")
+    thread_count: int = key(1, COUNT, "Checksums that are taken at the same time.")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is sharded, in which pieces it travels, and where it rests. Sizes are in elements, not bytes."""
+
+    stage: int = key(0, integer(0, 3), "0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too.")
+    reduce_bucket_size: int = key(12_500_000, COUNT, "Elements of a gradient bucket, at most.")
+    stage3_prefetch_bucket_size: int = key(
+        12_500_000, SIZE, "Elements gathered ahead; 0 = no prefetch, else >= one unit."
+    )
+    stage3_reshard_after_forward: bool = switch(
+        True, "Free a unit's weights between its forward and its backward pass."
+    )
+    units: Literal["auto"] | tuple[str, ...] = key(
+        "auto", UNITS, 'Class names of the modules that are gathered as one; "auto" finds them.'
+    )
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+
+
+@dataclass(frozen=True)
+class Bf16Config:
+    """Training in bf16. Without ``master_weights`` the bf16 weights are rounded to nearest, or stochastically."""
+
+    enabled: bool = switch(False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights.")
+    auto_cast: bool = switch(True, "Cast the model's floating-point inputs to bf16, in containers, too.")
+    master_weights: bool = switch(True, "Step fp32 master weights, not the bf16 weights themselves.")
+    stochastic_rounding: bool = switch(
+        False, "Round stepped bf16 weights up or down at random; without master weights."
+    )
+
+
+@dataclass(frozen=True)
+class Fp16Config:
+    """Training in fp16, and the loss scale, also that of fp16 autocast."""
+
+    enabled: bool = switch(False, "Cast parameters to fp16; optimizers step fp32 master weights; the loss is scaled.")
+    auto_cast: bool = switch(True, "Cast the model's floating-point inputs to fp16, in containers, too.")
+    loss_scale: float = key(0.0, number(0, below=3e38), "A fixed loss scale; 0: it follows overflows.")
+    initial_scale_power: int = key(16, integer(0, 127), "The first loss scale is 2 to this power.")
+    loss_scale_window: int = key(1000, COUNT, "Steps without overflow after which the loss scale is doubled.")
+    hysteresis: int = key(2, COUNT, "Overflows until the loss scale is halved.")
+    min_loss_scale: float = key(
+        1.0,
+        number(0, above=True, below=3e38),
+        "The loss scale is never halved below this; an overflow there is an error.",
+    )
+    consecutive_hysteresis: bool = switch(False, "Every step without overflow makes the hysteresis whole again.")
+
+
+@dataclass(frozen=True)
+class TypesConfig:
+    """Dtypes of gradients on the way."""
+
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", optional(DTYPE, "fp32"), "The dtype in which gradients wait for later micro-batches."
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", optional(DTYPE, "fp32"), "The dtype to which each sum over ranks is rounded."
+    )
+
+
+@dataclass(frozen=True)
+class AutocastConfig:
+    """The region of ``torch.autocast`` around the module's forward."""
+
+    enabled: bool = switch(False, "Run the module's forward under torch.autocast.")
+    dtype: Literal["bfloat16", "float16"] = key(
+        "bfloat16", AUTOCAST_DTYPE, "What autocast computes in; with float16 the loss is scaled as fp16 says."
+    )
+
+
+@dataclass(frozen=True)
+class ActivationsConfig:
+    """What blocks keep for backward, and where."""
+
+    enabled: bool = switch(False, "Blocks keep only their inputs for backward, where their forward is computed again.")
+    cpu_offload: bool = switch(False, "What checkpointed blocks keep waits in host memory; only with enabled.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How checkpoints are written, and how many stay."""
+
+    async_save: bool = switch(
+        False, "save_checkpoint returns when the weights are copied to host memory; threads do the rest."
+    )
+    keep_last: int | None = key(
+        None,
+        optional(COUNT, "all"),
+        "How many checkpoints stay; older ones go when a new one is whole. Tags that were given by name always stay.",
+    )
+
+
+@dataclass(frozen=True)
+class SinkConfig:
+    """One monitor, which writes below ``output_path``/``job_name``."""
+
+    enabled: bool = switch(False, "Rank 0 writes the numbers of every optimizer step.")
+    output_path: str | None = key(None, PLACE, "The directory that holds the job's; null: the working directory.")
+    job_name: str = key("shardengine", TEXT, "The name of the job's directory in output_path.")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Where the numbers of every step go, beside the monitors that ``initialize`` is given."""
+
+    csv: SinkConfig = SinkConfig()
+    jsonl: SinkConfig = SinkConfig()
+    tensorboard: SinkConfig = SinkConfig()
+
+
+_BATCH_SIZE = optional(COUNT, "derived from the other two")
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class TopLevel:
+    """The keys of the top level, and the sections; what is made of it is `load.Config`."""
+
+    train_batch_size: int | None = key(None, _BATCH_SIZE, "Samples per optimizer step over all ranks.")
+    train_micro_batch_size_per_gpu: int | None = key(None, _BATCH_SIZE, "Samples per rank and micro-batch.")
+    gradient_accumulation_steps: int | None = key(None, _BATCH_SIZE, "Micro-batches per optimizer step.")
+    gradient_clipping: float = key(0.0, NOT_NEGATIVE, "Largest global gradient norm; 0 switches clipping off.")
+    nonfinite_gradients: Literal["skip", "raise", "step"] | None = key(
+        None,
+        optional(choice("skip", "raise", "step"), "skip; raise with step_in_backward"),
+        "What happens to a step whose gradients hold Inf or NaN: left out on all ranks, an error, or taken anyway.",
+    )
+    max_nonfinite_steps: int = key(
+        20,
+        SIZE,
+        "Steps left out in a row for gradients that are not finite that are an error; 0: never. A dynamic loss scale "
+        "has its own end (fp16.min_loss_scale).",
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = key(
+        "mean", choice("mean", "sum"), "How the gradients of the ranks are combined."
+    )
+    gradient_accumulation: Literal["full", "sharded"] | None = key(
+        None,
+        optional(choice("full", "sharded"), "the stage's third letter"),
+        "How gradients rest between micro-batches: full size and unreduced, or reduced and sharded.",
+    )
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    zero_optimization: ZeroConfig = ZeroConfig()
+    bf16: Bf16Config = Bf16Config()
+    fp16: Fp16Config = Fp16Config()
+    data_types: TypesConfig = TypesConfig()
+    torch_autocast: AutocastConfig = AutocastConfig()
+    activation_checkpointing: ActivationsConfig = ActivationsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = key(
+        None,
+        optional(DTYPE, "the parameter's dtype"),
+        "The dtype in which gradients are sent and completed; sums are in data_types.reduce_dtype.",
+    )
+    overlap_comm: bool = switch(
+        True, "Communicate while the backward pass computes; never changes a bit of the result."
+    )
+    overlap_param_gather: bool = switch(
+        False, "Stages 1 and 2: step() does not wait for the stepped weights, the next forward does, block by block."
+    )
+    reproducible: bool | None = key(
+        None, optional(BOOL, "true on gloo, false on NCCL"), "Sum over ranks in the declared order on every backend."
+    )
+    aio: AioConfig = AioConfig()
+    broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")
+    timeout_s: float = key(
+        600.0,
+        number(0, above=True, below=1e7),
+        "Seconds until an unfinished collective is an error; with initialize(mesh=...) the mesh's own number counts.",
+    )
+    debug: bool = switch(False, "Compare sequence numbers and names of collectives across ranks.")
+    seed: int = key(
+        42, integer(0, 2**63 - 1), "Seed of stochastic rounding, and of the train command's data and dropout."
+    )
+    steps_per_print: int = key(
+        10, EVERY, "Optimizer steps between two lines of the train command; 0 or Infinity: none."
+    )
+
+
+SECTION_TYPES: dict[str, type] = {
+    "": TopLevel,
+    "optimizer": OptimizerConfig,
+    "scheduler": SchedulerConfig,
+    "zero_optimization": ZeroConfig,
+    "bf16": Bf16Config,
+    "fp16": Fp16Config,
+    "data_types": TypesConfig,
+    "torch_autocast": AutocastConfig,
+    "activation_checkpointing": ActivationsConfig,
+    "checkpoint": CheckpointConfig,
+    "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
+    "zero_optimization.offload_param": OffloadParamConfig,
+    "aio": AioConfig,
+    "monitor": MonitorConfig,
+    "monitor.csv": SinkConfig,
+    "monitor.jsonl": SinkConfig,
+    "monitor.tensorboard": SinkConfig,
+}
+"""Each section's name in the JSON and its class, in the order of docs/config.md, an outer one before those in it."""
+
+_LATER: dict[str, Table] = {
+    "": {"static_graph": (BOOL, False)},
+    "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
+    "zero_optimization": {
+        "zero_hpz_partition_size": (COUNT, 1),
+        "shard_group_size": (GROUP_SIZE, "all"),
+        "zero_quantized_weights": (BOOL, False),
+        "zero_quantized_gradients": (BOOL, False),
+    },
+    "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
+}
+GATES: dict[str, str] = {"comm_hook": "name"}
+"""Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
+
+
+class Status(Enum):
+    """What becomes of a known key; the module docstring says what each means."""
+
+    ACTIVE = "active"
+    LATER = "later"
+    REFUSED = "refused"
+    NO_EFFECT = "no effect"
+
+
+class Key(NamedTuple):
+    """One key by its dotted name. ``note`` describes it or, for REFUSED and NO_EFFECT, ends a "…, because" sentence.
+
+    ``default`` of a REFUSED key: the values that switch it off, beside those that ``is_off`` knows.
+    """
+
+    name: str
+    status: Status
+    kind: Kind
+    default: Any
+    note: str
+
+
+def join(section: str, name: str) -> str:
+    """The name of a key of ``section``, "": the top level."""
+    return f"{section}.{name}" if section else name
+
+
+def _keys() -> Iterator[Key]:
+    for section, of in SECTION_TYPES.items():
+        for each in fields(of):
+            if each.metadata:
+                default = None if each.default is MISSING else each.default
+                yield Key(join(section, each.name), Status.ACTIVE, default=default, **each.metadata)
+    for section, later in _LATER.items():
+        yield from (Key(join(section, name), Status.LATER, *row, "") for name, row in later.items())
+    for section, refused in foreign.REFUSED.items():
+        yield from (Key(join(section, name), Status.REFUSED, ANY, *row) for name, row in refused.items())
+    for section, ignored in foreign.NO_EFFECT.items():
+        yield from (Key(join(section, name), Status.NO_EFFECT, ANY, None, why) for name, why in ignored.items())
+
+
+KEYS: dict[str, Key] = {each.name: each for each in _keys()}
+"""Every known key by its dotted name."""
+
+SECTIONS: frozenset[str] = frozenset(name[:dot] for name in KEYS for dot in range(len(name)) if name[dot] == ".")
+"""Every dotted name whose value is an object with declared keys."""
+
+TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The batch sizes, any of which may follow from the others."""
+
+_COMMON: Table = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
+_ADAM: Table = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
+
+OPTIMIZERS: dict[str, Table] = {
+    "AdamW": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
+    "Adam": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "SGD": {
+        **_COMMON,
+        "momentum": (NOT_NEGATIVE, 0.0),
+        "dampening": (number(0), 0.0),
+        "weight_decay": (NOT_NEGATIVE, 0.0),
+        "nesterov": (BOOL, False),
+    },
+    "Lion": {**_COMMON, "lr": (NOT_NEGATIVE, 1e-4), "betas": (BETAS, (0.9, 0.99)), "weight_decay": (NOT_NEGATIVE, 0.0)},
+}
+"""The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
+
+OPTIMIZERS_LATER = ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop")
+"""Elementwise optimizers that a later version will run."""
