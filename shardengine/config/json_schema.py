@@ -5,10 +5,11 @@ Must not know: how a file is checked.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shardengine.config.foreign import ALIASES, OPTIMIZER_FIXED, OPTIMIZER_NO_EFFECT
-from shardengine.config.kinds import plain
+from shardengine.config.kinds import REMARKS, plain
 from shardengine.config.schema import KEYS, OPTIMIZERS, TRIPLE, Key, Status
 
 
@@ -42,7 +43,7 @@ def json_schema() -> dict[str, Any]:
     return root
 
 
-_REMARK = "^(_|//|comment)"
+_REMARK = f"^({'|'.join(map(re.escape, REMARKS))})"
 
 
 def _object_schema(*, optional: bool) -> dict[str, Any]:

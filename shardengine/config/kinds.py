@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 JsonSchema = dict[str, Any]
+REMARKS = ("_", "//", "#", "$", "comment")
+"""How a key begins that is none, but a remark."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from shardengine.config.foreign import (
     OPTIMIZERS_REFUSED,
     is_off,
 )
-from shardengine.config.kinds import EVERY, PART, UNITS, check_table, describe, nearest, plain
+from shardengine.config.kinds import EVERY, PART, REMARKS, UNITS, check_table, describe, nearest, plain
 from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
@@ -51,8 +51,8 @@ _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
 
 
 def is_comment(name: str) -> bool:
-    """Whether ``name`` is no key but a remark: it begins with "_", "//", "#", "$" or "comment"."""
-    return name.startswith(("_", "//", "#", "$", "comment"))
+    """Whether ``name`` is no key but a remark."""
+    return name.startswith(REMARKS)
 
 
 class JsonObject(dict[str, Any]):
@@ -358,8 +358,8 @@ class Reader:
         if param in OPTIMIZER_NO_EFFECT:
             self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
         elif name not in owners:
-            table = OPTIMIZERS[name]
-            close = nearest(param, (*table, *OPTIMIZER_NO_EFFECT, *(["adam_w_mode"] if "betas" in table else [])))
+            switch = ("adam_w_mode",) if name in ("Adam", "AdamW") else ()
+            close = nearest(param, (*OPTIMIZERS[name], *OPTIMIZER_NO_EFFECT, *switch))
             self.problem(dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"')
         elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
             text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"

@@ -222,6 +222,8 @@ FILES = st.fixed_dictionaries(
         "tensorboard": st.just({"output_path": "", "job_name": "a"}),
         "wandb": st.just({"enabled": True}),
         "_remark": st.just({"any": "auto"}),
+        "$schema": st.just("a file"),
+        "# what": st.just(1),
         "timeout_s": st.floats(1e-3, 1e6),
         "debug": st.booleans(),
         "seed": st.integers(0, 2**63 - 1),

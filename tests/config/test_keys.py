@@ -184,6 +184,7 @@ def test_the_config_imports_no_torch(name: str) -> None:
         "dataclasses",
         "difflib",
         "enum",
+        "re",
         "json",
         "math",
         "pathlib",
