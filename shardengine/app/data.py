@@ -152,7 +152,7 @@ def _pad(examples: Sequence[tuple[list[int], list[int]]], length: int, end: int)
 
 
 def valid_tokens(batch: Batch) -> int:
-    """Predictions that count: the model shifts labels by one, so that nothing predicts a row's first token."""
+    """PrefetchOrders that count: the model shifts labels by one, so that nothing predicts a row's first token."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 

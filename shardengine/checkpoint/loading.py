@@ -93,7 +93,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     told = collectives.exchange_objects([together(collectives, "finding the checkpoint", listed), new])
     names, new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     core.await_weights()
-    core.schedule.rest()
+    core.schedule.reshard_all()
     core.reducer.release()
     if engine.optimizer is not None:
         engine.optimizer.await_reader()

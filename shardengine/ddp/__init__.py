@@ -2,7 +2,7 @@
 
 accumulation      the window of micro-batches
 gradient_bucket   where the gradients of one bucket rest, and in which dtype
-reducer           readiness, order of launches, sweep
+reducer           readiness, order of launches, the end of a backward
 gradient_views    what parameter.grad shows
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's

@@ -1,6 +1,6 @@
 """From each parameter's gradient to the complete gradient of the step, bucket by bucket, for every stage.
 
-Owns: readiness counting, launching reductions in one order on all ranks, the sweep at the end of backward, agreeing on
+Owns: readiness counting, launching reductions in one order on all ranks, the end of a backward, agreeing on
 what was used. Must not know: stages by name, modules, weights, the optimizer. Where gradients rest, and in which dtype,
 is ``gradient_bucket.py``'s ([Note: Gradients of a window], [Note: Late gradients]).
 
@@ -13,7 +13,7 @@ backward, and afterwards the order in which rank 0's buckets became ready.
 [Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
 waited for a reduction. So a bucket is launched only when its unit was admitted: this rank's gathers up to it are
 issued. And a unit that is closed is launched with zeros for what did not come. The root belongs to no place in
-backward: its buckets are launched last, in the sweep.
+backward: its buckets are launched last, when backward ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Mode:
-    """What the running backward is for. armed: from ``arm`` to the end of the sweep, so also after one that raised ·
+    """What the running backward is for. armed: from ``arm`` to the end of backward, so also after one that raised ·
     unsent: none is running, and the last one has left its gradients on this rank."""
 
     armed: bool
@@ -232,7 +232,7 @@ class Reducer:
     def divide(self, unit_of: Mapping[int, int]) -> None:
         """Weights are gathered in backward, unit by unit: ``unit_of`` each parameter, the root's is 0.
 
-        From now on a unit's buckets are launched when it was admitted, the root's in the sweep.
+        From now on a unit's buckets are launched when it was admitted, the root's when backward ends.
         """
         units = [unit_of[next(iter(state.pieces))] for state in self.buckets]
         self._order = _Order(len(self.buckets), units if any(units) else ())
@@ -267,7 +267,7 @@ class Reducer:
         if self._order.admits(index):
             self._order.note_ready(index)
 
-    def sweep(self) -> None:
+    def finalize_backward(self) -> None:
         """After a backward: launch what is left (zeros for what this rank did not use), wait, close the window."""
         mode = self._mode
         if mode.synchronise:
@@ -288,7 +288,7 @@ class Reducer:
     def flush(self) -> None:
         """Close the window now, although its last backward was not the final one."""
         self.arm(synchronise=self._mode.unsent, final=True)
-        self.sweep()
+        self.finalize_backward()
 
     def release(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""

@@ -251,7 +251,7 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     if core.precision.inputs is not None:
         core.attachments.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
     if not core.stage.moves_weights:
-        core.attachments.handles.extend(hooks.attach_settle(core.schedule, model))
+        core.attachments.handles.extend(hooks.attach_forward_events(core.schedule, model))
         if core.deferred_gather is not None:
             core.attachments.handles.extend(hooks.attach_deferred_gather(core.deferred_gather, model, modules))
         return
@@ -266,7 +266,7 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     _watch(core, model, modules)
 
     def refuse() -> None:
-        if not core.attachments.open and not all(unit.pinned for unit in core.units):
+        if not core.attachments.open and not all(unit.summoned for unit in core.units):
             raise UsageError(
                 "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
                 "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"

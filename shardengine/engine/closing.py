@@ -66,13 +66,13 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
 
 def _leave_weights(core: Core) -> None:
     core.await_weights()
-    core.schedule.rest()
+    core.schedule.reshard_all()
     for unit in core.units:
         # what is parked rests with this rank, all of it
         parked = any(flat_buffer.parked is not None for flat_buffer in unit.flat_buffers)
         if core.stage.moves_weights and not parked:
-            unit.gather(core.collectives)
-            unit.await_full()
+            unit.unshard(core.collectives)
+            unit.wait_for_unshard()
         views = {flat_buffer: flat_buffer.resting_views() for flat_buffer in unit.flat_buffers}
         for member in unit.members:
             member.show(views[member.flat_buffer][member.slot].clone())

@@ -19,7 +19,7 @@ from shardengine.comm import Collectives, Mesh, Pending, Purpose
 from shardengine.ddp import BufferSync, Reducer, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
-from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, Weights, weight_bytes
+from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, UnshardState, weight_bytes
 from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
 
 
@@ -71,7 +71,7 @@ class Core:
                 )
         self.adopt_written_weights()
         hidden = () if self.deferred_gather is None else self.deferred_gather.hidden
-        for member in (member for unit in self.units if not unit.pinned for member in unit.misplaced(hidden)):
+        for member in (member for unit in self.units if not unit.summoned for member in unit.misplaced(hidden)):
             raise UsageError(
                 f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
                 f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
@@ -112,7 +112,7 @@ class Core:
             )
         self.note_seen()
         self.attachments.compared = True
-        for bucket in (b for unit in self.units for b in unit.buckets() if unit.state is Weights.FULL):
+        for bucket in (b for unit in self.units for b in unit.buckets() if unit.state is UnshardState.UNSHARDED):
             if written or bucket.shelf.place != "nvme":
                 bucket.adopt_weights()
 
@@ -175,9 +175,9 @@ class Core:
         )
 
     @property
-    def pinned(self) -> bool:
+    def summoned(self) -> bool:
         """Whether a ``full_params`` is open."""
-        return any(unit.pinned for unit in self.units)
+        return any(unit.summoned for unit in self.units)
 
     def require_hidden(self) -> None:
         """``UsageError`` inside ``full_params``, whose end needs the engine."""

@@ -1,7 +1,7 @@
 """The engine: the library's surface, wired to the parts below. Nothing is computed here.
 
 Life of one step: ``engine(batch)`` runs the module, its hooks gather and reshard units (schedule) · ``engine.backward``
-divides the loss, autograd hands each gradient to the reducer, the sweep closes the micro-batch · on the boundary
+divides the loss, autograd hands each gradient to the reducer, whose end closes the micro-batch · on the boundary
 ``engine.step`` clips, steps the shards (optimizer) and gathers the stepped weights where they rest replicated.
 """
 
@@ -189,7 +189,7 @@ class Engine(Phases):
                 + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
             )
         schedule = self._need_core().schedule
-        schedule.settle()
+        schedule.finish_open_backward()
         self._core.adopt_written_weights()
         if self.optimizer is not None:
             self.optimizer.require_whole()
@@ -198,7 +198,7 @@ class Engine(Phases):
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
         try:
             (scaled if scale == 1 else scaled.float() * scale).backward(gradient, retain_graph=retain_graph)
-            schedule.end_backward()
+            schedule.finalize_backward()
         except BaseException:
             schedule.backward_failed()
             self._buffers_sent = False
@@ -226,9 +226,9 @@ class Engine(Phases):
         "max_nonfinite_steps" in a row, names the parameters; LossScaleError where a loss scale cannot fall any further.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
-        core.schedule.settle()
+        core.schedule.finish_open_backward()
         window.require_backward()
-        if core.pinned:
+        if core.summoned:
             raise UsageError("step() inside full_params(): its end would undo the step; call it after the `with` block")
         self._applied = False
         if not window.synchronises:
@@ -246,7 +246,7 @@ class Engine(Phases):
         if optimizer.is_spoiled() and optimizer.settings.scaler is not None:
             overflow.report(core, optimizer.settings.scaler, taken=True)
         self._report.observe(self._live_bytes())
-        core.schedule.rest()
+        core.schedule.reshard_all()
         core.await_weights()
         core.adopt_written_weights()
         with torch.no_grad():
@@ -291,8 +291,8 @@ class Engine(Phases):
         """
         if self.optimizer is not None:
             self.optimizer.require_whole()
-        self._need_core().schedule.settle()
-        self._core.schedule.rest()
+        self._need_core().schedule.finish_open_backward()
+        self._core.schedule.reshard_all()
         self._core.reducer.release()
         self._buffers_sent = False
         if self.optimizer is not None:
@@ -322,14 +322,14 @@ class Engine(Phases):
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first."""
-        self._need_core().schedule.settle()
+        self._need_core().schedule.finish_open_backward()
         norm = None if self.optimizer is None else self.optimizer.norm
         return None if norm is None else norm.item()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
         optimizer = self._need_optimizer("clip_grad_norm_()")
-        self._core.schedule.settle()
+        self._core.schedule.finish_open_backward()
         if not self._core.reducer.window_complete or optimizer.norm is None:
             raise UsageError(
                 "clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then"

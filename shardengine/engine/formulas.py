@@ -39,7 +39,7 @@ def homes_of(core: Core) -> Homes:
 
 def predicted_traffic(core: Core, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included."""
-    sent, once = 0.0, core.schedule.gathered_once
+    sent, once = 0.0, core.schedule.unsharded_once
     for flat_buffer in core.layout.flat_buffers:
         volume = stages.Volume(
             trainable=flat_buffer.length if flat_buffer.trainable else 0,

@@ -34,7 +34,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     every = names is None
     chosen = agree_on_names(core, "full_params", names, writable)
     units = core.units if every else _units_of(core, chosen)
-    if writable and any(unit.pinned for unit in units):
+    if writable and any(unit.summoned for unit in units):
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     if writable:
         core.reducer.early.require_none("full_params(writable=True)")
@@ -47,13 +47,13 @@ def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) 
     core.attachments.shown += 1
     try:
         for unit in units if core.stage.moves_weights else ():
-            if not unit.pinned:
-                unit.pin(core.collectives)
+            if not unit.summoned:
+                unit.summon(core.collectives)
                 pinned.append(unit)
     except BaseException:
         core.attachments.shown -= 1
         for unit in pinned:
-            unit.unpin(core.collectives, writable=False)
+            unit.release_summoned(core.collectives, writable=False)
         raise
     try:
         yield
@@ -63,7 +63,7 @@ def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) 
             if writable:
                 _broadcast_outside(core, chosen)
             for unit in pinned:
-                unit.unpin(core.collectives, writable=writable)
+                unit.release_summoned(core.collectives, writable=writable)
             for unit in units if writable and not core.stage.moves_weights else ():
                 for bucket in unit.buckets():
                     core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)

@@ -15,7 +15,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.recovery import announced
 from shardengine.errors import UsageError
 from shardengine.offload import is_apart
-from shardengine.runtime import Weights, hooks
+from shardengine.runtime import UnshardState, hooks
 
 STATES = ("optimizer", "weights")
 """What can leave the device: master weights with optimizer state, and the weights (the shards, where they are)."""
@@ -38,7 +38,7 @@ class Phases(Checkpointing):
         wanted = {include} if isinstance(include, str) else set(include)
         if unknown := wanted - set(STATES):
             raise UsageError(f"offload_states: expected some of {', '.join(STATES)}, came {sorted(map(str, unknown))}")
-        core.schedule.settle()
+        core.schedule.finish_open_backward()
         if core.attachments.shown or not core.window.is_first:
             raise UsageError(
                 "offload_states: expected it between two steps, and outside of full_params(), came inside of one (rank "
@@ -48,7 +48,7 @@ class Phases(Checkpointing):
             self.optimizer.require_whole()
             self.optimizer.await_reader()
         core.await_weights()
-        core.schedule.rest()
+        core.schedule.reshard_all()
         core.adopt_written_weights()
         core.reducer.release()
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
@@ -100,7 +100,7 @@ def unpark(core: Core) -> None:
                 flat_buffer.unpark()
                 for bucket in flat_buffer.buckets:
                     bucket.shelf.unpark()
-            if unit.state is Weights.FULL:
+            if unit.state is UnshardState.UNSHARDED:
                 unit.show()
     core.attachments.parked.clear()
     core.attachments.unbar()

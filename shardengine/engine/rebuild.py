@@ -106,7 +106,7 @@ def add_group(
     scheduler: Any,
 ) -> Core:
     """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; then as ``rebuild``. Collective."""
-    core.schedule.settle()
+    core.schedule.finish_open_backward()
     groups = optimizer.param_groups
     before = dict(group) if isinstance(group, dict) else {}
     count = len(groups)
@@ -243,8 +243,8 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     """The core of the new layout, when all has been moved there; collective. What fails here is not taken back."""
     found, plan = planned.partition, planned.layout
     core.await_weights()
-    core.schedule.rest()
-    core.schedule.retire()
+    core.schedule.reshard_all()
+    core.schedule.detach()
     core.reducer.release()
     core.attachments.unhook()
     with torch.no_grad():

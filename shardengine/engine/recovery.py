@@ -74,7 +74,7 @@ def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
     names = {id(module): name for name, module in model.named_modules() if name}
     callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     inside = [names[id(caller)] for caller in callers if id(caller) in names]
-    return f"unit {core.schedule.demanded.name!r}" + (f", module {inside[-1]!r}" if inside else "")
+    return f"unit {core.schedule.last_requested.name!r}" + (f", module {inside[-1]!r}" if inside else "")
 
 
 def announced_with(

@@ -55,7 +55,7 @@ def full_grads(
     core: Core, names: Iterable[str] | None, *, writable: bool, scale: float = 1.0
 ) -> Iterator[dict[str, Tensor | None]]:
     """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
-    core.schedule.settle()
+    core.schedule.finish_open_backward()
     reducer = core.reducer
     state_of_it = "complete" if reducer.window_complete else "not complete"
     chosen = agree_on_names(core, "full_grads", names, writable, {"state of the gradients": [state_of_it]})
@@ -120,10 +120,10 @@ def full_optimizer_state(
     core: Core, optimizer: ShardedOptimizer, names: Iterable[str] | None, *, writable: bool
 ) -> Iterator[dict[str, dict[str, Any] | None]]:
     """Whole master weights and states inside the ``with``; collective. See ``Engine.full_optimizer_state``."""
-    core.schedule.settle()
+    core.schedule.finish_open_backward()
     optimizer.require_whole()
     chosen = agree_on_names(core, "full_optimizer_state", names, writable)
-    if core.pinned:
+    if core.summoned:
         raise UsageError(
             "full_optimizer_state inside full_params: expected one after the other; close full_params first"
         )
@@ -161,7 +161,7 @@ def full_optimizer_state(
         yield shown
     if writable:
         with torch.no_grad():
-            core.schedule.rest()
+            core.schedule.reshard_all()
             optimizer.await_reader()
             sources = _sources(core, wanted, optimizer.held(writable=True))  # a backward inside may have fetched some
             _send(core, sources, flats)

@@ -1,9 +1,9 @@
-"""What happens during a forward and a backward: hooks, gathering and resharding, prefetch, recomputation.
+"""What happens during a forward and a backward: hooks, unshard and reshard, prefetch, recomputation.
 
 hooks                      every registration on the user's module
 attachments                what hangs on it, to be taken off
 casting                    inputs in the dtype of the weights
-schedule, holds, calls     which unit is gathered when, and how long it stays
+schedule, calls            which unit is unsharded when, and how long it stays
 prefetch_order             which unit is needed next
 unit, placing              the weights of one unit; filling them from the model
 deferred_gather            gathers after a step that forwards wait for (overlap_param_gather)
@@ -20,7 +20,7 @@ from shardengine.runtime.activation_offload import ActivationStore
 from shardengine.runtime.attachments import Attachments
 from shardengine.runtime.deferred_gather import DeferredGather
 from shardengine.runtime.schedule import Schedule
-from shardengine.runtime.unit import Unit, Weights, weight_bytes
+from shardengine.runtime.unit import Unit, UnshardState, weight_bytes
 
 __all__ = [
     "ActivationStore",
@@ -28,7 +28,7 @@ __all__ = [
     "DeferredGather",
     "Schedule",
     "Unit",
-    "Weights",
+    "UnshardState",
     "activation_checkpointing",
     "casting",
     "hooks",

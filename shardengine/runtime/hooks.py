@@ -83,7 +83,7 @@ def attach_gradients(schedule: Schedule, parameters: Iterable[tuple[int, nn.Para
             shown, gradient = taken(parameter)
             try:
                 if gradient is not None:
-                    alive.gradient_ready(index, gradient)
+                    alive.post_accumulate_grad(index, gradient)
             except BaseException:
                 parameter.grad = shown  # a backward that is refused changes nothing
                 raise
@@ -114,22 +114,22 @@ class _Listener:
         return _Listener, ()
 
 
-def attach_settle(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
+def attach_forward_events(schedule: Schedule, module: nn.Module) -> list[RemovableHandle]:
     """Where weights rest whole nothing else listens to forwards: tell the schedule of those of ``module``, and when a
     gradient reaches what it returned."""
 
-    def settle(_module: nn.Module, _args: Any) -> None:
+    def pre_forward(_module: nn.Module, _args: Any) -> None:
         if torch.is_grad_enabled() and not schedule.in_backward:
-            schedule.settle()
+            schedule.finish_open_backward()
 
     def watch(_module: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not schedule.in_backward:
-            reached = functools.partial(schedule.root_reached, Forward())
+            reached = functools.partial(schedule.pre_backward_root, Forward())
             for node in _nodes_of(list(tensors_in(output))):
                 _NodeEvents.of(node).reached.append(reached)
 
     return [
-        module.register_forward_pre_hook(_Listener(settle), prepend=True),
+        module.register_forward_pre_hook(_Listener(pre_forward), prepend=True),
         module.register_forward_hook(_Listener(watch)),
     ]
 
@@ -222,20 +222,20 @@ def attach_weights(schedule: Schedule, root: nn.Module, units: Mapping[nn.Module
 
 
 def _enter(schedule: Schedule) -> Callable[..., None]:
-    return _Hook(lambda module, _args: schedule.enter(module, torch.is_grad_enabled()))
+    return _Hook(lambda module, _args: schedule.pre_forward_root(module, torch.is_grad_enabled()))
 
 
 def _leave(schedule: Schedule) -> Callable[..., None]:
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
         tensors = list(tensors_in(output))
         try:
-            outermost = schedule.leave(module, tensors)
+            outermost = schedule.post_forward_root(module, tensors)
         except (CommunicationError, MismatchError) as error:
             if output is None and isinstance(error.__context__, (CommunicationError, MismatchError)):
                 return  # the forward has raised, which waited for what this waits for
             raise
         if outermost and torch.is_grad_enabled():
-            reached = functools.partial(schedule.root_reached, Forward(), schedule.line)
+            reached = functools.partial(schedule.pre_backward_root, Forward(), schedule.line)
             for node in _nodes_of(tensors):
                 _NodeEvents.of(node).reached.append(reached)
 
@@ -284,7 +284,7 @@ def attach_reads(
         def announce(name: str) -> None:
             parameter = module._parameters.get(name)
             number = unit_of.get(id(parameter), 0)
-            if number and schedule.read(number):
+            if number and schedule.weight_read(number):
                 tell(name, id(parameter))
 
         return announce
@@ -330,7 +330,7 @@ class _UnitHooks:
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grad = torch.is_grad_enabled()
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        call = self._schedule.before_forward(self._index, grad=grad, differentiable=bool(inputs))
+        call = self._schedule.pre_forward(self._index, grad=grad, differentiable=bool(inputs))
         if call is None or self._schedule.depth_of(self._index) <= 1:
             self._open.clear()
         if call is None or not grad:
@@ -338,7 +338,7 @@ class _UnitHooks:
         nodes = {t.grad_fn for t in inputs if t.grad_fn is not None}
         self._open.append((call, bool(inputs), bool(nodes)))
         for node in nodes:
-            _NodeEvents.of(node).over.append(lambda: self._schedule.backward_over(self._index, call))
+            _NodeEvents.of(node).over.append(lambda: self._schedule.post_backward(self._index, call))
 
     def after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if not self._schedule.observes(self._index):
@@ -351,10 +351,10 @@ class _UnitHooks:
             nodes = _nodes_of(outputs)
             for node in nodes:
                 _NodeEvents.of(node).reached.append(
-                    lambda: self._schedule.backward_reached(self._index, call, announced=announced)
+                    lambda: self._schedule.pre_backward(self._index, call, announced=announced)
                 )
             keep = not outputs and (differentiable or self._schedule.trains(self._index))
-        self._schedule.after_forward(self._index, grad, keep, outputs)
+        self._schedule.post_forward(self._index, grad, keep, outputs)
 
 
 def _nodes_of(outputs: Sequence[Tensor]) -> set[Any]:

@@ -1,14 +1,14 @@
-"""Which unit is needed next: the order of the last pass of its kind. Must not know: units, gathers, why."""
+"""Which unit is needed next: the order of the last pass of its kind. Must not know: units, collectives, why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class Prediction:
-    """The order of gathers in a pass, recorded, and replayed as a prediction.
+class PrefetchOrder:
+    """The order in which a pass unshards units, recorded, and replayed as a prediction.
 
-    It knows which units ahead are on their way (``start``), so that nobody has to go through them at every gather.
+    It knows which units ahead are on their way (``start``), so that nobody has to go through them at every unit.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Prediction:
         self._started: dict[int, int] = {}
         self._on_track = True
 
-    def demand(self, unit: int) -> None:
+    def request(self, unit: int) -> None:
         """``unit`` is needed now."""
         position = len(self._recorded)
         self._recorded.append(unit)
@@ -56,17 +56,17 @@ class Prediction:
         self.stop()
 
 
-class Predictions:
+class PrefetchOrders:
     """The predictions for passes with grad and without. ``last``: the unit that was needed last, by number."""
 
     def __init__(self) -> None:
-        self.of = {True: Prediction(), False: Prediction()}
+        self.of = {True: PrefetchOrder(), False: PrefetchOrder()}
         self.last = 0
         self._met = -1
 
-    def demand(self, grad: bool, unit: int, *, turned: bool = False) -> None:
+    def request(self, grad: bool, unit: int, *, turned: bool = False) -> None:
         """``unit`` is needed now. turned: in backward, where one that is computed again is needed once."""
         if not turned or self._met != unit:
-            self.of[grad].demand(unit)
+            self.of[grad].request(unit)
         self._met = unit if turned else -1
         self.last = unit

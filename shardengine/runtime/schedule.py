@@ -1,45 +1,45 @@
-"""When units are gathered, resharded and prefetched, and the sweep at the end of backward.
+"""When units are unsharded, resharded and prefetched, and what ends a backward.
 
-Must not know: nn.Module internals, how hooks are registered, how a gather works.
+Must not know: nn.Module internals, how hooks are registered, how a unit is unsharded.
 
 [Note: Holds] Hooks need not balance: checkpointing recomputes a forward that never finishes, a unit may run twice, a
 forward may have no backward. So nothing is counted down that must reach zero:
 
 - forward: a unit is held from its pre-forward to its post-forward (a depth, forgotten at the end of a pass)
 - backward: a unit is held while one of its calls is between "a gradient reached its outputs" and "its backward is
-  over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is let go when all its
-  parameters have their gradient, others at the end of backward
+  over" (a node that produced an input runs). Where no input has a node, a fully trainable unit is resharded when all
+  its parameters have their gradient, others at the end of backward
 - inside a backward hold, forward hooks of the unit do nothing: that is a recomputation, the weights are there
 - kept: nobody would tell us when its backward comes (no tensor came out), or an output is a view of its weights.
   Kept units stay until the window ends: another backward may need them. So do units through which a graph of the
   backward itself was recorded (create_graph)
 - the unit whose forward ended last waits until another unit is needed: at the turn from forward to backward it is
-  needed at once (the head, mostly), and is not gathered again
-- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit gathered and
+  needed at once (the head, mostly), and is not unsharded again
+- a weight that is read outside of its unit's forward, in a forward of something around it, has its unit unsharded and
   kept
-- a backward that does not read the weights (``Hold.forward_only``) gathers nothing
+- a backward that does not read the weights (``Hold.forward_only``) unshards nothing
 - the root is held from the first forward of any module to the end of backward, or without grad to the end of the
   outermost forward
 
 [Note: Pass] With grad a pass lasts from the first forward to the end of backward; without, it is one outermost forward.
-The order of gathers of the last pass of its kind is the prediction for the next one. A wrong prediction switches
-prefetching off for the rest of the pass; it changes time, never results.
+The order in which the last pass of its kind unsharded units is the prediction for the next one. A wrong prediction
+switches prefetching off for the rest of the pass; it changes time, never results.
 
-    event               what happens
-    enter               outermost module: a pass opens, the root is gathered
-    before_forward      the unit is gathered, the next ones are gathered ahead
-    after_forward       the unit waits to be resharded (3k: stays), unless held
-    read                the unit is gathered and kept, unless its own forward is open
-    leave               outermost module, without grad: everything is resharded
-    begin_backward      the micro-batch is counted, the reducer is armed, the root is gathered if it is not there
-    root_reached        as begin_backward, for the weights only: a gradient reached the outermost module's output
-    backward_reached    what came after it in forward is over; then as before_forward
-    gradient_ready      the reducer takes the gradient; the first one outside of begin_backward begins one unannounced
-    backward_over       the unit is closed and resharded, unless held or called elsewhere
-    end_backward        all calls are over, everything is resharded, the sweep of the rest; then maybe ``on_complete``
-    settle              ends an unannounced backward
+    event                  what happens
+    pre_forward_root       outermost module: a pass opens, the root is unsharded
+    pre_forward            the unit is unsharded, the next ones are unsharded ahead
+    post_forward           the unit waits to be resharded (3k: stays), unless held
+    weight_read            the unit is unsharded and kept, unless its own forward is open
+    post_forward_root      outermost module, without grad: everything is resharded
+    begin_backward         the micro-batch is counted, the reducer is armed, the root is unsharded if it is not
+    pre_backward_root      as begin_backward, for the weights only: a gradient reached the outermost module's output
+    pre_backward           what came after it in forward is over; then as pre_forward
+    post_accumulate_grad   the reducer takes the gradient; the first outside of begin_backward begins a bare one
+    post_backward          the unit is closed and resharded, unless held or called elsewhere
+    finalize_backward      all calls are over, everything is resharded and reduced; then maybe ``on_complete``
+    finish_open_backward   ends a bare backward
 
-[Note: Sweep of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
+[Note: End of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
 before it joins that gather. Ranks meet calls of units in one order, the reverse of forward (calls: [Note: Order of
 calls]). When backward comes to a call, those after it are over, and then, in this order:
 
@@ -54,7 +54,7 @@ A rank that waits for the reduction of a unit has issued all gathers up to that 
 unit without it, and launch there. What comes out of two forwards in one backward stays open until the earlier one's
 calls are over, where autograd still has gradients to accumulate. Within a unit's call nothing is gathered.
 
-[Note: Unannounced backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
+[Note: Bare backward] ``loss.backward()`` without the engine begins with its first gradient. The window's last
 one ends with the run of autograd in which a gradient reached what the outermost module returned: its end is awaited
 from there, because a callback that is queued inside re-entrant checkpointing fires too early. Others, and those of a
 loss that was not made of the outermost module's output, last until the engine is called next, the model's next forward
@@ -72,28 +72,27 @@ from torch import Tensor, nn
 from shardengine.comm import Collectives, Purpose
 from shardengine.ddp import Forward, Reducer, Window
 from shardengine.errors import UsageError
-from shardengine.runtime.calls import Call, Calls, Line
-from shardengine.runtime.holds import Hold, Turn
-from shardengine.runtime.prefetch_order import Predictions
-from shardengine.runtime.unit import Unit, Weights
+from shardengine.runtime.calls import Call, Calls, Hold, Line, Turn
+from shardengine.runtime.prefetch_order import PrefetchOrders
+from shardengine.runtime.unit import Unit, UnshardState
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, now
 
 _FETCHED_AHEAD = 4
-"""Units whose shards are brought from their tier before they are gathered, as far as it has room."""
+"""Units whose shards are brought from their tier before they are unsharded, as far as it has room."""
 
 
 class Backward(enum.Enum):
     """Whether a backward is open, and who began it."""
 
     NONE = "none"
-    ANNOUNCED = "engine.backward"
-    UNANNOUNCED = "loss.backward"
+    ENGINE = "engine.backward"
+    BARE = "loss.backward"
     RETIRED = "another schedule has taken over"
 
 
 class Schedule:
-    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements gathered ahead at most, 0: none."""
+    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements unsharded ahead at most, 0: none."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class Schedule:
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
         if stage.moves_weights:
             reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
-        self._predictions = Predictions()
+        self._orders = PrefetchOrders()
         self._fetches = any(
             flat_buffer.homes.weights is not None for unit in units for flat_buffer in unit.flat_buffers
         )
@@ -128,20 +127,20 @@ class Schedule:
         self.on_complete: Callable[[], object] = lambda: None
 
     @property
-    def demanded(self) -> Unit:
+    def last_requested(self) -> Unit:
         """The unit that was needed last."""
-        return self.units[self._predictions.last]
+        return self.units[self._orders.last]
 
     @property
-    def gathered_once(self) -> set[int]:
-        """The units that the last pass gathered once: the root, that of the turn, those whose backward reads none."""
+    def unsharded_once(self) -> set[int]:
+        """The units that the last pass unsharded once: the root, that of the turn, those whose backward reads none."""
         spared = {index for index, hold in enumerate(self._holds) if hold.forward_only}
         return spared | {0} | ({self.turn.last} if self.turn.last is not None else set())
 
     @property
     def in_backward(self) -> bool:
         """Whether autograd runs now, so that a forward is a recomputation."""
-        return self._backward is Backward.ANNOUNCED or torch._C._current_graph_task_id() >= 0
+        return self._backward is Backward.ENGINE or torch._C._current_graph_task_id() >= 0
 
     def trains(self, index: int) -> bool:
         """Whether unit ``index`` has trainable parameters."""
@@ -162,8 +161,8 @@ class Schedule:
 
     # Events of forward. ``grad``: whether autograd records.
 
-    def enter(self, module: object, grad: bool) -> None:
-        """``module`` begins its forward; the outermost one opens a pass and holds the root."""
+    def pre_forward_root(self, module: object, grad: bool) -> None:
+        """``module`` begins its forward; the outermost one opens a pass and unshards the root."""
         if self.in_backward:
             return
         if self._outermost:
@@ -171,7 +170,7 @@ class Schedule:
                 self._outermost.append(module)  # it calls itself
             return
         if grad:
-            self.settle()
+            self.finish_open_backward()
         self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
@@ -181,13 +180,13 @@ class Schedule:
         for hold in self._holds:
             hold.depth = 0
         root = self.units[0]
-        if not root.pinned:
-            if root.state is Weights.SHARDED:
-                self._gather(root)
+        if not root.summoned:
+            if root.state is UnshardState.SHARDED:
+                self._unshard(root)
             self._prefetch()
-            self._await(root)
+            self._wait_for_unshard(root)
 
-    def leave(self, module: object, views: Sequence[Tensor]) -> bool:
+    def post_forward_root(self, module: object, views: Sequence[Tensor]) -> bool:
         """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
 
         Returns whether it was the outermost one.
@@ -205,8 +204,8 @@ class Schedule:
         self._grad_pass = True
         return True
 
-    def before_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
-        """Unit ``index`` begins a forward: it must be full. Returns the call, None where this one is not observed.
+    def pre_forward(self, index: int, *, grad: bool, differentiable: bool) -> Call | None:
+        """Unit ``index`` begins a forward: it must be unsharded. Returns the call, None where this one is not observed.
 
         differentiable: whether one of its inputs needs a gradient.
         """
@@ -215,8 +214,8 @@ class Schedule:
         call = self._begin_call(index, grad=grad, differentiable=differentiable)
         hold = self._holds[index]
         hold.depth += 1
-        if not self.units[index].pinned:
-            self._demand(index)
+        if not self.units[index].summoned:
+            self._request(index)
         hold.since = now()
         return call
 
@@ -236,7 +235,7 @@ class Schedule:
         self._calls.may_differentiate |= trains
         return self._calls.begin(index, grad=grad, differentiable=differentiable)
 
-    def after_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
+    def post_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
         """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
         hold = self._holds[index]
         self._trace("forward", index, hold)
@@ -252,19 +251,19 @@ class Schedule:
             self._end_wait(but=index)
             self.turn.waiting = index
         else:
-            self._let_go(index)
+            self._reshard_unless_held(index)
 
-    def read(self, index: int) -> bool:
+    def weight_read(self, index: int) -> bool:
         """A weight of unit ``index`` is read; whether that is outside of the unit's forward, and inside of another one.
 
         Its backward will not announce itself, so the unit is kept.
         """
         unit, hold = self.units[index], self._holds[index]
-        if hold.depth or not self._outermost or unit.pinned or self.in_backward:
+        if hold.depth or not self._outermost or unit.summoned or self.in_backward:
             return False
-        if not hold.kept or unit.state is not Weights.FULL:
+        if not hold.kept or unit.state is not UnshardState.UNSHARDED:
             hold.kept = True
-            self._demand(index)
+            self._request(index)
         return True
 
     def read_in_forward_only(self, index: int) -> None:
@@ -273,8 +272,8 @@ class Schedule:
 
     # Events of backward
 
-    def begin_backward(self, *, announced: bool = True, current: int | None = None) -> None:
-        """A backward starts: it is counted, the reducer knows what it is for, the root is full.
+    def begin_backward(self, *, bare: bool = False, current: int | None = None) -> None:
+        """A backward starts: it is counted, the reducer knows what it is for, the root is unsharded.
 
         current: the parameter whose gradient has come first.
         """
@@ -289,12 +288,13 @@ class Schedule:
         except UsageError:
             window.backward_failed()
             raise
-        self._backward = Backward.ANNOUNCED if announced else Backward.UNANNOUNCED
-        self.root_reached()
+        self._backward = Backward.BARE if bare else Backward.ENGINE
+        self.pre_backward_root()
 
-    def root_reached(self, forward: Forward | None = None, line: Line | None = None) -> None:
-        """A gradient reached what the outermost module returned in ``forward``: the root must be full. line: what that
-        forward called.
+    def pre_backward_root(self, forward: Forward | None = None, line: Line | None = None) -> None:
+        """A gradient reached what the outermost module returned in ``forward``: the root must be unsharded.
+
+        line: what that forward called.
 
         Where nobody has announced this backward, and it is the window's last, it hears of its end.
         """
@@ -303,26 +303,26 @@ class Schedule:
             self._window.claim(forward)
         if line is not None:
             self._leave_behind(self._calls.turn_to(line))
-        if self._backward is not Backward.ANNOUNCED and self._window.is_boundary and self._window.synchronises:
+        if self._backward is not Backward.ENGINE and self._window.is_boundary and self._window.synchronises:
             self._await_end()
         if self._stage.moves_weights:
-            self._await(self.units[0])
+            self._wait_for_unshard(self.units[0])
 
     def _await_end(self) -> None:
-        """Be told when the running backward is over ([Note: Unannounced backward])."""
+        """Be told when the running backward is over ([Note: Bare backward])."""
         task = torch._C._current_graph_task_id()
         if task < 0 or task == self._awaited_task:
             return
         self._awaited_task = task
 
         def over() -> None:
-            if self._backward is Backward.UNANNOUNCED and self._window.ends:
-                self.end_backward()
+            if self._backward is Backward.BARE and self._window.ends:
+                self.finalize_backward()
 
         torch.autograd.Variable._execution_engine.queue_callback(over)
 
-    def backward_reached(self, index: int, call: Call, *, announced: bool) -> None:
-        """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``backward_over`` will come."""
+    def pre_backward(self, index: int, call: Call, *, announced: bool) -> None:
+        """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``post_backward`` will come."""
         self._refuse_retired()
         hold = self._holds[index]
         if self.turn.waiting is not None and not hold.forward_only:
@@ -330,7 +330,7 @@ class Schedule:
         if call in hold.calls or (call, torch._C._current_graph_task_id()) in hold.over or self._calls.is_late(call):
             return
         if self._backward is Backward.NONE and self._collects(index):
-            self._begin_unannounced()
+            self._begin_bare()
         self._leave_behind(self._calls.approach(call))
         call.reached = True
         if not hold.forward_only:
@@ -346,7 +346,7 @@ class Schedule:
         if not hold.calls:
             hold.fired.clear()
         hold.calls.add(call)
-        self._demand(index)
+        self._request(index)
         hold.since = now()
 
     def _collects(self, index: int) -> bool:
@@ -354,7 +354,7 @@ class Schedule:
         unit = self.units[index]
         return any(_is_due(m.parameter) for m in unit.members if m.index in unit.trainable)
 
-    def backward_over(self, index: int, call: Call) -> None:
+    def post_backward(self, index: int, call: Call) -> None:
         """A gradient of an input of ``call`` is known: its weights are not needed any more."""
         hold = self._holds[index]
         if call in hold.calls:
@@ -371,7 +371,7 @@ class Schedule:
             if self._calls.is_last(call) and not hold.kept and not self._may_grow(call):
                 self._reducer.close(call.unit)
         if not self._calls.is_followed(call):
-            self._let_go(call.unit)
+            self._reshard_unless_held(call.unit)
 
     def _may_grow(self, call: Call) -> bool:
         """Whether an earlier forward's backward, which is to come in this run, brings more gradients of the unit."""
@@ -387,30 +387,30 @@ class Schedule:
         for group in groups:
             for call in reversed(group):
                 if not call.reached and not self._holds[call.unit].forward_only:
-                    self._demand(call.unit)
+                    self._request(call.unit)
                 if not call.over:
                     self._end_call(call)
 
-    def gradient_ready(self, parameter: int, gradient: Tensor) -> None:
+    def post_accumulate_grad(self, parameter: int, gradient: Tensor) -> None:
         """Autograd has accumulated ``gradient`` of a parameter."""
         self._take(parameter, gradient)
         self._reducer.views.expect_more(parameter)
 
-    def _begin_unannounced(self, current: int | None = None) -> None:
+    def _begin_bare(self, current: int | None = None) -> None:
         if self._reducer.rules.scaled:
             raise UsageError("loss.backward() would leave out the loss scale: expected engine.backward(loss)")
-        self.begin_backward(announced=False, current=current)
+        self.begin_backward(bare=True, current=current)
         if self._window.ends and torch._C._current_graph_task_id() != self._awaited_task:
-            self._reducer.views.expect(self.settle)
+            self._reducer.views.expect(self.finish_open_backward)
 
     def _take(self, parameter: int, gradient: Tensor) -> None:
         if self._backward is Backward.NONE:
-            self._begin_unannounced(parameter)
+            self._begin_bare(parameter)
         unit = self._unit_of[parameter]
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
             return
-        if unit.state is not Weights.FULL and not unit.pinned and not self._holds[unit.index].forward_only:
+        if unit.state is not UnshardState.UNSHARDED and not unit.summoned and not self._holds[unit.index].forward_only:
             raise UsageError(
                 f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
                 "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "
@@ -430,36 +430,36 @@ class Schedule:
         self._calls.forget()
         self._window.backward_failed()
 
-    def end_backward(self) -> None:
-        """The sweep: every unit goes to rest, what was not reduced is reduced."""
+    def finalize_backward(self) -> None:
+        """Every unit is resharded, what was not reduced is reduced."""
         self._backward = Backward.NONE
         if self._stage.moves_weights:
             self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
-        self._reducer.sweep()
+        self._reducer.finalize_backward()
         if self._reducer.window_complete:
             self.on_complete()
 
-    def settle(self) -> None:
-        """End an unannounced backward ([Note: Unannounced backward])."""
-        if self._backward is Backward.UNANNOUNCED:
-            self.end_backward()
+    def finish_open_backward(self) -> None:
+        """End a bare backward ([Note: Bare backward])."""
+        if self._backward is Backward.BARE:
+            self.finalize_backward()
 
-    def rest(self) -> None:
-        """Outside of any pass: bring every unit to rest (after a forward that had no backward, or that failed)."""
+    def reshard_all(self) -> None:
+        """Outside of any pass: reshard every unit (after a forward that had no backward, or that failed)."""
         self._backward = Backward.NONE
         self._calls.forget()
         self._rest(spare_kept=False)
 
     def recover(self) -> None:
-        """After a fault: nothing is in flight or predicted (ranks may have recorded other orders); then ``rest``."""
+        """After a fault: nothing is in flight or predicted (ranks may have recorded other orders)."""
         self._backward = Backward.NONE
         for unit in self.units:
             unit.recover()
-        self._predictions = Predictions()
+        self._orders = PrefetchOrders()
         self._calls.forget()
 
-    def retire(self) -> None:
+    def detach(self) -> None:
         """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
         self._backward = Backward.RETIRED
 
@@ -485,37 +485,37 @@ class Schedule:
         self._end_pass(lambda unit, hold: spare_kept and hold.kept)
 
     def _end_pass(self, spare: Callable[[Unit, Hold], bool]) -> None:
-        self._predictions.of[self._grad_pass].end()
-        self._predictions.of[not self._grad_pass].stop()
+        self._orders.of[self._grad_pass].end()
+        self._orders.of[not self._grad_pass].stop()
         self.turn.take()
         if not self._stage.moves_weights:
             return
         for unit, hold in zip(self.units, self._holds, strict=True):
             if spare(unit, hold):
                 continue
-            if unit.state is Weights.GATHERING:
-                unit.await_full()
-            if unit.state is Weights.FULL:
+            if unit.state is UnshardState.UNSHARDING:
+                unit.wait_for_unshard()
+            if unit.state is UnshardState.UNSHARDED:
                 unit.reshard(abandon=hold.lent)
             hold.clear()
 
-    def _demand(self, index: int) -> None:
+    def _request(self, index: int) -> None:
         unit = self.units[index]
-        self._predictions.demand(self._grad_pass, index, turned=not self._outermost)
+        self._orders.request(self._grad_pass, index, turned=not self._outermost)
         self._end_wait(but=index)
-        if unit.state is Weights.SHARDED:
-            self._gather(unit)
+        if unit.state is UnshardState.SHARDED:
+            self._unshard(unit)
         self._prefetch()
-        self._await(unit)
+        self._wait_for_unshard(unit)
 
-    def _gather(self, unit: Unit) -> None:
-        unit.gather(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
+    def _unshard(self, unit: Unit) -> None:
+        unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
 
-    def _await(self, unit: Unit) -> None:
-        if unit.state is Weights.SHARDED:
-            self._gather(unit)
-        if unit.state is Weights.GATHERING:
-            unit.await_full()
+    def _wait_for_unshard(self, unit: Unit) -> None:
+        if unit.state is UnshardState.SHARDED:
+            self._unshard(unit)
+        if unit.state is UnshardState.UNSHARDING:
+            unit.wait_for_unshard()
 
     def _end_wait(self, *, but: int) -> None:
         """What waits since its forward is resharded, as another unit than ``but`` is needed."""
@@ -523,14 +523,14 @@ class Schedule:
         if waiting is not None and waiting != but:
             self._reshard(waiting)
 
-    def _let_go(self, index: int) -> None:
-        """Reshard unit ``index`` unless something holds it; then there is room to gather ahead."""
+    def _reshard_unless_held(self, index: int) -> None:
+        """Reshard unit ``index`` unless something holds it; then there is room to unshard ahead."""
         if self._reshard(index):
             self._prefetch()
 
     def _reshard(self, index: int) -> bool:
         unit, hold = self.units[index], self._holds[index]
-        if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not Weights.FULL:
+        if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not UnshardState.UNSHARDED:
             return False
         unit.reshard()
         return True
@@ -543,33 +543,33 @@ class Schedule:
     def _lend(self, index: int, views: Sequence[Tensor]) -> None:
         keys = {view.untyped_storage()._cdata for view in views if view.layout is torch.strided}
         for number in {0, index}:
-            if self.units[number].state is Weights.FULL and self.units[number].owns_storage(keys):
+            if self.units[number].state is UnshardState.UNSHARDED and self.units[number].owns_storage(keys):
                 self._holds[number].lent = True
 
     def _prefetch(self) -> None:
-        """Gather ahead, and bring the shards of the units after those from where they rest."""
-        self._gather_ahead()
+        """Unshard ahead, and bring the shards of the units after those from where they rest."""
+        self._unshard_ahead()
         if not self._fetches:
             return
-        for index in self._predictions.of[self._grad_pass].ahead(_FETCHED_AHEAD):
-            if self.units[index].state is Weights.SHARDED:
+        for index in self._orders.of[self._grad_pass].ahead(_FETCHED_AHEAD):
+            if self.units[index].state is UnshardState.SHARDED:
                 self.units[index].fetch()
 
-    def _gather_ahead(self) -> None:
-        """Start gathering the units that are predicted next, up to the budget, at least one of them.
+    def _unshard_ahead(self) -> None:
+        """Start unsharding the units that are predicted next, up to the budget, at least one of them.
 
         A prediction that returns to a unit ends there: what is needed again after the turn from forward to backward
         would otherwise be gathered as soon as it was resharded.
         """
-        prediction = self._predictions.of[self._grad_pass]
+        prediction = self._orders.of[self._grad_pass]
         while (index := prediction.upcoming()) is not None:
             unit, budget = self.units[index], self._prefetch_elements - prediction.elements_ahead
-            if budget <= 0 or unit.state is Weights.FULL:
+            if budget <= 0 or unit.state is UnshardState.UNSHARDED:
                 return
-            if unit.state is Weights.SHARDED:
+            if unit.state is UnshardState.SHARDED:
                 if budget < unit.elements and prediction.elements_ahead:
                     return
-                self._gather(unit)
+                self._unshard(unit)
             prediction.start(index, unit.elements)
 
 

@@ -1,14 +1,14 @@
-"""The buckets of one module, gathered and resharded together. Owns the state machine of a unit's weights.
+"""The buckets of one module, unsharded and resharded together. Owns the state machine of a unit's weights.
 
 Must not know: hooks, the optimizer, the order in which units run.
 
-    SHARDED ──gather()──▶ GATHERING ──await_full()──▶ FULL ──reshard()──▶ SHARDED
-       ▲─recover(), an error──┘
+    SHARDED ──unshard()──▶ UNSHARDING ──wait_for_unshard()──▶ UNSHARDED ──reshard()──▶ SHARDED
+       ▲───recover(), an error───┘
 
-A unit whose weights rest replicated is FULL from start to end. While a unit is not FULL its parameters are poison
-(bucket.poison): right shape, NaN; so are those of a FULL unit that are in flight after a step (deferred_gather). While
-it is pinned (``full_params``) they are views of a storage that only the pin owns, whatever the state of the flat
-buffers.
+A unit whose weights rest replicated is UNSHARDED from start to end. While a unit is not, its parameters are poison
+(bucket.poison): right shape, NaN; so are those of an UNSHARDED unit that are in flight after a step
+(deferred_gather). While it is summoned (``full_params``) they are views of a storage made for that alone, whatever the
+state of the flat buffers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ from shardengine.stages import Placement
 _SHARDED, _FULL = Placement.SHARDED, Placement.REPLICATED
 
 
-class Weights(enum.Enum):
+class UnshardState(enum.Enum):
     """Where a unit's weights are."""
 
     SHARDED = "sharded"
-    GATHERING = "gathering"
-    FULL = "full"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
 
-_LEGAL = {(Weights.SHARDED, Weights.GATHERING), (Weights.GATHERING, Weights.FULL), (Weights.FULL, Weights.SHARDED)}
+_LEGAL = {
+    (UnshardState.SHARDED, UnshardState.UNSHARDING),
+    (UnshardState.UNSHARDING, UnshardState.UNSHARDED),
+    (UnshardState.UNSHARDED, UnshardState.SHARDED),
+}
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class Unit:
         """Of all flat buffers, padding included."""
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
-        self.state = Weights.FULL
+        self.state = UnshardState.UNSHARDED
         self._pending: list[Pending] = []
-        self._pins: list[Tensor] | None = None
+        self._summoned: list[Tensor] | None = None
 
     def name_of(self, parameter: int) -> str:
         """The name of a parameter of it, given by its index in the layout."""
@@ -88,17 +92,17 @@ class Unit:
         return len(self.trainable) < len(self.members)
 
     @property
-    def pins(self) -> list[Tensor]:
+    def summoned_storages(self) -> list[Tensor]:
         """What ``full_params`` holds of this unit."""
-        return self._pins or []
+        return self._summoned or []
 
     @property
-    def pinned(self) -> bool:
+    def summoned(self) -> bool:
         """Whether ``full_params`` holds this unit."""
-        return self._pins is not None
+        return self._summoned is not None
 
     def detach_shards(self) -> None:
-        """Once, at start: from FULL, give shards their own memory and rest sharded.
+        """Once, at start: from UNSHARDED, give shards their own memory and rest sharded.
 
         At one rank the shard is all of it and stays where it is: then only what the parameters show changes.
         """
@@ -120,8 +124,8 @@ class Unit:
             if bucket.rest is not None:
                 yield bucket.rest
 
-    def gather(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
-        """SHARDED → GATHERING: start the all-gather of every bucket. After an error the unit is SHARDED."""
+    def unshard(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
+        """SHARDED → UNSHARDING: start the all-gather of every bucket. After an error the unit is SHARDED."""
         try:
             for flat_buffer in self.flat_buffers:
                 flat_buffer.allocate()
@@ -129,76 +133,76 @@ class Unit:
             for flat_buffer in self.flat_buffers:
                 flat_buffer.release()
             raise
-        self._move(Weights.GATHERING)
+        self._move(UnshardState.UNSHARDING)
         try:
             for bucket in self.buckets():
                 bucket.load_shard()
                 self._pending.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
         except BaseException:
-            self._abandon_gather()
+            self._abort_unshard()
             raise
 
     def fetch(self) -> None:
-        """The unit is gathered soon: bring its shards from where they rest, as far as there is room."""
+        """The unit is unsharded soon: bring its shards from where they rest, as far as there is room."""
         for bucket in self.buckets():
             bucket.fetch_shard()
 
-    def await_full(self) -> None:
-        """GATHERING → FULL: wait, and show the weights to the user's parameters."""
+    def wait_for_unshard(self) -> None:
+        """UNSHARDING → UNSHARDED: wait, and show the weights to the user's parameters."""
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        self._move(Weights.FULL)
-        if not self.pinned:
+        self._move(UnshardState.UNSHARDED)
+        if not self.summoned:
             self.show()
 
     def reshard(self, *, abandon: bool = False) -> None:
-        """FULL → SHARDED: free the full weights. abandon: views of them live on outside (``FlatBuffer.release``)."""
-        self._move(Weights.SHARDED)
-        if not self.pinned:
+        """UNSHARDED → SHARDED: free the full weights. abandon: as in ``FlatBuffer.release``, views live on."""
+        self._move(UnshardState.SHARDED)
+        if not self.summoned:
             self.show()
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=abandon)
 
     def recover(self) -> None:
-        """After a fault: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
-        self._pins = None
-        if self.state is Weights.GATHERING:
-            self._abandon_gather()
+        """After a fault: not summoned, and not UNSHARDING. What is in flight keeps the storage that it writes into."""
+        self._summoned = None
+        if self.state is UnshardState.UNSHARDING:
+            self._abort_unshard()
         self.show()
 
-    def _abandon_gather(self) -> None:
-        """The only way back from GATHERING."""
+    def _abort_unshard(self) -> None:
+        """The only way back from UNSHARDING."""
         self._pending.clear()
-        self.state = Weights.SHARDED
+        self.state = UnshardState.SHARDED
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=True)
 
     def relocate(self) -> None:
-        """From FULL: the same weights in other memory, because something in flight may write into the old one."""
+        """From UNSHARDED: the same weights in other memory, because something in flight may write into the old one."""
         for flat_buffer in self.flat_buffers:
             flat_buffer.relocate()
         self.show()
 
     def show(self) -> None:
-        """Show the user's parameters what they are without a pin: weights or poison."""
-        full = self.state is Weights.FULL
+        """Show the user's parameters what they are when the unit is not summoned: weights or poison."""
+        full = self.state is UnshardState.UNSHARDED
         for flat_buffer, members in self._by_slot:
             for member, tensor in zip(members, flat_buffer.views if full else flat_buffer.poisons, strict=True):
                 member.parameter.data = tensor
 
     def misplaced(self, hidden: Collection[int] = ()) -> Iterator[Member]:
         """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
-        full = self.state is Weights.FULL
+        full = self.state is UnshardState.UNSHARDED
         for flat_buffer, members in self._by_slot:
             for member, view, poison in zip(members, flat_buffer.views, flat_buffer.poisons, strict=True):
                 expected, shown = view if full and member.index not in hidden else poison, member.parameter
                 if shown.data_ptr() != expected.data_ptr() or shown.dtype is not expected.dtype:
                     yield member
 
-    def pin(self, collectives: Collectives) -> None:
+    def summon(self, collectives: Collectives) -> None:
         """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the flat buffers."""
-        pins = []
+        storages = []
         for flat_buffer in self.flat_buffers:
             fresh = flat_buffer.flat.new_empty(flat_buffer.layout.length)
             mark_weights(fresh)
@@ -206,23 +210,24 @@ class Unit:
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
                 collectives.move(part, _SHARDED, _FULL, bucket.layout, Purpose.WHOLE_WEIGHTS).wait()
-            pins.append(fresh)
-        self._pins = pins
+            storages.append(fresh)
+        self._summoned = storages
         views = {
-            flat_buffer: flat_buffer.views_of(fresh) for flat_buffer, fresh in zip(self.flat_buffers, pins, strict=True)
+            flat_buffer: flat_buffer.views_of(fresh)
+            for flat_buffer, fresh in zip(self.flat_buffers, storages, strict=True)
         }
         for member in self.members:
             member.show(views[member.flat_buffer][member.slot])
 
-    def unpin(self, collectives: Collectives, *, writable: bool) -> None:
-        """End ``pin``; with ``writable`` rank 0's contents become everybody's weights."""
-        pins, self._pins = self._pins or [], None
-        for flat_buffer, fresh in zip(self.flat_buffers, pins, strict=True) if writable else ():
+    def release_summoned(self, collectives: Collectives, *, writable: bool) -> None:
+        """End ``summon``; with ``writable`` rank 0's contents become everybody's weights."""
+        storages, self._summoned = self._summoned or [], None
+        for flat_buffer, fresh in zip(self.flat_buffers, storages, strict=True) if writable else ():
             for bucket in flat_buffer.buckets:
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
                 bucket.edit_shard().copy_(bucket.own_slice(part))
-                if self.state is Weights.FULL:
+                if self.state is UnshardState.UNSHARDED:
                     bucket.full.copy_(part)
                 bucket.adopt_weights()
         self.show()
@@ -231,7 +236,7 @@ class Unit:
         """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""
         return any(flat_buffer.storage_key in keys for flat_buffer in self.flat_buffers)
 
-    def _move(self, target: Weights) -> None:
+    def _move(self, target: UnshardState) -> None:
         if (self.state, target) not in _LEGAL:
             raise InternalError(f"unit {self.name!r}: illegal move from {self.state.name} to {target.name}")
         self.state = target
@@ -243,9 +248,9 @@ def _in_slots(flat_buffer: FlatBuffer, members: Sequence[Member]) -> list[Member
 
 
 def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
-    """Bytes that hold weights at this moment, by tier: flat buffers, separate shards and pins."""
+    """Bytes that hold weights at this moment, by tier: flat buffers, separate shards, and what is summoned."""
     flat_buffers = [flat_buffer for unit in units for flat_buffer in unit.flat_buffers]
-    found = Counter(device=sum(pin.nbytes for unit in units for pin in unit.pins))
+    found = Counter(device=sum(storage.nbytes for unit in units for storage in unit.summoned_storages))
     for flat_buffer in flat_buffers:
         found["device"] += flat_buffer.storage_bytes
         found["cpu"] += 0 if flat_buffer.parked is None else flat_buffer.parked.nbytes

@@ -91,7 +91,7 @@ def gather_late(folder: str, patience_s: float, stage: str, options: dict[str, A
     """Rank 1 does not gather block 1 until rank 0, which has begun to, has run the block before: 0, in backward 2."""
     engine, signal = engine_after_a_step(stage, **options), Signal(folder, patience_s)
     unit, blocks = engine._core.units[2], engine.module.blocks
-    plain, gathers = unit.gather, 0
+    plain, gathers = unit.unshard, 0
 
     def gather(*args: Any) -> None:
         nonlocal gathers
@@ -107,7 +107,7 @@ def gather_late(folder: str, patience_s: float, stage: str, options: dict[str, A
     blocks[0].register_forward_hook(lambda *_: go_on(1))
     on_gradient(blocks[2][0], lambda: go_on(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit, "gather", gather)
+        patch.setattr(unit, "unshard", gather)
         cases.run_micro_batch(engine, cases.loss_of, 1, 0)
     engine.close()
     return signal.came

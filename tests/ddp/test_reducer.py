@@ -54,7 +54,7 @@ class Bench:
         self.reducer.arm(synchronise=synchronise, final=final)
         for parameter in order:
             self.reducer.on_gradient(parameter, gradient(self.rank, micro, parameter))
-        self.reducer.sweep()
+        self.reducer.finalize_backward()
 
     def flat(self, of: Callable[[int], Tensor]) -> Tensor:
         """A tensor as long as the flat buffer, with ``of(parameter)`` in the parameters' places, zeros between."""
@@ -131,7 +131,7 @@ def test_the_first_backward_launches_in_layout_order_and_later_ones_as_rank_0_be
     assert pools(2).run(launch_orders) == [[BUCKET_NAMES, adopted]] * 2
 
 
-def launches_before_the_sweep() -> list[int]:
+def launches_before_the_end() -> list[int]:
     """How many reductions have started after each gradient, in layout order."""
     bench = Bench()
     bench.reducer.arm(synchronise=True, final=True)
@@ -139,12 +139,12 @@ def launches_before_the_sweep() -> list[int]:
     for parameter in (2, 3, 1, 0):
         bench.reducer.on_gradient(parameter, gradient(bench.rank, 0, parameter))
         counts.append(len(bench.launched))
-    bench.reducer.sweep()
+    bench.reducer.finalize_backward()
     return counts
 
 
 def test_a_bucket_starts_as_soon_as_it_and_those_before_it_are_ready(pools: Pools) -> None:
-    assert pools(2).run(launches_before_the_sweep) == [[0, 2, 2, 4]] * 2
+    assert pools(2).run(launches_before_the_end) == [[0, 2, 2, 4]] * 2
 
 
 def windows_of_three(sharded: bool) -> list[Any]:
@@ -238,7 +238,7 @@ def late_gradients(sharded: bool, gathers: bool) -> list[Any]:
     bench.reducer.arm(synchronise=True, final=True)
     for parameter in (2, 3, 2, 1, 0, 0, 0) if bench.rank else (3, 2, 1, 0):
         bench.reducer.on_gradient(parameter, gradient(bench.rank, 1, parameter))
-    bench.reducer.sweep()
+    bench.reducer.finalize_backward()
     bench.reducer.agree(no_payload)
 
     def expected(p: int) -> Tensor:

@@ -129,10 +129,10 @@ def enter(context: Any) -> None:
 
 
 CALLS: dict[str, tuple[Callable[[Any, str], Any], Callable[[Any], tuple[Any, str]]]] = {
-    "full_params": (lambda engine, _: enter(engine.full_params()), lambda core: (core.units[1], "pin")),
+    "full_params": (lambda engine, _: enter(engine.full_params()), lambda core: (core.units[1], "summon")),
     "leaving full_params": (
         lambda engine, _: enter(engine.full_params(writable=True)),
-        lambda core: (core.units[1], "unpin"),
+        lambda core: (core.units[1], "release_summoned"),
     ),
     "full_optimizer_state": (
         lambda engine, _: enter(engine.full_optimizer_state()),

@@ -160,7 +160,7 @@ def test_full_params_that_cannot_be_entered_pins_nothing(monkeypatch: pytest.Mon
     engine, expected = engine_at(stage), engine_at(stage)
     train(engine, 0, 1)
     with monkeypatch.context() as patch:
-        Broken(patch, Unit, "pin", 2)
+        Broken(patch, Unit, "summon", 2)
         with pytest.raises(MemoryError), engine.full_params(writable=True):
             raise AssertionError("entered")
     assert train(engine, 1, 3) == train(expected, 0, 3)[1:]
@@ -227,7 +227,7 @@ def test_a_start_that_fails_on_one_rank_leaves_no_file_on_any(pools: Pools, tmp_
     assert "rank 1" in zero[0] and "no more" in zero[0] and zero[1] == [], zero
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Reducer, "release"), (Unit, "gather")])
+@pytest.mark.parametrize(("owner", "name"), [(Reducer, "release"), (Unit, "unshard")])
 def test_close_that_fails_lets_go_of_everything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str
 ) -> None:

@@ -96,7 +96,7 @@ def raise_in(engine: Any, place: str) -> None:
     elif place == "backward":
         handle = block[1].register_forward_hook(in_backward)
     elif place == "before the update":
-        fail_once(core.schedule, "rest", 0)
+        fail_once(core.schedule, "reshard_all", 0)
     elif place == "between two buckets":
         stop_after_buckets(engine.optimizer, 2)
     elif place == "inside of a bucket":

@@ -7,6 +7,7 @@ each of its parts shows as a count that grows with the square of the number of l
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine.runtime.activation_offload import HostBuffers
-from shardengine.runtime.prefetch_order import Prediction
+from shardengine.runtime.prefetch_order import PrefetchOrder
 from shardengine.sharding import layout
 from shardengine.sharding.layout import Layout, ParameterSpec
 from tests.support import cases
@@ -48,11 +49,14 @@ def executed(call: Callable[[], Any]) -> Counter[str]:
             found[name[len(SOURCE) + 1 :]] += 1
         return trace
 
+    gc.collect()
+    gc.disable()  # what it ends would be counted
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(None)
+        gc.enable()
     return found
 
 
@@ -178,16 +182,16 @@ def test_a_bucket_is_cut_once() -> None:
 def test_a_gather_costs_the_same_however_many_units_are_ahead() -> None:
     counts = []
     for units in (10, 1000):
-        prediction = Prediction()
+        prediction = PrefetchOrder()
         for unit in range(units):
-            prediction.demand(unit)
+            prediction.request(unit)
         prediction.end()
         while (upcoming := prediction.upcoming()) is not None:
             prediction.start(upcoming, 5)
         assert prediction.elements_ahead == 5 * units
 
-        def gather(prediction: Prediction = prediction) -> None:
-            prediction.demand(0)
+        def gather(prediction: PrefetchOrder = prediction) -> None:
+            prediction.request(0)
             prediction.upcoming()
             prediction.ahead(4)
 

@@ -11,37 +11,37 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
-from shardengine.runtime.prefetch_order import Prediction
+from shardengine.runtime.prefetch_order import PrefetchOrder
 from shardengine.runtime.schedule import Schedule
-from shardengine.runtime.unit import Unit, Weights
+from shardengine.runtime.unit import Unit, UnshardState
 from tests.support.cases import Mlp, config_of, make_engine, make_mlp
 
 
-def recorded(order: list[int]) -> Prediction:
-    prediction = Prediction()
+def recorded(order: list[int]) -> PrefetchOrder:
+    prediction = PrefetchOrder()
     for unit in order:
-        prediction.demand(unit)
+        prediction.request(unit)
     prediction.end()
     return prediction
 
 
 def test_a_prediction_predicts_nothing_in_its_first_pass() -> None:
-    prediction = Prediction()
-    prediction.demand(1)
+    prediction = PrefetchOrder()
+    prediction.request(1)
     assert list(prediction.ahead()) == []
 
 
 def test_a_prediction_predicts_the_rest_of_the_last_pass() -> None:
     prediction = recorded([1, 2, 3])
     assert list(prediction.ahead()) == [1, 2, 3]
-    prediction.demand(1)
+    prediction.request(1)
     assert list(prediction.ahead()) == [2, 3]
 
 
 def test_a_wrong_prediction_ends_predicting_for_the_pass_and_is_learnt() -> None:
     prediction = recorded([1, 2, 3])
     for unit in (1, 3, 2):
-        prediction.demand(unit)
+        prediction.request(unit)
         assert unit == 1 or list(prediction.ahead()) == []
     prediction.end()
     assert list(prediction.ahead()) == [1, 3, 2]
@@ -49,8 +49,8 @@ def test_a_wrong_prediction_ends_predicting_for_the_pass_and_is_learnt() -> None
 
 def test_a_pass_longer_than_predicted_goes_on_without_prediction() -> None:
     prediction = recorded([1])
-    prediction.demand(1)
-    prediction.demand(2)
+    prediction.request(1)
+    prediction.request(2)
     assert list(prediction.ahead()) == []
     prediction.end()
     assert list(prediction.ahead()) == [1, 2]
@@ -84,9 +84,13 @@ def step(engine: shardengine.Engine) -> float:
     return loss.item()
 
 
+LETTER = {UnshardState.SHARDED: "s", UnshardState.UNSHARDING: "g", UnshardState.UNSHARDED: "f"}
+"""Sharded, being gathered, full."""
+
+
 def states(engine: shardengine.Engine) -> str:
     """The root and the three blocks: s(harded), g(athering) or f(ull)."""
-    return "".join(unit.state.value[0] for unit in parts(engine)[1])
+    return "".join(LETTER[unit.state] for unit in parts(engine)[1])
 
 
 @contextmanager
@@ -278,7 +282,7 @@ def test_an_output_that_is_a_view_of_a_units_weights_stays_valid() -> None:
     with an_engine(prefetch=0, model=lending) as engine:
         for _ in range(2):
             rows = engine(torch.randn(5, 13))
-            engine._core.schedule.rest()
+            engine._core.schedule.reshard_all()
             assert states(engine) == "ssss"
             assert all(torch.equal(row.detach(), before) for row, before in zip(rows, expected, strict=True))
             torch.empty(4096).fill_(7)
@@ -290,4 +294,4 @@ def test_only_units_with_trainable_parameters_train() -> None:
     with an_engine(model=model) as engine:
         schedule, units = parts(engine)
         assert [schedule.trains(unit.index) for unit in units] == [True, True, False, True]
-        assert units[2].state is Weights.SHARDED
+        assert units[2].state is UnshardState.SHARDED

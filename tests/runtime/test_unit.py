@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardengine.errors import InternalError
-from shardengine.runtime.unit import Unit, Weights, weight_bytes
+from shardengine.runtime.unit import Unit, UnshardState, weight_bytes
 from tests.support.parts import collectives, contents, make_unit, spec
 from tests.support.ranks import RankPool
 
@@ -30,15 +30,15 @@ def test_at_one_rank_nothing_is_copied() -> None:
     unit.detach_shards()
     place = unit.flat_buffers[0].flat.data_ptr()
     for abandon in (False, True):
-        assert unit.state is Weights.SHARDED and all(p.isnan().all() for p in parameters)
-        unit.gather(collectives())
-        unit.await_full()
+        assert unit.state is UnshardState.SHARDED and all(p.isnan().all() for p in parameters)
+        unit.unshard(collectives())
+        unit.wait_for_unshard()
         assert shows_contents(parameters) and unit.flat_buffers[0].flat.data_ptr() == place
         assert weight_bytes([unit]).total() == 4 * unit.elements
         unit.reshard(abandon=abandon)
-    unit.gather(collectives())
+    unit.unshard(collectives())
     unit.recover()
-    assert unit.state is Weights.SHARDED and weight_bytes([unit]).total() == 4 * unit.elements
+    assert unit.state is UnshardState.SHARDED and weight_bytes([unit]).total() == 4 * unit.elements
 
 
 def shows_contents(parameters: list[nn.Parameter]) -> bool:
@@ -47,12 +47,12 @@ def shows_contents(parameters: list[nn.Parameter]) -> bool:
 
 def test_a_new_unit_is_full() -> None:
     unit, parameters = make_unit(SPECS)
-    assert unit.state is Weights.FULL and shows_contents(parameters)
+    assert unit.state is UnshardState.UNSHARDED and shows_contents(parameters)
 
 
 def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
     unit, parameters = sharded_unit()
-    assert unit.state is Weights.SHARDED
+    assert unit.state is UnshardState.SHARDED
     assert all(p.isnan().all() and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
     shards = sum(b.shard.nbytes for flat_buffer in unit.flat_buffers for b in flat_buffer.buckets)
     assert weight_bytes([unit]).total() == shards == 4 * unit.elements
@@ -60,24 +60,24 @@ def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
 
 def test_while_gathering_a_unit_still_shows_poison() -> None:
     unit, parameters = sharded_unit()
-    unit.gather(collectives())
-    assert unit.state is Weights.GATHERING
+    unit.unshard(collectives())
+    assert unit.state is UnshardState.UNSHARDING
     assert all(p.isnan().all() for p in parameters)
 
 
 def test_a_gathered_unit_shows_its_weights_to_the_users_own_parameters() -> None:
     unit, parameters = sharded_unit()
-    unit.gather(collectives())
-    unit.await_full()
-    assert unit.state is Weights.FULL and shows_contents(parameters)
+    unit.unshard(collectives())
+    unit.wait_for_unshard()
+    assert unit.state is UnshardState.UNSHARDED and shows_contents(parameters)
     assert weight_bytes([unit]).total() == 2 * 4 * unit.elements
 
 
 def test_resharding_forgets_what_was_written_to_full_weights() -> None:
     unit, parameters = sharded_unit()
     for _ in range(2):
-        unit.gather(collectives())
-        unit.await_full()
+        unit.unshard(collectives())
+        unit.wait_for_unshard()
         assert shows_contents(parameters)
         parameters[0].data.zero_()
         unit.reshard()
@@ -85,27 +85,27 @@ def test_resharding_forgets_what_was_written_to_full_weights() -> None:
 
 def test_an_abandoning_reshard_leaves_views_outside_alone() -> None:
     unit, parameters = sharded_unit()
-    unit.gather(collectives())
-    unit.await_full()
+    unit.unshard(collectives())
+    unit.wait_for_unshard()
     outside = parameters[1].data
     unit.reshard(abandon=True)
     assert torch.equal(outside, contents(SPECS[1], 1))
-    unit.gather(collectives())
-    unit.await_full()
+    unit.unshard(collectives())
+    unit.wait_for_unshard()
     assert shows_contents(parameters) and parameters[1].data_ptr() != outside.data_ptr()
 
 
 def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
     unit, parameters = sharded_unit()
-    unit.pin(collectives())
-    unit.gather(collectives())
+    unit.summon(collectives())
+    unit.unshard(collectives())
     written = unit.flat_buffers[0].flat
     unit.recover()
-    assert unit.state is Weights.SHARDED and not unit.pinned and parameters[0].isnan().all()
+    assert unit.state is UnshardState.SHARDED and not unit.summoned and parameters[0].isnan().all()
     assert written.untyped_storage().nbytes() and unit.flat_buffers[0].storage_bytes == 0
-    unit.gather(collectives())
+    unit.unshard(collectives())
     written.fill_(-1)
-    unit.await_full()
+    unit.wait_for_unshard()
     assert shows_contents(parameters)
 
 
@@ -113,26 +113,27 @@ def test_relocating_shows_the_same_weights_in_other_memory() -> None:
     unit, parameters = make_unit(SPECS)
     places = [parameter.data_ptr() for parameter in parameters]
     unit.relocate()
-    assert shows_contents(parameters) and unit.state is Weights.FULL
+    assert shows_contents(parameters) and unit.state is UnshardState.UNSHARDED
     assert not {parameter.data_ptr() for parameter in parameters} & set(places)
 
 
 @pytest.mark.parametrize(
     ("state", "move"),
     [
-        (Weights.FULL, "gather"), (Weights.FULL, "await_full"),
-        (Weights.SHARDED, "await_full"), (Weights.SHARDED, "reshard"),
-        (Weights.GATHERING, "gather"), (Weights.GATHERING, "reshard"),
+        (UnshardState.UNSHARDED, "unshard"), (UnshardState.UNSHARDED, "wait_for_unshard"),
+        (UnshardState.SHARDED, "wait_for_unshard"), (UnshardState.SHARDED, "reshard"),
+        (UnshardState.UNSHARDING, "unshard"), (UnshardState.UNSHARDING, "reshard"),
     ],
 )  # fmt: skip
-def test_an_illegal_move_is_refused_with_both_states(state: Weights, move: str) -> None:
+def test_an_illegal_move_is_refused_with_both_states(state: UnshardState, move: str) -> None:
     unit, _ = make_unit(SPECS)
-    if state is not Weights.FULL:
+    if state is not UnshardState.UNSHARDED:
         unit.detach_shards()
-    if state is Weights.GATHERING:
-        unit.gather(collectives())
+    if state is UnshardState.UNSHARDING:
+        unit.unshard(collectives())
     moves: dict[str, Callable[[], None]] = {
-        "gather": lambda: unit.gather(collectives()), "await_full": unit.await_full, "reshard": unit.reshard,
+        "unshard": lambda: unit.unshard(collectives()),
+        "wait_for_unshard": unit.wait_for_unshard, "reshard": unit.reshard,
     }  # fmt: skip
     with pytest.raises(InternalError, match=f"'block': illegal move from {state.name} to"):
         moves[move]()
@@ -141,37 +142,37 @@ def test_an_illegal_move_is_refused_with_both_states(state: Weights, move: str) 
 
 def test_a_pinned_unit_shows_whole_weights_whatever_its_state() -> None:
     unit, parameters = sharded_unit()
-    unit.pin(collectives())
-    assert unit.pinned and unit.state is Weights.SHARDED and shows_contents(parameters)
-    unit.gather(collectives())
-    unit.await_full()
+    unit.summon(collectives())
+    assert unit.summoned and unit.state is UnshardState.SHARDED and shows_contents(parameters)
+    unit.unshard(collectives())
+    unit.wait_for_unshard()
     assert shows_contents(parameters)
     unit.reshard()
     assert shows_contents(parameters)
-    unit.unpin(collectives(), writable=False)
-    assert not unit.pinned and all(p.isnan().all() for p in parameters)
+    unit.release_summoned(collectives(), writable=False)
+    assert not unit.summoned and all(p.isnan().all() for p in parameters)
 
 
 def test_writes_to_a_pin_are_lost_unless_it_is_writable() -> None:
     unit, parameters = sharded_unit()
-    unit.pin(collectives())
+    unit.summon(collectives())
     parameters[0].data.fill_(9)
-    unit.unpin(collectives(), writable=False)
-    unit.pin(collectives())
+    unit.release_summoned(collectives(), writable=False)
+    unit.summon(collectives())
     assert shows_contents(parameters)
     parameters[0].data.fill_(9)
-    unit.unpin(collectives(), writable=True)
-    unit.pin(collectives())
+    unit.release_summoned(collectives(), writable=True)
+    unit.summon(collectives())
     assert parameters[0].tolist() == [9.0] * 7
     assert torch.equal(parameters[1].data, contents(SPECS[1], 1))
 
 
 def test_a_writable_pin_reaches_the_full_weights_of_a_replicated_unit() -> None:
     unit, parameters = make_unit(SPECS)
-    unit.pin(collectives())
+    unit.summon(collectives())
     parameters[0].data.fill_(9)
-    unit.unpin(collectives(), writable=True)
-    assert unit.state is Weights.FULL and parameters[0].tolist() == [9.0] * 7
+    unit.release_summoned(collectives(), writable=True)
+    assert unit.state is UnshardState.UNSHARDED and parameters[0].tolist() == [9.0] * 7
     assert parameters[0].data_ptr() == next(m for m in unit.members if m.index == 0).view.data_ptr()
 
 
@@ -203,16 +204,16 @@ def life_at_two_ranks() -> list[bool]:
     unit, parameters = make_unit(SPECS, ranks=2, rank=rank)
     unit.detach_shards()
     half = weight_bytes([unit]).total() == 4 * unit.elements // 2
-    unit.gather(link)
-    unit.await_full()
+    unit.unshard(link)
+    unit.wait_for_unshard()
     gathered = shows_contents(parameters)
     unit.reshard()
-    unit.pin(link)
+    unit.summon(link)
     pinned = shows_contents(parameters)
     parameters[1].data.fill_(5.0 + rank)
-    unit.unpin(link, writable=True)
-    unit.gather(link)
-    unit.await_full()
+    unit.release_summoned(link, writable=True)
+    unit.unshard(link)
+    unit.wait_for_unshard()
     written = parameters[1].eq(5).all().item() and torch.equal(parameters[0].data, contents(SPECS[0], 0))
     return [half, gathered, pinned, bool(written)]
 
@@ -225,9 +226,9 @@ def write_replicated_at_two_ranks() -> bool:
     """Whether rank 0's writes through a pin are the whole weights of a unit that rests replicated."""
     link = collectives()
     unit, parameters = make_unit(SPECS, ranks=2, rank=link.mesh.rank)
-    unit.pin(link)
+    unit.summon(link)
     parameters[1].data.fill_(5.0 + link.mesh.rank)
-    unit.unpin(link, writable=True)
+    unit.release_summoned(link, writable=True)
     return bool(parameters[1].eq(5).all()) and torch.equal(parameters[0].data, contents(SPECS[0], 0))
 
 

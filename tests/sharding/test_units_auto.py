@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardengine.errors import UsageError
-from shardengine.runtime.unit import Weights
+from shardengine.runtime.unit import UnshardState
 from shardengine.sharding.partition import sharded_units
 from tests import oracle
 from tests.stages.test_memory import live_storages, only_new_tensors, spare_bytes
@@ -254,7 +254,7 @@ def train(name: str, stages: list[str], micros: int) -> list[dict[str, Any]]:
         config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600, "stage3_prefetch_bucket_size": 1})
         engine = cases.make_engine(make(name), config)
         results.append(cases.run_steps(engine, STEPS, loss_of))
-        assert all(unit.state is Weights.SHARDED for unit in engine._core.units) or stage in ("0", "1", "2")
+        assert all(unit.state is UnshardState.SHARDED for unit in engine._core.units) or stage in ("0", "1", "2")
         engine.close()
     return results
 
@@ -319,7 +319,7 @@ def test_a_read_outside_of_any_forward_is_refused_by_name(pools: Pools) -> None:
     for found in pools(2).run(read_outside, "untied"):
         assert "parameter 'lm_head.weight' of unit 'lm_head'" in found["said"] and "full_params" in found["said"]
         assert found["shape"] == (VOCAB, WIDTH) and found["dtype"] is torch.float32
-        assert found["state"] is Weights.SHARDED, "metadata is read without a gather"
+        assert found["state"] is UnshardState.SHARDED, "metadata is read without a gather"
         assert found["after"]
 
 
@@ -401,7 +401,7 @@ def count_peak() -> dict[str, Any]:
         units = engine._core.units
 
         def note(name: str) -> None:
-            whole = tuple(unit.name for unit in units[1:] if unit.state is not Weights.SHARDED)
+            whole = tuple(unit.name for unit in units[1:] if unit.state is not UnshardState.SHARDED)
             weights = sum(
                 flat_buffer.flat.untyped_storage().nbytes() for unit in units for flat_buffer in unit.flat_buffers
             )
@@ -445,13 +445,13 @@ def count_gathers(micros: int) -> list[list[str]]:
     engine = cases.make_engine(make("untied"), cases.config_of("3", micros, zero={"stage3_prefetch_bucket_size": 0}))
     steps: list[list[str]] = []
     for unit in engine._core.units:
-        original = unit.gather
+        original = unit.unshard
 
         def gather(*args: Any, original: Any = original, name: str = unit.name) -> None:
             steps[-1].append(name)
             original(*args)
 
-        unit.gather = gather  # type: ignore
+        unit.unshard = gather  # type: ignore
     for step in range(2):
         steps.append([])
         for micro in range(micros):
