@@ -108,12 +108,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     chosen = _take_first(engine, Path(folder), names, way)
     if engine.optimizer is not None:
         engine.optimizer.end_window()
-    engine._window.restart()
-    engine._buffers_sent = False
     counters = {name: chosen.saved["counters"][name] for name in index.COUNTERS}
-    if not weights_only:
-        engine._window.total = counters["micro_steps"]
-        engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
+    engine._go_on_from(None if weights_only else counters)
     if rank == 0:
         _say(engine, chosen, weights_only=weights_only)
     plan = chosen.plan

@@ -78,7 +78,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     )
     copied = replace(job, tensors=copies, ready=copying.result)
     if engine.optimizer is not None:
-        engine.optimizer.being_read = copying
+        engine.optimizer.let_read(copying)
     rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
     saves.submit(lambda meet: _write_behind(copied, meet), core.mesh, max(size for size, _ in rows))
     saves.tell([failures for _, failures in rows], collectives)
@@ -94,9 +94,7 @@ def finish(engine: Inspection) -> None:
 
 def background_of(engine: Inspection) -> Background:
     """What is written behind the engine's training."""
-    if engine._saves is None:
-        engine._saves = Background()
-    found: Background = engine._saves
+    found: Background = engine._save_behind(Background)
     return found
 
 

@@ -105,9 +105,10 @@ class Window:
         count, self.done, self._override = self.done, 0, None
         return count
 
-    def restart(self) -> None:
-        """Forget the window's micro-batches (``zero_grad``)."""
+    def restart(self, total: int | None = None) -> None:
+        """Forget the window's micro-batches (``zero_grad``). total: micro-batches so far, if that is known better."""
         self.close()
+        self.total = self.total if total is None else total
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -12,51 +12,83 @@ it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Protocol
 
 from shardengine.ddp.gradient_bucket import GradientBucket
 from shardengine.errors import UsageError
 
 
-@dataclass
-class EarlyUse:
-    """Who uses gradients early, and when they may be used.
+class Consumer(Protocol):
+    """Who steps with complete gradients: an optimizer."""
 
-    user: called with each bucket whose gradient is complete; what it uses must stay as it is · finish: returns when the
-    user reads no gradient any more · begun: the window's last backward has begun, and gradients of it may be used ·
-    predictable: the window before had no late gradient and no second backward at its end, on any rank.
+    @property
+    def steps_early(self) -> bool:
+        """Whether ``step_early`` is to be called."""
+
+    def finish_gradients(self) -> None:
+        """The window's gradients are complete on this rank; collective."""
+
+    def step_early(self, state: GradientBucket) -> None:
+        """The gradient of ``state`` is complete, backward is not over; what is used of it stays as it is."""
+
+    def wait_early(self) -> None:
+        """Return when no gradient is read any more."""
+
+
+class EarlyUse:
+    """When gradients may be used before backward is over.
+
+    begun: the window's last backward has begun, and gradients of it may be used.
     """
 
-    user: Callable[[GradientBucket], None] | None = None
-    finish: Callable[[], None] = lambda: None
-    begun: bool = False
-    predictable: bool = False
+    def __init__(self) -> None:
+        self.begun = False
+        self._user: Consumer | None = None
+        self._predictable = False  # the window before had no late gradient, no second backward at its end, on any rank
+
+    @property
+    def enabled(self) -> bool:
+        """Whether somebody uses gradients early."""
+        return self._user is not None
+
+    def serve(self, user: Consumer | None) -> None:
+        """Offer gradients to ``user`` from now on."""
+        self._user = user
 
     def begin(self, *, final: bool) -> None:
         """A backward begins. final: the window ends with it."""
         self.require_none("another backward")
-        self.begun = final and self.predictable and self.user is not None
+        self.begun = final and self._predictable and self._user is not None
 
     def offer(self, state: GradientBucket) -> None:
         """The gradient of ``state`` is complete."""
-        if self.begun and self.user is not None and state.earlier is None:
-            self.user(state)
+        if self.begun and self._user is not None and state.earlier is None:
+            self._user.step_early(state)
+
+    def wait(self) -> None:
+        """Return when nobody reads a gradient any more."""
+        if self._user is not None:
+            self._user.wait_early()
 
     def end(self) -> None:
         """The window is stepped or dropped: nothing is offered, and nobody reads a gradient, any more."""
         self.begun = False
-        self.finish()
+        self.wait()
+
+    def forget(self) -> None:
+        """After a fault: nothing is known of the window before."""
+        self._predictable = False
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Nothing is offered in a backward that begins inside."""
-        user, self.user = self.user, None
+        user, self._user = self._user, None
         try:
             yield
         finally:
-            self.user = user
+            self._user = user
 
     def require_none(self, what: str) -> None:
         """``UsageError`` where gradients of the window may have been used. what: came too late."""
@@ -72,7 +104,7 @@ class EarlyUse:
 
         ``UsageError``, on all ranks, where a late one could not be foreseen and gradients may have been used.
         """
-        self.predictable = not (late or again)
+        self._predictable = not (late or again)
         if late and self.begun:
             raise UsageError(
                 "a parameter got a second gradient in one backward, for the first time in this run, and "

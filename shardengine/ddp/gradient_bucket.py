@@ -203,6 +203,10 @@ class GradientBucket:
         """Whether the running backward has delivered a gradient of every parameter."""
         return len(self.ready) == len(self.pieces)
 
+    def expect_no_more(self) -> None:
+        """Nothing more comes in the running backward: what has not come is zero."""
+        self.ready |= self.pieces.keys()
+
     @property
     def gradient(self) -> Tensor | None:
         """What the optimizer steps with: the whole complete gradient where there is one, else this rank's slice."""

@@ -212,6 +212,11 @@ class GradientViews:
         if self._complete is not None:
             self._show(index)
 
+    def take_digest(self) -> int:
+        """``digest``, which begins anew: ranks differ in it, and have been told."""
+        digest, self.digest = self.digest, 0
+        return digest
+
     def show(
         self,
         touched: frozenset[int],
@@ -335,7 +340,7 @@ class GradientViews:
                 self._squares, self.changed = None, True
 
     def _note(self, index: int, operation: Any, arguments: Sequence[Any]) -> None:
-        """Join a change to ``digest``; numbers on another device than the CPU are not waited for."""
+        """Join a change to the digest; numbers on another device than the CPU are not waited for."""
         told = [a.tolist() if isinstance(a, Tensor) and a.numel() == 1 and a.device.type == "cpu" else type(a).__name__
                 if isinstance(a, Tensor) else a for a in arguments]  # fmt: skip
         self.digest = zlib.crc32(repr((index, str(operation), told)).encode(), self.digest)

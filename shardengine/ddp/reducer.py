@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Land, Pending, Purpose
-from shardengine.ddp.early_use import EarlyUse
+from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.errors import UsageError
@@ -169,12 +169,26 @@ class Reducer:
         self._order = _Order(len(self.buckets))
         self._mode = _Mode(armed=False)
         self.early = EarlyUse()
+        self._consumer: Consumer | None = None
         self._in_flight: deque[_Flight] = deque()
 
     def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
         leaves = bucket.shelf.away and not self.rules.gathers
         spill = self._spill if leaves and is_apart(bucket.full.device) else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
+
+    def serve(self, consumer: Consumer) -> None:
+        """``consumer`` steps with what is complete, from now on."""
+        self._consumer = consumer
+        self.early.serve(consumer if consumer.steps_early else None)
+
+    def finish_gradients(self) -> None:
+        """The window's gradients are complete on this rank: agree with the others on what they are; collective."""
+        if self._consumer is not None:
+            self._consumer.finish_gradients()
+            return
+        self.agree(no_payload)
+        self.views.show(self.touched, None)
 
     @property
     def window_complete(self) -> bool:
@@ -255,7 +269,7 @@ class Reducer:
             return
         incomplete = [index for index in self._order.of_unit(unit) if not self.buckets[index].is_ready]
         for index in incomplete:
-            self.buckets[index].ready |= self.buckets[index].pieces.keys()
+            self.buckets[index].expect_no_more()
         if self._order.admits_unit(unit):
             for index in incomplete:
                 self._note_ready(index)
@@ -308,7 +322,7 @@ class Reducer:
         self._spill.drop()
         self.way_back.drop()
         self._order = _Order(len(self.buckets), self._order.units)
-        self.early.predictable = False
+        self.early.forget()
         self.release()
 
     def gradient_bytes(self) -> Counter[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from shardengine import kernels, stages
 from shardengine.comm import Collectives, Mesh, compare, settle_kernels, together
 from shardengine.config import Config
-from shardengine.ddp import BufferSync, Reducer, Rules, Window, no_payload
+from shardengine.ddp import BufferSync, Reducer, Rules, Window
 from shardengine.engine.core import Core
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool, Tiers, is_apart
@@ -161,7 +161,7 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
 
     tiers, free = together(collectives, "opening the tiers", open_tiers)
     if measures:
-        tiers.device_memory = min(collectives.exchange_objects(free))
+        tiers.limit(min(collectives.exchange_objects(free)))
     return tiers
 
 
@@ -216,13 +216,6 @@ def _drive(
     reducer = Reducer(plan, buckets, collectives, pool, rules, parameters)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
-
-    def complete() -> None:
-        """Where there is no optimizer, which has more to say."""
-        reducer.agree(no_payload)
-        reducer.views.show(reducer.touched, None)
-
-    schedule.on_complete = complete
     return reducer, schedule
 
 
@@ -257,8 +250,7 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
         return
     if core.mesh.ranks > 1 and "generate" in dir(model):
         # transformers then keeps ranks in step whose texts end at different lengths; each forward gathers from all
-        core.attachments.marked = model
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+        core.attachments.mark(model)
     for module, index in modules.items():
         if is_lookup(module):
             core.schedule.read_in_forward_only(index)

@@ -111,7 +111,7 @@ class Core:
                 "or engine.backward(...). engine.reset() on every rank finishes the step; the write is lost"
             )
         self.note_seen()
-        self.attachments.compared = True
+        self.attachments.note_compared()
         for bucket in (b for unit in self.units for b in unit.buckets() if unit.state is UnshardState.UNSHARDED):
             if written or bucket.shelf.place != "nvme":
                 bucket.adopt_weights()

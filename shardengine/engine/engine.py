@@ -29,7 +29,16 @@ from shardengine.engine.offload_states import Phases, unpark
 from shardengine.engine.recovery import ForWith, announced, announced_with
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
-from shardengine.optim import EngineCalls, Settings, ShardedOptimizer, groups_for, lend, lr_schedules, state_names
+from shardengine.optim import (
+    EngineCalls,
+    OptimizerForm,
+    Settings,
+    ShardedOptimizer,
+    groups_for,
+    lend,
+    lr_schedules,
+    state_names,
+)
 from shardengine.runtime import casting
 
 _log = logging.getLogger(__name__)
@@ -111,7 +120,7 @@ class Engine(Phases):
         """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
         start = Collectives(mesh, BufferPool())
 
-        def read() -> tuple[Config, tuple[str | None, list[dict[str, Any]], dict[str, Any]]]:
+        def read() -> tuple[Config, OptimizerForm]:
             if self.module in attached:
                 raise UsageError(
                     "this model already belongs to an engine: expected one engine per model; call engine.close() "
@@ -121,24 +130,22 @@ class Engine(Phases):
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
 
-        self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
+        self.config, form = together(start, "reading config and optimizer", read)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
-        states = () if kind is None else state_names(kind, groups, scheduled=scheduled)
-        self._core = core = assembly.build(self.module, self.config, mesh, groups, states)
+        states = () if form.kind is None else state_names(form.kind, form.groups, scheduled=scheduled)
+        self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:
-            if kind is not None:
+            if form.kind is not None:
                 settings = Settings.of(self.config, core.precision)
-                self.optimizer = ShardedOptimizer(kind, groups, defaults, core.layout, core.reducer, settings)
-                self.optimizer.calls = EngineCalls(self._begin_window, self._add_param_group, self.step)
-                core.schedule.on_complete = self.optimizer.finish_gradients
+                calls = EngineCalls(self._begin_window, self._add_param_group, self.step)
+                self.optimizer = ShardedOptimizer(form, core.layout, core.reducer, settings, calls)
                 if isinstance(optimizer, torch.optim.Optimizer):
                     self._give_back = lend(optimizer, self.optimizer)
-                    self.optimizer.lent = optimizer
             self.lr_scheduler = self._make_scheduler(lr_scheduler)
             if self.optimizer is not None:
                 self.optimizer.begin()
@@ -239,7 +246,7 @@ class Engine(Phases):
             return
         if not core.reducer.window_complete:
             core.reducer.flush()
-            core.schedule.on_complete()
+            core.reducer.finish_gradients()
         core.reducer.views.adopt()
         if core.reducer.views.changed:
             core.reducer.views.exchange_again()

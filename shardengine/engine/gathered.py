@@ -43,31 +43,35 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
 
 
 def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) -> Iterator[None]:
-    pinned: list[Unit] = []
-    core.attachments.shown += 1
+    with core.attachments.summoning():
+        summoned = _summon(core, units) if core.stage.moves_weights else []
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                if writable:
+                    _broadcast_outside(core, chosen)
+                for unit in summoned:
+                    unit.release_summoned(core.collectives, writable=writable)
+                for unit in units if writable and not core.stage.moves_weights else ():
+                    for bucket in unit.buckets():
+                        core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)
+                        bucket.adopt_weights()
+
+
+def _summon(core: Core, units: list[Unit]) -> list[Unit]:
+    """Summon those of ``units`` that are not yet; after an error none is."""
+    summoned: list[Unit] = []
     try:
-        for unit in units if core.stage.moves_weights else ():
+        for unit in units:
             if not unit.summoned:
                 unit.summon(core.collectives)
-                pinned.append(unit)
+                summoned.append(unit)
     except BaseException:
-        core.attachments.shown -= 1
-        for unit in pinned:
+        for unit in summoned:
             unit.release_summoned(core.collectives, writable=False)
         raise
-    try:
-        yield
-    finally:
-        core.attachments.shown -= 1
-        with torch.no_grad():
-            if writable:
-                _broadcast_outside(core, chosen)
-            for unit in pinned:
-                unit.release_summoned(core.collectives, writable=writable)
-            for unit in units if writable and not core.stage.moves_weights else ():
-                for bucket in unit.buckets():
-                    core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)
-                    bucket.adopt_weights()
+    return summoned
 
 
 @contextmanager
@@ -107,11 +111,8 @@ def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[
     """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
     if core.mesh.rank != 0:
         return {}
-    core.attachments.open = True
-    try:
+    with core.attachments.state_dict_allowed():
         shown = module.state_dict(keep_vars=True)
-    finally:
-        core.attachments.open = False
     copies: dict[int, Any] = {}
     for value in shown.values():
         if isinstance(value, Tensor) and id(value) not in copies:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -185,6 +186,19 @@ class Inspection:
             "exposed_s_total": self._core.collectives.trace.waited_ns / 1e9,
             "by_purpose_total": {purpose.value: count for purpose, count in self._core.sent().items()},
         }
+
+    def _go_on_from(self, counters: Mapping[str, int] | None) -> None:
+        """A checkpoint was loaded: a window begins, with its ``counters``; None: with today's."""
+        self._window.restart(None if counters is None else counters["micro_steps"])
+        self._buffers_sent = False
+        if counters is not None:
+            self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+
+    def _save_behind(self, make: Callable[[], Any]) -> Any:
+        """What writes behind training; made by the first save that asks for it."""
+        if self._saves is None:
+            self._saves = make()
+        return self._saves
 
     def _live_bytes(self) -> Counter[str]:
         """By tier."""

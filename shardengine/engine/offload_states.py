@@ -77,7 +77,7 @@ def _require_back(core: Core) -> None:
 
 def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:
     flat_buffers = [flat_buffer for unit in core.units for flat_buffer in unit.flat_buffers]
-    core.attachments.parked |= wanted
+    core.attachments.note_offloaded(wanted)
     if "weights" in core.attachments.parked and not core.attachments.barriers:
         core.attachments.barriers.extend(hooks.attach_barrier(module, lambda: _require_back(core)))
     if "optimizer" in wanted:

@@ -254,7 +254,6 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     steps = {spec.name: count for spec, count in counts if spec.group >= 0}
     new = succeed(core, model, config, found, plan, units)
     optimizer.lay_out(plan, new.reducer, [steps.get(spec.name, 0) for spec in plan.parameters])
-    new.schedule.on_complete = optimizer.finish_gradients
     new.pool.clear()
     new.note_stepped()
     if core.mesh.rank == 0:

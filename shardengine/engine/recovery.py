@@ -267,7 +267,7 @@ def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int
         together(core.collectives, f"finishing step {step} in reset()", finish)
     except Exception:
         if optimizer.update is not None:
-            optimizer.update.quiet = True
+            optimizer.update.note_unfinished()
         raise
 
 

@@ -65,7 +65,7 @@ def full_grads(
             f"of {core.window.size} micro-batches had their backward): call it between the backward on the boundary "
             "and step()"
         )
-    if writable and reducer.early.user is not None:
+    if writable and reducer.early.enabled:
         raise UsageError(
             "full_grads(writable=True): expected offload_optimizer.step_in_backward to be false: with it gradients are "
             "stepped with before they can be written"
@@ -103,7 +103,7 @@ def full_grads(
             _send(core, sources, flats)
             for source in sources:
                 _store(source, flats, source.held, source.bucket.state_interval[0])
-        core.schedule.on_complete()
+        core.reducer.finish_gradients()
 
 
 def _scaled(shown: dict[str, Tensor], sent: dict[str, Tensor], scale: float) -> dict[str, Tensor]:

@@ -103,6 +103,10 @@ class Tiers:
         """Whether the ratio is found here (``"auto"``)."""
         return self._ratio == "auto"
 
+    def limit(self, device_memory: int) -> None:
+        """For a ratio "auto": what of the engine rests on the device may have so many bytes."""
+        self.device_memory = device_memory
+
     def homes(self, lengths: Sequence[int], device_bytes: Callable[[Homes], int]) -> Homes:
         """What rests away. lengths: elements of all buckets · device_bytes: what the device holds with some homes.
 

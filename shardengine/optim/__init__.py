@@ -16,7 +16,7 @@ from __future__ import annotations
 from shardengine.optim import lr_schedules
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
-from shardengine.optim.optimizer import EngineCalls, ShardedOptimizer, state_names
+from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer, state_names
 from shardengine.optim.resolve import check_options, check_owned, groups_for, lend
 from shardengine.optim.update import Settings
 
@@ -24,6 +24,7 @@ __all__ = [
     "EngineCalls",
     "Lion",
     "LossScaler",
+    "OptimizerForm",
     "Settings",
     "ShardedOptimizer",
     "check_options",

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.offload import HOST
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.segments import Label, Segments
-from shardengine.optim.update import HostFlag, Part, Settings, Update, step_bucket
+from shardengine.optim.update import Part, Settings, Update, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, Bucket, Layout
 from shardengine.stages import Placement
@@ -57,6 +57,14 @@ class EngineCalls:
     step: Callable[[], None]
 
 
+class OptimizerForm(NamedTuple):
+    """The optimizer that a user wants: its kind (None: none), parameter groups and defaults."""
+
+    kind: str | None
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps this rank's shards.
 
@@ -66,25 +74,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Where the reducer gathers gradients (state replicated) every rank steps whole buckets instead of its slices.
     """
 
-    calls: EngineCalls | None = None
-    lent: torch.optim.Optimizer | None = None
-    """The user's own, for which schedulers may have been made."""
-    being_read: Future[None] | None = None
-    """While it runs, something else reads the states; see ``await_reader``."""
+    _calls: EngineCalls | None = None
 
     def __init__(
         self,
-        kind: str,
-        groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
+        form: OptimizerForm,
         layout: Layout,
         reducer: Reducer,
         settings: Settings,
+        calls: EngineCalls | None = None,
     ) -> None:
-        super().__init__(groups, defaults)
-        self.param_groups = groups  # the given list itself, so that both optimizers' see a group that is added
-        self.calls = EngineCalls(reducer.release, _no_engine, _no_step)
-        self.kind = kind
+        super().__init__(form.groups, form.defaults)
+        self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
+        self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step)
+        self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
+        self._reading: Future[None] | None = None
+        self.kind = form.kind or ""
         self.norm: Tensor | None = None
         self.update: Update | None = None
         self.early = StepsInBackward()
@@ -107,8 +112,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
         self._segments = Segments(layout, buckets, numbered=self.settings.seed is not None)
-        if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
-            reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
+        reducer.serve(self)
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether buckets are stepped in backward (``step_in_backward``)."""
+        return self.settings.in_backward and any(self.early.can_be(state) for state in self._reducer.buckets)
+
+    def wait_early(self) -> None:
+        """Return when no bucket is being stepped in backward any more."""
+        self.early.wait()
+
+    def stand_in_for(self, lent: torch.optim.Optimizer) -> None:
+        """The user's own optimizer ``lent`` steps when this one does; schedulers may have been made for it."""
+        self._lent = lent
+
+    def let_read(self, reading: Future[None]) -> None:
+        """Until ``reading`` is done something else reads the states; see ``await_reader``."""
+        self._reading = reading
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -125,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sums, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-            changes, self._reducer.views.digest = self._reducer.views.digest, 0
+            changes = self._reducer.views.take_digest()
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
                 "parameter.grad so far does, so their weights would: expected the same on every rank, this one has "
@@ -203,14 +224,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.early.require_same(lambda index: [self._rule(label) for label in self._segments_ahead()[index]])
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
-        for each in (self, self.lent):  # torch's schedulers warn where no step came before theirs
+        for each in (self, self._lent):  # torch's schedulers warn where no step came before theirs
             if each is not None:
                 each.__dict__["_opt_called"] = True
         self.await_reader()
         if not update.begun:
-            update.begun, update.touched = True, self._reducer.touched
-            update.scalars = {"factor": self._factor(update), "skip": self._skip()}
-            update.left_out = None if update.scalars["skip"] is None else HostFlag(update.scalars["skip"])
+            update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip())
             for parameter in update.touched:
                 self.steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
@@ -229,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     rules[label] = self._rule(label)
                 parts = [(*rules[label], spans) for label, spans in spans_of.items()]
                 step_bucket(state, parts, update, way)
-            update.stepped, update.torn = update.stepped + 1, False
+            update.bucket_stepped()
             # 3. publish
             yield state.bucket
 
@@ -243,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
             parts = self._parts(self._segments_ahead()[index])
             then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
-            self.early.begin(state, parts, self._reducer.way_back, self.being_read, then)
+            self.early.begin(state, parts, self._reducer.way_back, self._reading, then)
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""
@@ -271,19 +290,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         update, scaler = self.update or Update(), self.settings.scaler
         if update.applied is None:
-            update.applied = not update.left_out
+            update.conclude()
             for parameter in () if update.applied else update.touched:
                 self.steps[parameter] -= 1
             if scaler is not None:
                 scaler.update(not update.applied)
-        return update.applied
+        return bool(update.applied)
 
     def await_reader(self) -> None:
         """Call this before the states are changed: nothing else reads or steps them afterwards."""
         self.early.wait()
-        if self.being_read is not None:
-            self.being_read.exception()
-            self.being_read = None
+        if self._reading is not None:
+            self._reading.exception()
+            self._reading = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """``engine.step()``: on the boundary it steps, before it it counts. closure: as in torch, called first; its
@@ -292,15 +311,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.calls is not None:
-            self.calls.step()
+        if self._calls is not None:
+            self._calls.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients, as ``engine.zero_grad()``; but nothing where the last call was a ``step()``
         that only counted a micro-batch: a loop that calls both after every backward means the end of a window."""
-        if self.calls is not None:
-            self.calls.forget()
+        if self._calls is not None:
+            self._calls.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step the parameters of ``param_group`` as well, from the next step on; collective, between two steps.
@@ -310,10 +329,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new layout and keep their bits. After an error everything is as before; only memory that runs out, or a rank
         that is lost, while the weights are moved is not taken back.
         """
-        if self.calls is None:
+        if self._calls is None:
             super().add_param_group(param_group)
         else:
-            self.calls.extend(param_group)
+            self._calls.extend(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
@@ -347,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_next_step(self, max_norm: float) -> None:
         """Clip the coming step to ``max_norm``; later ones to the configured value again."""
-        if self._reducer.early.user is not None:
+        if self._reducer.early.enabled:
             raise UsageError(
                 "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
                 "before the norm is known"
@@ -355,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not 0 < max_norm < math.inf:
             raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
         self.update = self.update or Update()
-        self.update.max_norm = max_norm
+        self.update.clip_to(max_norm)
 
     @property
     def has_begun(self) -> bool:
@@ -394,7 +413,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._reducer.early.begun or scaler is None or self.norm is None or bool(torch.isfinite(self.norm)):
             return False
         self.update = self.update or Update()
-        self.update.torn = True
+        self.update.tear()
         return True
 
     def mark_stepped(self, scheduler: Any) -> None:

@@ -16,6 +16,7 @@ from shardengine.config import OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
 from shardengine.optim.lion import Lion
+from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
 _REFUSED_OPTIONS = ("amsgrad", "differentiable")
 _DECOUPLED = "decoupled_weight_decay"
@@ -68,8 +69,8 @@ def check_options(group: dict[str, Any], optimizer: str, index: int, first: dict
 
 def groups_for(
     model: nn.Module, config: OptimizerConfig | None, given: Any, model_parameters: Iterable[Any] | None
-) -> tuple[str | None, list[dict[str, Any]], dict[str, Any]]:
-    """(kind, groups, defaults) of the optimizer that ``initialize`` was given, in any form; (None, [], {}): none.
+) -> OptimizerForm:
+    """The optimizer that ``initialize`` was given, in any form.
 
     given: an optimizer, a function from a list of parameters to one, or None (from ``config``).
     """
@@ -91,11 +92,11 @@ def groups_for(
     elif config is not None:
         optimizer = _FROM_CONFIG[config.type](chosen, **config.params)
     else:
-        return None, [], {}
+        return OptimizerForm(None, [], {})
     check_owned(model, optimizer.param_groups)
     if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
-    return kind_of(optimizer), optimizer.param_groups, optimizer.defaults
+    return OptimizerForm(kind_of(optimizer), optimizer.param_groups, optimizer.defaults)
 
 
 _LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
@@ -103,7 +104,7 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 """What torch's schedulers look for on ``optimizer.step``."""
 
 
-def lend(given: torch.optim.Optimizer, to: torch.optim.Optimizer) -> Callable[[], None]:
+def lend(given: torch.optim.Optimizer, to: ShardedOptimizer) -> Callable[[], None]:
     """The user's optimizer ``given`` does what the engine's, ``to``, does: a loop that was written for it trains.
 
     Its own methods would see no gradients and step nothing. Returns what gives it back.
@@ -129,6 +130,7 @@ def lend(given: torch.optim.Optimizer, to: torch.optim.Optimizer) -> Callable[[]
             given.__dict__.pop(name, None)
         given.__dict__.update(before)
 
+    to.stand_in_for(given)
     return give_back
 
 

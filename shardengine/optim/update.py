@@ -89,6 +89,32 @@ class Update:
     quiet: bool = False
     _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
 
+    def begin(self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None) -> None:
+        """The step begins."""
+        self.begun, self.touched = True, touched
+        self.scalars = {"factor": factor, "skip": skip}
+        self.left_out = None if skip is None else HostFlag(skip)
+
+    def bucket_stepped(self) -> None:
+        """One bucket more is done, weights included."""
+        self.stepped, self.torn = self.stepped + 1, False
+
+    def conclude(self) -> None:
+        """All buckets are done: the host learns whether the step was applied."""
+        self.applied = not self.left_out
+
+    def clip_to(self, max_norm: float) -> None:
+        """Clip this one to ``max_norm``."""
+        self.max_norm = max_norm
+
+    def tear(self) -> None:
+        """Some weights have taken the step, which may not go on."""
+        self.torn = True
+
+    def note_unfinished(self) -> None:
+        """``reset()`` could not finish it."""
+        self.quiet = True
+
     def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
         """The scalars where a bucket is stepped: moved once, because that waits for the other device."""
         if device not in self._moved:

@@ -5,6 +5,8 @@ Must not know: why something was changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +43,42 @@ class Attachments:
     parked: set[str] = field(default_factory=set)
     handles: list[Handle] = field(default_factory=list)
     barriers: list[RemovableHandle] = field(default_factory=list)
+
+    @property
+    def summoned(self) -> bool:
+        """Whether a ``full_params`` is open."""
+        return self.shown > 0
+
+    @contextmanager
+    def summoning(self) -> Iterator[None]:
+        """A ``full_params`` is open inside."""
+        self.shown += 1
+        try:
+            yield
+        finally:
+            self.shown -= 1
+
+    @contextmanager
+    def state_dict_allowed(self) -> Iterator[None]:
+        """``module.state_dict()`` may be called inside."""
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+
+    def note_compared(self) -> None:
+        """All weights were compared with their masters."""
+        self.compared = True
+
+    def note_offloaded(self, what: set[str]) -> None:
+        """``what`` is in host memory."""
+        self.parked |= what
+
+    def mark(self, module: Any) -> None:
+        """Tell ``module``, a Hugging Face one, that its weights are sharded."""
+        self.marked = module
+        module._is_fsdp_managed_module = True
 
     def unhook(self) -> None:
         """Take the hooks off."""

@@ -36,7 +36,7 @@ switches prefetching off for the rest of the pass; it changes time, never result
     pre_backward           what came after it in forward is over; then as pre_forward
     post_accumulate_grad   the reducer takes the gradient; the first outside of begin_backward begins a bare one
     post_backward          the unit is closed and resharded, unless held or called elsewhere
-    finalize_backward      all calls are over, everything is resharded and reduced; then maybe ``on_complete``
+    finalize_backward      all calls are over, everything is resharded and reduced; then maybe ``finish_gradients``
     finish_open_backward   ends a bare backward
 
 [Note: End of a unit] A rank that waits in a gather must have launched every reduction for which another one may wait
@@ -72,7 +72,7 @@ from torch import Tensor, nn
 from shardengine.comm import Collectives, Purpose
 from shardengine.ddp import Forward, Reducer, Window
 from shardengine.errors import UsageError
-from shardengine.runtime.calls import Call, Calls, Hold, Line, Turn
+from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.prefetch_order import PrefetchOrders
 from shardengine.runtime.unit import Unit, UnshardState
 from shardengine.stages import Stage
@@ -89,6 +89,58 @@ class Backward(enum.Enum):
     ENGINE = "engine.backward"
     BARE = "loss.backward"
     RETIRED = "another schedule has taken over"
+
+
+class Hold:
+    """Why a unit may not be resharded now ([Note: Holds]).
+
+    depth: forwards of it that are open · calls: those whose backward has begun and is not over · silent: those of them
+    whose end nobody will announce · over: whose backward is over, with the run of autograd in which it was · fired: its
+    parameters that got their gradient since it is held in backward · kept: until the window ends · lent: a view of its
+    weights was handed out · since: when the open forward or backward began, for the trace · forward_only: its backward
+    does not read its weights, always (an embedding's).
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.calls: set[Call] = set()
+        self.silent: set[Call] = set()
+        self.over: set[tuple[Call, int]] = set()
+        self.fired: set[int] = set()
+        self.kept = False
+        self.lent = False
+        self.since = 0
+        self.forward_only = False
+
+    def finish(self, calls: set[Call]) -> None:
+        """The backwards of ``calls`` are over; a late announcement in the same run of autograd means nothing."""
+        self.over |= {(call, torch._C._current_graph_task_id()) for call in calls}
+        self.calls -= calls
+
+    def clear(self) -> None:
+        """The pass is over."""
+        self.depth = 0
+        self.calls.clear()
+        self.silent.clear()
+        self.over.clear()
+        self.fired.clear()
+        self.kept = self.lent = False
+
+
+class Turn:
+    """The unit whose forward ended last, which waits for what comes: another unit's turn, or its own backward.
+
+    waiting: it, while it waits · last: the one with which the last pass turned from forward to backward.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: int | None = None
+        self.last: int | None = None
+
+    def take(self) -> int | None:
+        """What has waited, and does so no longer."""
+        waiting, self.waiting = self.waiting, None
+        return waiting
 
 
 class Schedule:
@@ -124,7 +176,6 @@ class Schedule:
         self._window = window
         self._awaited_task = -1
         self.turn = Turn()
-        self.on_complete: Callable[[], object] = lambda: None
 
     @property
     def last_requested(self) -> Unit:
@@ -225,15 +276,14 @@ class Schedule:
             if found is None:
                 return Call(index)
             self._leave_behind(self._calls.approach(found))
-            found.computed = True
+            found.note_computed()
             return found
         nested = bool(self._calls.inside)
         self._calls.inside.add(index)
         trains = self.trains(index)
         if nested or not self._grad_pass or not (trains or differentiable or self._calls.may_differentiate):
             return Call(index)
-        self._calls.may_differentiate |= trains
-        return self._calls.begin(index, grad=grad, differentiable=differentiable)
+        return self._calls.begin(index, grad=grad, differentiable=differentiable, trains=trains)
 
     def post_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
         """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
@@ -332,7 +382,7 @@ class Schedule:
         if self._backward is Backward.NONE and self._collects(index):
             self._begin_bare()
         self._leave_behind(self._calls.approach(call))
-        call.reached = True
+        call.note_reached()
         if not hold.forward_only:
             self._hold_for_backward(index, call, announced=announced)
         if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
@@ -438,7 +488,7 @@ class Schedule:
         self._rest(spare_kept=True)
         self._reducer.finalize_backward()
         if self._reducer.window_complete:
-            self.on_complete()
+            self._reducer.finish_gradients()
 
     def finish_open_backward(self) -> None:
         """End a bare backward ([Note: Bare backward])."""

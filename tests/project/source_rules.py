@@ -50,11 +50,12 @@ STAGE_NAMES = frozenset({"stage", "zero_stage", "stage_number", "stage_name", "z
 STAGE_FILES = ("stages", "config")
 """``config`` may compare a stage number once: whether it is one of those that exist."""
 
-MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 60, 7, 18
-ATTRIBUTE_EXEMPT_FILES = ("config",)
-"""Config dataclasses hold as many keys as the JSON has."""
-ATTRIBUTE_EXEMPT_CLASSES: Mapping[str, str] = {}
-"""Class name to the reason why it may hold more than ``MAX_ATTRIBUTES``."""
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 7
+SLIVER_LINES = 80
+SLIVERS: Mapping[str, str] = {}
+"""Modules below ``SLIVER_LINES`` that one file alone imports, each with the reason why it is no part of that file."""
+ASSIGNED_ALL_THE_SAME: Mapping[str, str] = {}
+"""Assignments to names that our classes have, of objects that are not ours, each with the reason."""
 
 FORBIDDEN_TEXT = {
     "a machine's path": re.compile(r"(?<![\w.~])/(?:work|root|home)(?:/|\b)"),
@@ -68,6 +69,57 @@ PAST_FRONT_DOORS: Mapping[str, str] = {
     "app/environment.py": "a bug report tells of the library of CPU kernels what nobody else may know",
 }
 """Files that may look behind front doors, each with the reason."""
+
+
+def attributes_of(source: str) -> set[str]:
+    """The names of the attributes that the classes of a file have: set on ``self``, or in the class's body."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def assigned_from_outside(sources: Mapping[str, str]) -> list[str]:
+    """Attributes of a class of ours that are assigned outside of its file. sources: path → text, of all files."""
+    own = {path: attributes_of(source) for path, source in sources.items()}
+    found = []
+    for path, source in sources.items():
+        others = set().union(*(names for other, names in own.items() if other != path)) - own[path]
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in others:
+                place = f"{path}:{node.lineno}: {ast.unparse(node)}"
+                if ast.unparse(node.value) != "self" and place.rpartition(": ")[2] not in ASSIGNED_ALL_THE_SAME:
+                    found.append(f"{place} is assigned outside of the file of its class: give that a method")
+    return found
+
+
+def slivers(sources: Mapping[str, str], modules: Mapping[str, str]) -> list[str]:
+    """Short modules that one file alone imports: a part of that file, unless ``SLIVERS`` says why not.
+
+    modules: dotted name → path. A front door that shows a module stands for everybody who comes through it.
+    """
+    importers: dict[str, set[str]] = {path: set() for path in sources}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                if modules.get(name) in importers:
+                    importers[modules[name]].add(path)
+    found = []
+    for path, by in importers.items():
+        lines = len(sources[path].splitlines())
+        if len(by) == 1 and not next(iter(by)).endswith("__init__.py") and lines < SLIVER_LINES and path not in SLIVERS:
+            found.append(
+                f"{path}: {lines} lines that {next(iter(by))} alone imports: part of it, or say why in SLIVERS"
+            )
+    return found
 
 
 def entry_of(path: str) -> str:
@@ -271,21 +323,8 @@ def is_kernel(node: Function) -> bool:
     return any(_dotted(call) == "triton.jit" for call in calls)
 
 
-def attributes_of(node: ast.ClassDef) -> set[str]:
-    """Distinct ``self.x`` that a class assigns, and its fields where it is a dataclass."""
-    found = {
-        sub.attr
-        for sub in ast.walk(node)
-        if isinstance(sub, ast.Attribute) and isinstance(sub.ctx, ast.Store) and _dotted(sub.value) == "self"
-    }
-    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
-        found |= {ast.unparse(item.target) for item in fields if "ClassVar" not in ast.unparse(item.annotation)}
-    return found
-
-
 def budgets(path: str, source: str) -> list[str]:
-    """Functions, parameter lists and classes that are larger than agreed. A file may be as long as its subject."""
+    """Functions and parameter lists that are longer than agreed. A file may be as long as its subject."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, Function):
@@ -294,10 +333,6 @@ def budgets(path: str, source: str) -> list[str]:
                 found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
             if (count := parameter_count(node)) > MAX_PARAMETERS and not is_kernel(node):
                 found.append(f"{path}:{node.lineno}: {node.name} has {count} parameters, at most {MAX_PARAMETERS}")
-        elif isinstance(node, ast.ClassDef) and entry_of(path) not in ATTRIBUTE_EXEMPT_FILES:
-            count = len(attributes_of(node))
-            if count > MAX_ATTRIBUTES and node.name not in ATTRIBUTE_EXEMPT_CLASSES:
-                found.append(f"{path}:{node.lineno}: {node.name} has {count} attributes, at most {MAX_ATTRIBUTES}")
     return found
 
 

@@ -14,7 +14,8 @@ from tests.project import source_rules as rules
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = rules.package_sources(ROOT)
-MODULES = frozenset(rules.module_of(path) for path in SOURCES)
+PATHS = {rules.module_of(path): path for path in SOURCES}
+MODULES = frozenset(PATHS)
 KNOWN = MODULES | {"shardengine.stages.record"}
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh"}
@@ -239,14 +240,25 @@ def test_only_kernels_may_have_more_parameters() -> None:
     assert len(rules.budgets("kernels/a.py", long)) == 1, "the other budgets hold for kernels, too"
 
 
-def test_attribute_budget_counts_self_and_dataclass_fields() -> None:
-    body = "".join(f"        self.x{i} = self.x{i} = 0\n" for i in range(18))
-    source = f"class A:\n    def __init__(self):\n{body}"
-    assert rules.budgets("unit.py", source) == []
-    assert len(rules.budgets("unit.py", source + "    def g(self):\n        self.late, b = 1, 2\n")) == 1
-    fields = "@dataclass(frozen=True)\nclass A:\n" + "".join(f"    x{i}: int\n" for i in range(19))
-    assert len(rules.budgets("unit.py", fields)) == 1
-    assert rules.budgets("config.py", fields) == []
+def test_an_attribute_is_assigned_where_its_class_is() -> None:
+    report(rules.assigned_from_outside(SOURCES))
+    one = "class A:\n    x: int\n    def f(self):\n        self.y = 1\ndef g(a):\n    a.x = a.y = 2"
+    assert rules.assigned_from_outside({"one.py": one, "two.py": "def f(b):\n    b.z = 1"}) == []
+    for line in ("a.x = 1", "a.b.y += 1", "a.x, b = 1, 2", "self.a.y: int = 1", "for a.x in b: ..."):
+        assert len(rules.assigned_from_outside({"one.py": one, "two.py": line})) == 1, line
+    own = "class B:\n    def f(self):\n        self.x = 1"
+    assert rules.assigned_from_outside({"one.py": one, "two.py": own}) == []
+
+
+def test_a_short_module_of_one_importer_has_a_reason() -> None:
+    report(rules.slivers(SOURCES, PATHS))
+    modules = {"p.a": "a.py", "p.b": "b.py", "p.c": "c.py"}
+    sources = {"a.py": "x = 1", "b.py": "from p import a", "c.py": ""}
+    (found,) = rules.slivers(sources, modules)
+    assert found.startswith("a.py: 1 lines that b.py alone imports")
+    assert rules.slivers(sources | {"c.py": "from p.a import x"}, modules) == []
+    assert rules.slivers(sources | {"a.py": "x = 1\n" * 80}, modules) == []
+    assert {path for path in rules.SLIVERS if path not in SOURCES} == set(), "reasons for what is not there"
 
 
 @pytest.mark.parametrize(
