@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint.tensor_file import ALIGNMENT, bytes_of, checksum
+from shardengine.checkpoint.tensor_file import ALIGNMENT, bytes_of
 from shardengine.errors import CheckpointError, InternalError
+from shardengine.kernels import crc32
 from shardengine.offload import staging
 
 _BLOCK_BYTES = 4 << 20
@@ -221,7 +222,7 @@ class Reader:
         for start in range(block.start, block.end, self._chunk):
             end = min(start + self._chunk, block.end)
             at = start - block.start
-            if end - block.start > count or checksum(view[at : end - block.start]) != sums[start // self._chunk]:
+            if end - block.start > count or crc32(view[at : end - block.start]) != sums[start // self._chunk]:
                 raise DamageError(Damage(block.file, start, end, "is damaged (a checksum differs)"))
             yield block.file, start, data[at : end - block.start]
 

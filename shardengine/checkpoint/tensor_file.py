@@ -28,14 +28,9 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
+from shardengine.kernels import crc32
 from shardengine.offload import staging
 
-try:
-    from isal.isal_zlib import crc32  # the same sums, faster; an extra of this package
-except ImportError:
-    from zlib import crc32
-
-checksum = crc32
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 4
 _BLOCKS = 6
@@ -147,7 +142,7 @@ class Stream:
 
     def _sum(self, start: int) -> None:
         """Take the checksum of the chunk that was filled last, while it is still in the processor's cache."""
-        self.chunks.append(checksum(bytes_of(self._blocks[0][start : self._filled])))
+        self.chunks.append(crc32(bytes_of(self._blocks[0][start : self._filled])))
 
     def _flush(self) -> None:
         count, block = self._filled, bytes_of(self._blocks[0])
