@@ -20,7 +20,6 @@ written to is left alone.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -37,14 +36,14 @@ from torch import Tensor
 from shardengine.errors import OffloadError, UsageError
 from shardengine.kernels import crc32
 from shardengine.offload.claims import DATA, Claim
-from shardengine.offload.disk import ALIGNMENT, Aio, Damage, DiskFile, Lane, bytes_of
+from shardengine.offload.direct_io import ALIGNMENT, FULL, bytes_of, whole_pages
+from shardengine.offload.disk import Aio, Damage, DiskFile, Lane
 from shardengine.offload.host_memory import staging
 from shardengine.offload.room import Room
 from shardengine.offload.transfer import Transfer
 
 __all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ZEROS = memoryview(bytearray(1 << 16))
 
 
@@ -122,7 +121,7 @@ class ExtentFile:
             raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, came {count}")
         try:
             self._disk.check()
-            extent = Extent(self._place(_pages(count)), count)
+            extent = Extent(self._place(whole_pages(count)), count)
         except (OSError, Damage) as error:
             wanted = Extent(self._disk.size, count)
             raise OffloadError(_sentence(self._label, "taking room for", self.path, wanted, error)) from error
@@ -177,7 +176,7 @@ class ExtentFile:
             if state.views:
                 self._freed.append((extent, state))
             else:
-                self._room.give(extent.offset, _pages(extent.count))
+                self._room.give(extent.offset, whole_pages(extent.count))
         while (start := self._room.take(count)) is not None:
             try:
                 zeros = bytes_of(staging(min(count, self._aio.block_size)))
@@ -185,7 +184,7 @@ class ExtentFile:
                     self._disk.write(zeros[: end - first], start + first)
                 return start
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in FULL:
                     self._room.give(start, count)
                     raise
         return self._disk.grow(count) if count else self._disk.size
@@ -332,7 +331,7 @@ def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Excepti
             "again from the last checkpoint"
         )
     else:
-        full = isinstance(error, OSError) and error.errno in _FULL
+        full = isinstance(error, OSError) and error.errno in FULL
         advice = (
             "make room there, or name a directory on a larger disk" if full else "see the system's log for its disk"
         )
@@ -343,11 +342,6 @@ def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Excepti
         advice += after.get(doing, "")
     what = f"{doing} {extent.count} bytes at offset {extent.offset} of {path}"
     return f"{label}: {what} failed: {cause}. What to do: {advice}"
-
-
-def _pages(count: int) -> int:
-    """The bytes of the pages that ``count`` bytes lie in."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _segments(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
+from shardengine.offload.direct_io import whole_pages
 from shardengine.offload.extents import Extent, ExtentFile
 from shardengine.offload.host_memory import HUGE_PAGE, staging
 from shardengine.offload.shelf import HOST, Forms, Shelf
 from shardengine.offload.transfer import Transfer
 
-_PAGE = 4096
 _ALIGNMENT = 64
 
 
@@ -351,10 +351,10 @@ class FileShelf(Shelf):
         self._settle()
         places, end = _places(forms)
         last = self._parts[-1] if self._parts else None
-        start = 0 if last is None else last.start + -(-last.extent.count // _PAGE) * _PAGE
+        start = 0 if last is None else last.start + whole_pages(last.extent.count)
         part = _Part(self._tier.file.allocate(end), start, places)
         self._parts.append(part)
-        self._tier.hold(start + -(-end // _PAGE) * _PAGE)
+        self._tier.hold(start + whole_pages(end))
         return part
 
     def _read(self, buffer: Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from shardengine.errors import UsageError
-from shardengine.offload import claims, disk
+from shardengine.offload import claims, direct_io, disk
 from shardengine.offload.claims import DATA, LOCK, PREFIX, Claim, remove_abandoned
 from shardengine.offload.extents import Aio, ExtentFile
 from shardengine.offload.host_memory import staging
@@ -233,7 +233,7 @@ def test_a_fork_with_a_transfer_under_way(tmp_path: Path, monkeypatch: pytest.Mo
         assert go_on.wait(20)
         return os.pwritev(number, parts, offset)
 
-    monkeypatch.setattr(disk, "pwritev", slow)
+    monkeypatch.setattr(direct_io, "pwritev", slow)
     extent, memory = file.allocate(50_000), random_bytes(50_000)
     transfer = file.write(extent, memory)
     child = os.fork()
@@ -267,7 +267,7 @@ def test_collected_in_one_of_its_own_threads(tmp_path: Path, monkeypatch: pytest
         closed.set()
 
     holder.append(ExtentFile(tmp_path, "rank 3", SMALL))
-    monkeypatch.setattr(disk, "preadv", last)
+    monkeypatch.setattr(direct_io, "preadv", last)
     monkeypatch.setattr(disk.DiskFile, "close", close)
     memory = staging(8192).fill_(1)
     transfer = holder[0].read(holder[0].allocate(8192), memory)

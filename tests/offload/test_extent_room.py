@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardengine.errors import OffloadError, UsageError
-from shardengine.offload import disk
+from shardengine.offload import direct_io
 from shardengine.offload.extents import Aio, ExtentFile
 from shardengine.offload.host_memory import staging
 from shardengine.offload.room import Room
@@ -96,7 +96,7 @@ def test_room_that_no_zeros_can_be_written_to(file: ExtentFile, monkeypatch: pyt
     file.write(first, random_bytes(20_000)).wait()
     file.free(first)
     fault = Fault(os.pwritev, code, 9000)
-    monkeypatch.setattr(disk, "pwritev", fault)
+    monkeypatch.setattr(direct_io, "pwritev", fault)
     if code == errno.ENOSPC:
         with pytest.raises(OffloadError, match=r"taking room for 20000 bytes .* make room there"):
             file.allocate(20_000)
