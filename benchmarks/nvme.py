@@ -41,8 +41,8 @@ from benchmarks.disk import takes_direct
 from benchmarks.reporting import MIN_ROUNDS, machine, paired_ratio, table, verdict, write_result
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.offload.extents import Aio, Extent, ExtentFile, Transfer
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile, Transfer
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WAYS = ((1 << 20, 8), (4 << 20, 8), (8 << 20, 4))

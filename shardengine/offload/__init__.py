@@ -1,9 +1,7 @@
 """Where bytes live (the device, host memory, files on a disk), how they get there, and what steps them on the host.
 
 tiers, shelf              what rests of a bucket, and in which tier
-file_tier                 shelves in one file per process, with few buffers
-extents, room, claims     that file: its parts and their checksums, its free space, whose it is
-disk, transfer            that file: reads and writes in threads, and those under way
+nvme/                     shelves in one file per process: its parts, its free space, whose it is, its threads
 direct_io                 bytes between memory and any file, past the page cache; checkpoints use it, too
 copy_stream, copy_queue   copies between device and host beside the computation; tensors on their way
 pool, host_memory         buffers that are used again; memory in huge pages

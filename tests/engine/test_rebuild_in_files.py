@@ -15,7 +15,7 @@ from shardengine import Engine
 from shardengine.engine import rebuild
 from shardengine.errors import MismatchError, OffloadError, ShardEngineError
 from shardengine.offload import direct_io
-from shardengine.offload.extents import ExtentFile
+from shardengine.offload.nvme.extent_file import ExtentFile
 from tests.engine.test_rebuild import assert_same, begin, new_group, one_step, step_both
 from tests.offload.test_extent_faults import refusing
 from tests.offload.test_faults import full_disk, places

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from shardengine.errors import UsageError
-from shardengine.offload import claims, direct_io, disk
-from shardengine.offload.claims import DATA, LOCK, PREFIX, Claim, remove_abandoned
-from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme import disk, lease
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.lease import DATA, LOCK, PREFIX, Claim, remove_abandoned
 from tests.offload.test_extents import random_bytes, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,7 +285,7 @@ LIVES = """
 import os, sys
 from pathlib import Path
 from shardengine.offload import staging
-from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 for name, end in {ends!r}.items():
     if life := os.fork():
         print(name, os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]), flush=True)
@@ -321,5 +322,5 @@ def test_an_end_by_a_signal_leaves_it_to_the_next(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 1
-    claims.remove_abandoned(tmp_path)
+    lease.remove_abandoned(tmp_path)
     assert list(tmp_path.iterdir()) == []

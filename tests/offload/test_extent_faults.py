@@ -15,8 +15,8 @@ import torch
 
 from shardengine.errors import OffloadError
 from shardengine.offload import direct_io
-from shardengine.offload.extents import Aio, Extent, ExtentFile
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
 from tests.offload.test_extents import random_bytes, read
 from tests.support.forks import NO_FILE_SYSTEM, Forks
 

@@ -12,9 +12,9 @@ import torch
 
 from shardengine.errors import OffloadError, UsageError
 from shardengine.offload import direct_io
-from shardengine.offload.extents import Aio, ExtentFile
 from shardengine.offload.host_memory import staging
-from shardengine.offload.room import Room
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.free_list import Room
 from tests.offload.test_extent_faults import Fault
 from tests.offload.test_extents import random_bytes, read
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.offload import claims, direct_io
-from shardengine.offload.extents import Aio, Extent, ExtentFile
+from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme import lease
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
 
 SMALL = Aio(block_size=8192, queue_depth=3, thread_count=2)
 COUNTS = [0, 1, 4095, 4096, 4097, 8192, 8193, 3 * 8192, 100_001]
@@ -137,7 +138,7 @@ def test_thread_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: in
     """So many checksums at once, though more requests are in flight."""
     file = ExtentFile(tmp_path, "rank 3", Aio(block_size=4096, queue_depth=4, thread_count=count))
     extent, watch = file.allocate(16 * 4096), Watch(lambda _, parts, __: zlib.crc32(parts[0]), count)
-    monkeypatch.setattr("shardengine.offload.extents.crc32", lambda data: watch(0, [data], 0))
+    monkeypatch.setattr("shardengine.offload.nvme.extent_file.crc32", lambda data: watch(0, [data], 0))
     file.write(extent, random_bytes(16 * 4096)).wait()
     assert len(watch.lengths) == 16 and watch.most == count
     file.close()
@@ -315,5 +316,5 @@ def test_directories_are_made_and_shared(tmp_path: Path) -> None:
     for rank, (file, extent) in enumerate(zip(files, extents, strict=True)):
         assert torch.equal(read(file, extent), random_bytes(5000, seed=rank))
         file.close()
-        assert len(list(folder.glob(claims.PREFIX + "*"))) == 2 - rank
+        assert len(list(folder.glob(lease.PREFIX + "*"))) == 2 - rank
     assert (folder / "mine.txt").exists()

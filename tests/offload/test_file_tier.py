@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
 from shardengine.offload import Shelf
-from shardengine.offload.extents import Aio, ExtentFile
-from shardengine.offload.file_tier import FileTier
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.file_tier import FileTier
 from tests.offload.test_faults import full_disk
 
 LENGTH = 5000

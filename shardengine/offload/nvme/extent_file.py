@@ -35,12 +35,12 @@ from torch import Tensor
 
 from shardengine.errors import OffloadError, UsageError
 from shardengine.kernels import crc32
-from shardengine.offload.claims import DATA, Claim
 from shardengine.offload.direct_io import ALIGNMENT, FULL, bytes_of, whole_pages
-from shardengine.offload.disk import Aio, Damage, DiskFile, Lane
 from shardengine.offload.host_memory import staging
-from shardengine.offload.room import Room
-from shardengine.offload.transfer import Transfer
+from shardengine.offload.nvme.disk import Aio, Damage, DiskFile, Lane
+from shardengine.offload.nvme.free_list import Room
+from shardengine.offload.nvme.io_request import Transfer
+from shardengine.offload.nvme.lease import DATA, Claim
 
 __all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
 

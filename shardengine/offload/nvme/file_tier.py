@@ -1,7 +1,7 @@
 """The disk as a tier: shelves whose tensors rest in one file, and pass through a few host buffers to be stepped.
 
 Owns: which shelf is in which buffer, and what becomes of it when a write fails. Must not know: how a file is read and
-written (extents), what the tensors mean.
+written (extent_file), what the tensors mean.
 
 [Note: A shelf in a file]
 
@@ -37,10 +37,10 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
 from shardengine.offload.direct_io import whole_pages
-from shardengine.offload.extents import Extent, ExtentFile
 from shardengine.offload.host_memory import HUGE_PAGE, staging
+from shardengine.offload.nvme.extent_file import Extent, ExtentFile
+from shardengine.offload.nvme.io_request import Transfer
 from shardengine.offload.shelf import HOST, Forms, Shelf
-from shardengine.offload.transfer import Transfer
 
 _ALIGNMENT = 64
 
