@@ -1,6 +1,6 @@
 """One new file and the threads that read and write it. Owns: its size, whether it is still there, jobs under way.
 
-Must not know: extents, claims, sentences for users. Whatever goes wrong is an OSError or ``Damage``.
+Must not know: extents, leases, sentences for users. Whatever goes wrong is an OSError or ``Damage``.
 
 [Note: Threads] A request in flight is a thread that waits in a system call, without the interpreter's lock. io_uring,
 tried with the same blocks and as many in flight, moved no more bytes per second and would save a few hundredths of a

@@ -40,7 +40,7 @@ from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme.disk import Aio, Damage, DiskFile, Lane
 from shardengine.offload.nvme.free_list import Room
 from shardengine.offload.nvme.io_request import Transfer
-from shardengine.offload.nvme.lease import DATA, Claim
+from shardengine.offload.nvme.lease import DATA, Lease
 
 __all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
 
@@ -87,19 +87,19 @@ class ExtentFile:
 
     def __init__(self, directory: Path, label: str, aio: Aio = Aio()) -> None:  # noqa: B008  # it is frozen
         self._label, self._aio = label, aio
-        self._claim = Claim(Path(directory), label)
+        self._lease = Lease(Path(directory), label)
         try:
-            self._disk = DiskFile(self._claim.path / DATA)
+            self._disk = DiskFile(self._lease.path / DATA)
         except OSError as error:
-            self._claim.release()
-            text = f"{label}: {self._claim.path / DATA} cannot be made: {error.strerror or error}"
+            self._lease.release()
+            text = f"{label}: {self._lease.path / DATA} cannot be made: {error.strerror or error}"
             raise OffloadError(f"{text}. Name another directory, on a disk that works and has room") from error
         self._summing = threading.Semaphore(aio.thread_count)
         self._reads, self._writes = Lane(aio.queue_depth, "offload-read"), Lane(aio.queue_depth, "offload-write")
         self._states: dict[Extent, _State] = {}
         self._room, self._freed = Room(), list[tuple[Extent, _State]]()
         self._reserved: dict[int, list[Extent]] = {}
-        self._end = weakref.finalize(self, _end, self._claim, self._disk, (self._reads, self._writes))
+        self._end = weakref.finalize(self, _end, self._lease, self._disk, (self._reads, self._writes))
         _FILES.add(self)
 
     @property
@@ -252,7 +252,7 @@ class ExtentFile:
             raise
 
     def _check_held(self) -> None:
-        if not self._claim.held:
+        if not self._lease.held:
             raise UsageError(
                 f"{self._label}: offload: {self.path} is closed, or belongs to the parent of this forked process: "
                 "make an ExtentFile of its own in a child"
@@ -357,17 +357,17 @@ def _sum_of_zeros(count: int) -> int:
     return found
 
 
-def _end(claim: Claim, disk: DiskFile, lanes: Sequence[Lane]) -> None:
+def _end(lease: Lease, disk: DiskFile, lanes: Sequence[Lane]) -> None:
     """Close and remove. Nothing in a forked child."""
-    if not claim.held:
+    if not lease.held:
         return
     if any(lane.has_current_thread for lane in lanes):  # the garbage collector came by in a job
-        threading.Thread(target=_end, args=(claim, disk, lanes), name="offload-end").start()
+        threading.Thread(target=_end, args=(lease, disk, lanes), name="offload-end").start()
         return
     for lane in lanes:
         lane.end()
     disk.close()
-    claim.release()
+    lease.release()
 
 
 _FILES: weakref.WeakSet[ExtentFile] = weakref.WeakSet()
@@ -375,8 +375,8 @@ _FILES: weakref.WeakSet[ExtentFile] = weakref.WeakSet()
 
 def _leave_to_the_parent() -> None:
     for file in list(_FILES):
-        if file._claim.held:  # of a closed one the numbers of its files are others' by now
-            file._claim.forget()
+        if file._lease.held:  # of a closed one the numbers of its files are others' by now
+            file._lease.forget()
             file._disk.close()
 
 
