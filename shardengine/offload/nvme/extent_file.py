@@ -38,7 +38,7 @@ from shardengine.kernels import crc32
 from shardengine.offload.direct_io import ALIGNMENT, FULL, bytes_of, whole_pages
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme.disk import Aio, Damage, DiskFile, Lane
-from shardengine.offload.nvme.free_list import Room
+from shardengine.offload.nvme.free_list import FreeList
 from shardengine.offload.nvme.io_request import Transfer
 from shardengine.offload.nvme.lease import DATA, Lease
 
@@ -97,7 +97,7 @@ class ExtentFile:
         self._summing = threading.Semaphore(aio.thread_count)
         self._reads, self._writes = Lane(aio.queue_depth, "offload-read"), Lane(aio.queue_depth, "offload-write")
         self._states: dict[Extent, _State] = {}
-        self._room, self._freed = Room(), list[tuple[Extent, _State]]()
+        self._free, self._freed = FreeList(), list[tuple[Extent, _State]]()
         self._reserved: dict[int, list[Extent]] = {}
         self._end = weakref.finalize(self, _end, self._lease, self._disk, (self._reads, self._writes))
         _FILES.add(self)
@@ -176,8 +176,8 @@ class ExtentFile:
             if state.views:
                 self._freed.append((extent, state))
             else:
-                self._room.give(extent.offset, whole_pages(extent.count))
-        while (start := self._room.take(count)) is not None:
+                self._free.give(extent.offset, whole_pages(extent.count))
+        while (start := self._free.take(count)) is not None:
             try:
                 zeros = bytes_of(staging(min(count, self._aio.block_size)))
                 for first, end in _segments(count, self._aio.block_size):
@@ -185,7 +185,7 @@ class ExtentFile:
                 return start
             except OSError as error:
                 if error.errno in FULL:
-                    self._room.give(start, count)
+                    self._free.give(start, count)
                     raise
         return self._disk.grow(count) if count else self._disk.size
 
