@@ -2,7 +2,7 @@
 
 Must not know: extents, leases, sentences for users. Whatever goes wrong is an OSError or ``Damage``.
 
-[Note: Threads] A request in flight is a thread that waits in a system call, without the interpreter's lock. io_uring,
+[Note: Threads] A block under way is a thread that waits in a system call, without the interpreter's lock. io_uring,
 tried with the same blocks and as many in flight, moved no more bytes per second and would save a few hundredths of a
 core, for a second path that many containers forbid.
 """
@@ -37,7 +37,7 @@ class Damage(Exception):
 class Aio:
     """How a file is read and written.
 
-    block_size: bytes of one request, a multiple of 4096 · queue_depth: requests in flight, of reads and of writes
+    block_size: bytes of one system call, a multiple of 4096 · queue_depth: calls in flight, of reads and of writes
     each · thread_count: threads that take checksums at one time.
     """
 

@@ -1,16 +1,16 @@
 """One file per process for what does not fit into memory, cut into extents that are read and written asynchronously.
 
-Owns: extents and their checksums, the order of transfers, what is said when something fails. Must not know: what the
+Owns: extents and their checksums, the order of requests, what is said when something fails. Must not know: what the
 bytes mean.
 
 [Note: Checksums of extents] For each block of an extent (``Aio.block_size`` bytes) a CRC-32 is kept in memory: taken
 from the caller's memory before it is written, compared with what was read before the caller gets it. A lost write, a
 block from another place and a flipped bit are seen alike. A new extent holds zeros, and is compared with zeros. Memory
 that a caller only looks at (``look``) was compared when he got it, and changes nothing. What he writes to memory that
-is the file (``edit``) nobody sees: the next transfer takes the sums anew from what it finds, and so does every one as
+is the file (``edit``) nobody sees: the next request takes the sums anew from what it finds, and so does every one as
 long as that memory lives.
 
-[Note: Order of transfers] Transfers of one extent follow each other: asking for one waits for the one before it, which
+[Note: Order of requests] Requests of one extent follow each other: asking for one waits for the one before it, which
 is usually long done. Reads have threads of their own, and so have writes: a disk that can do both at once does.
 
 [Note: Room that is used again] A file does not shrink. What is freed is used again for what is allocated later, once
@@ -39,10 +39,10 @@ from shardengine.offload.direct_io import ALIGNMENT, FULL, bytes_of, whole_pages
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme.disk import Aio, Damage, DiskFile, Lane
 from shardengine.offload.nvme.free_list import FreeList
-from shardengine.offload.nvme.io_request import Transfer
+from shardengine.offload.nvme.io_request import IORequest
 from shardengine.offload.nvme.lease import DATA, Lease
 
-__all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
+__all__ = ["Aio", "Extent", "ExtentFile", "IORequest"]
 
 _ZEROS = memoryview(bytearray(1 << 16))
 
@@ -63,14 +63,14 @@ class _Torn(Exception):
 class _State:
     """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · edited: given out
     to be written to since the sums were taken (the object may be gone) · looked: given out to be read, and not written
-    over since · views: all memory of it that somebody has · last: the transfer that was asked for last."""
+    over since · views: all memory of it that somebody has · last: the request that came last."""
 
     sums: array[int]
     torn: bool = False
     edited: weakref.ref[mmap.mmap] | None = None
     looked: weakref.ref[mmap.mmap] | None = None
     views: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)
-    last: Transfer = field(default_factory=lambda: Transfer(0))
+    last: IORequest = field(default_factory=lambda: IORequest(0))
 
     @property
     def shown(self) -> bool:
@@ -141,7 +141,7 @@ class ExtentFile:
         state.last.wait_quietly()
         self._freed.append((extent, state))
 
-    def read(self, extent: Extent, into: Tensor) -> Transfer:
+    def read(self, extent: Extent, into: Tensor) -> IORequest:
         """Fill ``into``: uint8 [count] on the CPU from a page on (``host_memory.staging``).
 
         It fails where the system says so, where the file was removed, replaced or cut, where other bytes come than
@@ -149,7 +149,7 @@ class ExtentFile:
         """
         return self._begin(extent, into, reading=True)
 
-    def write(self, extent: Extent, source: Tensor) -> Transfer:
+    def write(self, extent: Extent, source: Tensor) -> IORequest:
         """Write ``source``, memory as ``read`` wants it. The extent is torn where it fails, until another succeeds."""
         return self._begin(extent, source, reading=False)
 
@@ -166,7 +166,7 @@ class ExtentFile:
         return self._mapped(extent, shared=True)
 
     def close(self) -> None:
-        """Wait for all transfers and remove the file. A mapping stays, as memory that is nobody else's."""
+        """Wait for all requests and remove the file. A mapping stays, as memory that is nobody else's."""
         self._end()
 
     def _place(self, count: int) -> int:
@@ -189,7 +189,7 @@ class ExtentFile:
                     raise
         return self._disk.grow(count) if count else self._disk.size
 
-    def _begin(self, extent: Extent, data: Tensor, *, reading: bool) -> Transfer:
+    def _begin(self, extent: Extent, data: Tensor, *, reading: bool) -> IORequest:
         aligned = data.is_cpu and data.is_contiguous() and data.data_ptr() % ALIGNMENT == 0
         if data.dtype is not torch.uint8 or data.shape != (extent.count,) or (extent.count and not aligned):
             raise UsageError(
@@ -197,21 +197,21 @@ class ExtentFile:
                 f"CPU, contiguous, at a multiple of {ALIGNMENT} in memory (host_memory.staging), came {data.dtype} "
                 f"{list(data.shape)} on {data.device}"
             )
-        request = self._request(extent, bytes_of(data), reading=reading)
+        blocks = self._blocks(extent, bytes_of(data), reading=reading)
         state = self._states[extent]
-        state.last = request.transfer
+        state.last = blocks.request
         if not reading:
             state.looked = None
-        (self._reads if reading else self._writes).put(request.carry_out, len(state.sums))
-        return request.transfer
+        (self._reads if reading else self._writes).put(blocks.carry_out, len(state.sums))
+        return blocks.request
 
     def _mapped(self, extent: Extent, *, shared: bool) -> Tensor:
         scratch = staging(min(extent.count, self._aio.block_size))
-        request = self._request(extent, bytes_of(scratch), reading=True, cached=True)
+        blocks = self._blocks(extent, bytes_of(scratch), reading=True, cached=True)
         state = self._states[extent]
-        if request.failed or not state.shown:
-            request.carry_out()
-            request.transfer.wait()
+        if blocks.failed or not state.shown:
+            blocks.carry_out()
+            blocks.request.wait()
         if not extent.count:
             return scratch
         area = state.edited() if shared and state.edited is not None else None
@@ -224,14 +224,14 @@ class ExtentFile:
             state.looked = weakref.ref(area)
         return torch.frombuffer(area, dtype=torch.uint8)
 
-    def _request(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Request:
-        """A transfer of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
+    def _blocks(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Blocks:
+        """A request of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
         self._check_held()
         state = self._states.get(extent)
         if state is None:
             raise UsageError(f"{self._label}: offload: expected an extent of {self.path}, came one of another file")
         state.last.wait_quietly()
-        request = _Request(self, extent, state, data, reading=reading, cached=cached)
+        blocks = _Blocks(self, extent, state, data, reading=reading, cached=cached)
         try:
             self._disk.check()
             if reading and state.torn:
@@ -239,8 +239,8 @@ class ExtentFile:
             if state.edited is not None:
                 self._flush()
         except (OSError, Damage, _Torn) as error:
-            request.fail(error)
-        return request
+            blocks.fail(error)
+        return blocks
 
     def _flush(self) -> None:
         """What was written through mappings is on the disk. The system tells a failure once, for the whole file."""
@@ -259,8 +259,8 @@ class ExtentFile:
             )
 
 
-class _Request:
-    """The blocks of a transfer. It knows no ExtentFile, which may be collected before the last block is done."""
+class _Blocks:
+    """The blocks of an I/O request. It knows no ExtentFile, which may be collected before the last block is done."""
 
     def __init__(
         self, file: ExtentFile, extent: Extent, state: _State, data: memoryview, *, reading: bool, cached: bool
@@ -272,7 +272,7 @@ class _Request:
         self._size = file._aio.block_size
         self._left = iter(range(0, extent.count, self._size))
         self._gone = state.edited is not None and state.edited() is None
-        self.transfer = Transfer(len(state.sums))
+        self.request = IORequest(len(state.sums))
 
     def carry_out(self) -> None:
         """Block after block, until all have been begun: by any number of threads. None after one has failed."""
@@ -280,19 +280,19 @@ class _Request:
             if not self.failed:
                 try:
                     (self._read if self._reading else self._write)(start)
-                except Exception as error:  # whatever it is, somebody waits for this transfer
+                except Exception as error:  # whatever it is, somebody waits for this request
                     self.fail(error)
-            self.transfer.count_down(self._last_words)
+            self.request.count_down(self._last_words)
 
     @property
     def failed(self) -> bool:
         """Whether there is nothing more to carry out."""
-        return self.transfer.failed
+        return self.request.failed
 
     def fail(self, error: Exception) -> None:
-        """Keep the first error, for ``Transfer.wait``."""
+        """Keep the first error, for ``IORequest.wait``."""
         doing = "reading" if self._reading else "writing"
-        self.transfer.fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
+        self.request.fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
 
     def _read(self, start: int) -> None:
         end, sums = min(start + self._size, self._extent.count), self._state.sums
