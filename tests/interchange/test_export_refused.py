@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from shardengine.app.cli import main
-from shardengine.checkpoint import tensor_file
-from shardengine.interchange.aside import new_directory
+from shardengine.checkpoint import new_directory, tensor_file
 from shardengine.offload import direct_io
 from tests.interchange.test_export import saved_run  # noqa: F401
 from tests.support import cases
