@@ -355,7 +355,7 @@ def test_reset_while_a_save_goes_on(pools: Pools, tmp_path: Path) -> None:
 
 def test_the_end_of_a_process_waits(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom tests import test_async_save as own\nengine = own.make()\n"
+        "import sys\nfrom tests.checkpoint import test_async_save as own\nengine = own.make()\n"
         "own.slow_writes(0.3).__enter__()\n"
         "for tag in 'ab':\n    own.train(engine)\n    engine.save_checkpoint(sys.argv[1], tag)\n"
     )

@@ -254,7 +254,7 @@ def test_what_ranks_other_than_0_ask_for_does_not_count(pools: Pools, tmp_path: 
 
 def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     program = (
-        "import os, sys\nfrom pathlib import Path\nfrom tests import test_monitors as own\n"
+        "import os, sys\nfrom pathlib import Path\nfrom tests.engine import test_monitors as own\n"
         "engine = own.small(monitor=own.section(sys.argv[1], 'csv', 'jsonl'))\nown.train(engine, 3)\nos._exit(9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=100, check=False)
