@@ -4,6 +4,7 @@
 #   PYTHON  the interpreter (default: the first python3 on the path that is new enough)
 #   ARGS    passed on to the command, for example: make demo ARGS="--steps 20 --ranks 1"
 #   CONFIG  the config of the demo
+#   ALL     `make test ALL=1` runs every test, `make test` the quick ones (tests/support/tiers.py says which these are)
 
 VENV   ?= .venv
 CONFIG ?= configs/zero2.json
@@ -15,7 +16,7 @@ PY      = $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STAMP   = $(VENV)/.installed-from
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean setup
+.PHONY: help demo test lint bench docs clean setup
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,19 +26,13 @@ help:  ## this list
 demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU processes
 	$(PY) -m shardengine train --config $(CONFIG) $(ARGS)
 
-# Three groups at once: most tests wait for something, or keep one core busy. The last takes what no other names; the
-# output of the others comes whole at the end. ARGS chooses among all tests, in one run.
-FIRST  = tests/kernels tests/parity
-SECOND = tests/test_[a-f]*.py
-test: setup  ## every test, lint and types included
+# Three at once on two cores: most tests wait for something, or keep one core busy. A file's tests stay together, for
+# what they share. ARGS chooses among all tests, in one process.
+WORKERS ?= 3
+TOGETHER = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: setup  ## the promises, in about 3 minutes; ALL=1: every test, lint and types included, in about 20
 ifeq ($(strip $(ARGS)),)
-	@out=$$(mktemp -d); \
-	$(PY) -m pytest $(FIRST) > $$out/first 2>&1 & first=$$!; \
-	$(PY) -m pytest $(SECOND) > $$out/second 2>&1 & second=$$!; \
-	trap "kill $$first $$second; rm -rf $$out; exit 130" INT TERM; \
-	$(PY) -m pytest tests $(addprefix --ignore=,$(FIRST)) '--ignore-glob=$(SECOND)'; codes=$$?; \
-	wait $$first; codes=$$codes$$?; wait $$second; codes=$$codes$$?; \
-	echo "$(FIRST):"; cat $$out/first; echo "$(SECOND):"; cat $$out/second; rm -rf $$out; [ $$codes = 000 ]
+	$(PY) -m pytest $(TOGETHER) $(if $(ALL),,-m quick)
 else
 	$(PY) -m pytest $(ARGS)
 endif
@@ -48,6 +43,19 @@ lint: setup  ## ruff and mypy alone
 
 bench: setup  ## step time against DDP, ZeRO-1 and FSDP2 of torch, and DeepSpeed if installed (20 minutes; wants an idle machine)
 	$(PY) -m benchmarks.step $(ARGS)
+
+docs: setup  ## build the site of docs/ into build/site; broken links are errors
+ifneq ($(VENV),)
+	@if cat constraints.txt pyproject.toml | cmp -s - $(STAMP)-docs; then exit 0; fi; set -e; \
+	echo "installing what builds the site into $(VENV)"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'; \
+	cat constraints.txt pyproject.toml > $(STAMP)-docs
+else
+	@$(PY) -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || { \
+		echo "the site needs the extra docs: $(PY) -m pip install -c constraints.txt '.[docs]'" >&2; exit 2; }
+endif
+	$(PY) -m mkdocs build --strict $(ARGS)
+	@echo "open build/site/index.html; its search needs a server: python3 -m http.server -d build/site"
 
 clean:  ## remove caches and builds; .venv and what runs wrote stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,10 @@
-"""Charts and tables of the results of ``step.py``, for the README.
+"""Charts and tables of the results of ``step.py``, for docs/benchmarks.md and the README.
 
 ``python -m benchmarks.charts`` draws ``step-<machine>.json`` (and ``step_rss-<machine>.json``, if it is there) as
 ``step-<machine>.svg`` (time × DDP, peak memory) and ``parts-<machine>.svg`` (where the time of a step goes), beside
-them. ``--ranks 4`` draws the run of four ranks. ``--markdown`` prints the README's table instead, which holds nothing
-else (a test compares), and below it the table of ``checkpoint.py``, if that has run. Measures nothing.
+them. ``--ranks 4`` draws the run of four ranks. ``--markdown`` prints the tables instead, which hold nothing else (a
+test compares): those of docs/benchmarks.md, of ``step.py`` and of ``checkpoint.py``, if that has run, and below them
+the README's. Measures nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def subtitle(result: Mapping[str, Any]) -> str:
 
 
 def markdown(folder: Path, name: str) -> str:
-    """The README's table: time on two and four ranks, waiting, bytes, peak memory; "" where nothing was measured."""
+    """The table of step times: on two and four ranks, waiting, bytes, peak memory; "" where nothing was measured."""
 
     def variants(kind: str) -> dict[str, Any]:
         path = folder / f"{kind}-{name}.json"
@@ -104,6 +105,35 @@ def checkpoint_markdown(folder: Path, name: str) -> str:
         called = CHECKPOINT_LABELS.get(first) or label(first)
         lines.append(f"| {' | '.join([f'**{called}**' if first.startswith('ours') else called, *rest])} |")
     return "\n".join([*lines, "", f"{best_ways(result)}."])
+
+
+HEADLINE = ("ddp", "fsdp2", "deepspeed-2", "deepspeed-3", "ours-2", "ours-3")
+HEADLINE_SAVERS = {"ddp": "torch.save", "fsdp2": "dcp"}
+
+
+def headline(folder: Path, name: str) -> str:
+    """The README's table: of a few variants the time, the peak memory and the speed of saving; "" without results."""
+    files = {kind: folder / f"{kind}-{name}.json" for kind in ("step", "step_rss", "checkpoint")}
+    if not all(path.exists() for path in files.values()):
+        return ""
+    results = {kind: json.loads(path.read_text(encoding="utf-8")) for kind, path in files.items()}
+    saves = {saver: row for group in results["checkpoint"]["groups"] for saver, row in group["saves"].items()}
+    lines = ["| | step time × DDP | peak MiB of a rank | checkpoint, × speed of the disk |", "|---|---|---|---|"]
+    for variant in HEADLINE:
+        ratio = results["step"]["variants"][variant]["ratio"]
+        cells = [
+            f"**{label(variant)}**" if VARIANTS[variant].family == "shardengine" else label(variant),
+            "1" if variant == BASE else _with_interval(ratio, 3),
+            f"{results['step_rss']['variants'][variant]['own_peak_bytes'] / 2**20:.0f}",
+            _with_interval(saves[HEADLINE_SAVERS.get(variant, variant)]["ratio"], 2),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _with_interval(ratio: Mapping[str, float], digits: int) -> str:
+    """The median with its 95% interval."""
+    return f"{ratio['median']:.{digits}f} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
 
 
 def draw(times: Mapping[str, Any], rss: Mapping[str, Any] | None, folder: Path) -> list[Path]:
@@ -183,16 +213,19 @@ def finish(figure: Any, axes: list[Any], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+TABLES = (markdown, checkpoint_markdown, headline)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.charts", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=REFERENCE.ranks, help="of which run (default 2)")
     parser.add_argument("--machine", default=None, help="short name in the file's name (default: this machine)")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table instead of drawing")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs instead of drawing")
     options = parser.parse_args(argv)
     place = {"machine": {"name": options.machine or machine()["name"]}}
     if options.markdown:
-        for text in (printer(RESULTS, place["machine"]["name"]) for printer in (markdown, checkpoint_markdown)):
+        for text in (printer(RESULTS, place["machine"]["name"]) for printer in TABLES):
             print(text, end="\n\n" if text else "")
         return 0
     suffix = f"-n{options.ranks}" if options.ranks != REFERENCE.ranks else ""

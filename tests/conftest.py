@@ -1,13 +1,16 @@
-"""Fixtures of a test session: rank pools, one per world size; the process that forks lives."""
+"""What every test session has: rank pools, one per world size; the process that forks lives; the tiers of tests."""
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import tiers
 from tests.support.forks import Forks
 from tests.support.ranks import RankPool
 
@@ -35,3 +38,42 @@ def forks() -> Iterator[Forks]:
     forks = Forks()
     yield forks
     forks.end()
+
+
+# Tiers (tests/support/tiers.py)
+
+
+class Durations:
+    """Adds up what each case takes, and writes the record when all have run."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Set-up, the test, the end."""
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """The process that hears of all tests writes."""
+        tiers.write(self.seconds)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--record-durations``."""
+    text = f"write what each test took to {tiers.RECORD.name}: after `make test ALL=1`, on an idle machine"
+    parser.addoption("--record-durations", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Under xdist the reports of all workers reach the process that started them."""
+    if config.getoption("--record-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is quick, for ``-m quick``; long files first."""
+    record = tiers.read()
+    for item in tiers.quick(items, record):
+        item.add_marker("quick")
+    tiers.longest_files_first(items, record)

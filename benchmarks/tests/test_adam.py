@@ -81,7 +81,6 @@ def test_a_fresh_process_has_its_threads_from_the_start(monkeypatch: pytest.Monk
     assert set(samples) == set(adam.PARTS) and os.environ["OMP_NUM_THREADS"] == "7"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(isinstance(build.find_compiler(), str), reason="no C++ compiler (g++ or clang++)")
 def test_first_use_is_timed_with_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "FIRST_USE", {"shardengine": adam.FIRST_USE["shardengine"]})

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.charts import draw, markdown
+from benchmarks.charts import draw, headline, markdown
 from benchmarks.import_time import import_ms
 from benchmarks.peers import DEEPSPEED_INSTALL
 from benchmarks.phases import PARTS, BlockedClock, StepTimes, breakdown, slowest
@@ -24,6 +24,7 @@ from benchmarks.reporting import RESULTS, Ratio, paired_ratio, short_cpu_name, t
 from benchmarks.step import check_losses, chosen_variants, default_targets, parse, summarise, write
 from benchmarks.variants import VARIANTS, missing
 from benchmarks.workload import REFERENCE, Setting, batch_of, make_model
+from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +189,7 @@ def test_a_round_is_its_slowest_rank() -> None:
     assert [times.total for times in slowest([steps(1.0, 4.0), steps(2.0, 3.0)])] == [2.0, 4.0]
 
 
-LATE_S = 0.8
+LATE_S = 2.0
 
 
 def count_a_wait() -> tuple[float, float]:
@@ -206,7 +207,7 @@ def count_a_wait() -> tuple[float, float]:
 
 def test_the_blocked_clock_sees_a_late_rank(pools: Callable[[int], RankPool]) -> None:
     (early, early_after), (late, _) = pools(2).run(count_a_wait)
-    assert LATE_S / 2 < early == early_after and late < LATE_S / 2  # either may be held up by other programs
+    assert LATE_S / 2 < early == early_after and late < early  # either may be held up by other programs
 
 
 def test_what_is_not_installed_is_left_out_by_default_and_refused_by_name(
@@ -221,9 +222,13 @@ def test_what_is_not_installed_is_left_out_by_default_and_refused_by_name(
         chosen_variants(TINY, ["ddp", "deepspeed-3"])
 
 
-def test_the_readme_holds_the_table_of_the_results() -> None:
-    """``python -m benchmarks.charts --markdown`` prints it."""
-    assert markdown(RESULTS, "epyc-2core") in (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+def test_the_pages_hold_the_tables_of_the_results() -> None:
+    """``python -m benchmarks.charts --markdown`` prints them."""
+    root = RESULTS.parent.parent
+    assert markdown(RESULTS, "epyc-2core") in (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    short = headline(RESULTS, "epyc-2core")
+    assert short.count("\n") == 7 and short in (root / "README.md").read_text(encoding="utf-8")
+    assert headline(RESULTS, "no-such-machine") == ""
 
 
 def test_a_smaller_run_does_not_replace_a_larger_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +261,11 @@ def run_step(*options: str) -> dict:
     size = ["--layers", "1", "--hidden", "64", "--vocabulary", "96", "--sequence", "8", "--batch", "2"]
     command = [sys.executable, "-m", "benchmarks.step", "--json", *size, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
 def test_step_times_every_variant(tmp_path: Path) -> None:
     result = run_step("--rounds", "2", "--warmup", "1", "--target", "ddp=1.0")
     assert list(result["variants"]) == [name for name in VARIANTS if name not in missing(list(VARIANTS))]
@@ -303,7 +307,6 @@ def test_every_competitor_trains_what_ddp_trains(name: str, pools: Callable[[int
     assert train("compute") != pytest.approx(expected[0], rel=1e-5)  # so the bound does tell a missing reduction
 
 
-@pytest.mark.slow
 def test_step_measures_peak_memory_per_variant() -> None:
     result = run_step("--rss", "--variants", "compute", "--ranks", "1")
     row = result["variants"]["compute"]

@@ -144,7 +144,6 @@ def few_blocks(vocabulary: int, length: int) -> Blocks:
     return Blocks(blocks.training, Rows(few, few))
 
 
-@pytest.mark.slow
 def test_a_tiny_training_in_three_precisions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardengine.engine import Core
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import Piece, memory_order
+from shardengine.stages import Placement
 
 WEIGHT, BUFFER = "weight", "buffer"
 
@@ -55,16 +56,12 @@ def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = Fal
         for parameter, state, first, values in optimizer.parameter_state(writable=writable):
             yield Part(names[parameter], state, first, values)
     for unit in core.units:
-        for bucket, _ in unit.buckets():
+        for bucket in unit.buckets():
             if bucket.layout.index >= 0 and optimizer is not None:
                 continue
-            flat, start = bucket.full, bucket.layout.start
-            if core.stage.moves_weights:
-                flat = bucket.edit_shard() if writable else bucket.shard
-                start = bucket.layout.slice_interval(bucket.rank)[0]
-            for piece in core.layout.pieces(bucket.layout):
-                if (cut := _clip(piece, start, start + flat.numel())) is not None:
-                    yield Part(names[cut.parameter], WEIGHT, cut.offset, flat[cut.start - start : cut.end - start])
+            flat, (start, end) = bucket.weights(writable=writable), bucket.interval
+            for cut in core.layout.pieces_within(bucket.layout, (start, end)):
+                yield Part(names[cut.parameter], WEIGHT, cut.offset, flat[cut.start - start : cut.end - start])
     for name, outside in core.partition.named_outside():
         order = memory_order(outside) or tuple(range(outside.dim()))
         yield Part(name, WEIGHT, 0, outside.data.permute(order).view(-1))
@@ -81,11 +78,11 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
     slices: dict[str, list[Piece]] = {}
     for flat_buffer in core.layout.flat_buffers:
         for bucket in flat_buffer.buckets:
-            interval = bucket.slice_interval(rank)
-            for piece in core.layout.pieces(bucket):
-                mine = slices.setdefault(core.layout.parameters[piece.parameter].name, [])
-                if (cut := _clip(piece, *interval)) is not None:
-                    mine.append(cut)
+            interval = bucket.interval(Placement.SHARDED, rank)
+            for name in bucket.names:
+                slices.setdefault(name, [])
+            for piece in core.layout.pieces_within(bucket, interval):
+                slices[core.layout.parameters[piece.parameter].name].append(piece)
     for part in held(core, optimizer):
         if part.state == BUFFER:
             if rank == 0 or own_buffers:
@@ -132,9 +129,3 @@ def buffer_table(core: Core) -> list[dict[str, Any]]:
         {"name": name, "shape": list(buffer.shape), "dtype": str(buffer.dtype).removeprefix("torch.")}
         for name, buffer in core.buffers.named(persistent_only=True).items()
     ]
-
-
-def _clip(piece: Piece, start: int, end: int) -> Piece | None:
-    """The part of ``piece`` inside [start, end) of its flat buffer."""
-    first, last = max(piece.start, start), min(piece.end, end)
-    return Piece(piece.parameter, first, last, piece.offset + first - piece.start) if first < last else None

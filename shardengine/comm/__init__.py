@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from shardengine.comm import agreement, meeting, mesh, rendezvous
 from shardengine.comm.agreement import compare, describe, settle_kernels, together
-from shardengine.comm.collectives import Collectives, Pending
+from shardengine.comm.collectives import Collectives, Land, Named, Pending, Subject
 from shardengine.comm.faults import Faults
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
@@ -28,11 +28,14 @@ __all__ = [
     "STEP",
     "Collectives",
     "Faults",
+    "Land",
     "Mesh",
+    "Named",
     "Pending",
     "Purpose",
     "RankFailure",
     "Store",
+    "Subject",
     "agreement",
     "compare",
     "cores",

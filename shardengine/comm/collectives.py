@@ -26,7 +26,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ from torch import Tensor
 from shardengine.comm.faults import Faults
 from shardengine.comm.flight_recorder import EVALUATE, CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.mesh import Mesh
-from shardengine.errors import CommunicationError, MismatchError
+from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.offload import BufferPool
+from shardengine.stages import Operation, Placement, operation
 from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
@@ -46,6 +47,29 @@ _SLICE = timedelta(seconds=0.5)
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Subject(Protocol):
+    """What a collective moves, for records and errors: a bucket's layout, or ``Named``."""
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The parameters in it."""
+
+
+class Named(NamedTuple):
+    """What is no bucket."""
+
+    names: Sequence[str]
+    label: str = ""
+
+
+Land = Callable[[Sequence[Tensor]], None]
+"""What becomes of the terms of a reduce-scatter."""
 
 
 class Pending:
@@ -111,11 +135,32 @@ class Collectives:
         """
         return self.mesh.backend == "gloo"
 
-    def all_gather(self, full: Tensor, names: Sequence[str], purpose: Purpose, what: str = "") -> Pending:
-        """Fill ``full`` (flat, ranks · slice elements) in place; this rank's slice is already in its place.
+    def move(
+        self,
+        full: Tensor,
+        source: Placement,
+        target: Placement,
+        what: Subject,
+        purpose: Purpose,
+        land: Land | None = None,
+    ) -> Pending:
+        """Bring a bucket, whose full-size tensor (flat) is ``full``, from one placement to another on all ranks.
 
-        names, what: the parameters and the bucket, for errors.
+        SHARDED → REPLICATED fills ``full`` in place; this rank's slice is already in its place. PARTIAL → SHARDED:
+        ``wait`` hands ``land`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``. They
+        are only lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL →
+        REPLICATED takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
         """
+        needed = operation(source, target)
+        if needed is Operation.ALL_GATHER:
+            return self._all_gather(full, what, purpose)
+        if needed is Operation.REDUCE_SCATTER and land is not None:
+            return self._reduce_scatter(full, what, purpose, land)
+        if needed in (Operation.NOTHING, Operation.LOCAL_SLICE):
+            return Pending()
+        raise InternalError(f"{what.label}: {needed.value} from {source.name} to {target.name} is no single move")
+
+    def _all_gather(self, full: Tensor, what: Subject, purpose: Purpose) -> Pending:
         mesh = self.mesh
         if mesh.ranks == 1:
             return Pending()
@@ -135,17 +180,9 @@ class Collectives:
                 return [_all_gather_single(sent, own, group=group, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        record = self._record(EVALUATE if evaluates else "gather", "all-gather", what, names, size, purpose)
-        return self._issue(record, call)
+        return self._issue(self._record(EVALUATE if evaluates else "gather", "all-gather", what, size, purpose), call)
 
-    def reduce_scatter(
-        self, full: Tensor, land: Callable[[Sequence[Tensor]], None], names: Sequence[str], what: str = ""
-    ) -> Pending:
-        """``wait`` hands ``land`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``.
-
-        They are only lent to it. It may write into ``full``, which nobody else may touch before it is called.
-        names, what: as in ``all_gather``.
-        """
+    def _reduce_scatter(self, full: Tensor, what: Subject, purpose: Purpose, land: Land) -> Pending:
         mesh = self.mesh
         if mesh.ranks == 1:
             return Pending(finish=lambda: land([full]))
@@ -163,11 +200,10 @@ class Collectives:
             land(received.split(length) if direct else [received])
             self._pool.give(received)
 
-        record = self._record("reduce", "reduce-scatter", what, names, sent, Purpose.GRADIENTS)
-        return self._issue(record, call, finish)
+        return self._issue(self._record("reduce", "reduce-scatter", what, sent, purpose), call, finish)
 
-    def broadcast(self, tensor: Tensor, names: Sequence[str], purpose: Purpose, what: str = "") -> None:
-        """Rank 0's ``tensor`` (contiguous) to all; blocks. names, what: as in ``all_gather``."""
+    def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
+        """Rank 0's ``tensor`` (contiguous) to all; blocks."""
         if self.mesh.ranks == 1:
             return
         flat = _sendable(tensor.detach().view(-1))
@@ -176,7 +212,7 @@ class Collectives:
             return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
-        self._issue(self._record("gather", "broadcast", what, names, sent, purpose), call).wait()
+        self._issue(self._record("gather", "broadcast", what, sent, purpose), call).wait()
 
     def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
@@ -191,7 +227,7 @@ class Collectives:
             return [_all_gather_single(gathered, payload, group=self.mesh.control, async_op=True)]
 
         sent = payload.numel() * (self.mesh.ranks - 1)
-        self._issue(self._record("control", "exchange", what, (), sent, Purpose.CONTROL), call).wait()
+        self._issue(self._record("control", "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
@@ -211,8 +247,8 @@ class Collectives:
         def call() -> list[dist.Work]:
             return [_all_gather_single(gathered, values, group=self.mesh.gather, async_op=True)]
 
-        record = self._record("gather", "all-gather", what, (), values.nbytes * (self.mesh.ranks - 1), Purpose.CONTROL)
-        self._issue(record, call).wait()
+        sent = values.nbytes * (self.mesh.ranks - 1)
+        self._issue(self._record("gather", "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, -1), rows
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -242,14 +278,14 @@ class Collectives:
         """Wait until every rank is here."""
         self.exchange(torch.zeros(1, dtype=torch.uint8))
 
-    def _record(
-        self, group: str, operation: str, what: str, names: Sequence[str], sent: int, purpose: Purpose
-    ) -> CollectiveRecord:
+    def _record(self, group: str, operation: str, what: Subject, sent: int, purpose: Purpose) -> CollectiveRecord:
         places = self._places
         if purpose is not Purpose.CONTROL:
             places["all"] += 1
         places[group] += 1
-        record = CollectiveRecord(places["all"], places[group], group, operation, what, tuple(names), sent, purpose)
+        record = CollectiveRecord(
+            places["all"], places[group], group, operation, what.label, tuple(what.names), sent, purpose
+        )
         # every rank issues both kinds of gathers in one order, so that one digest covers them
         self.flight_recorder.note("gather" if group == EVALUATE else group, record.summary)
         return record

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Purpose
+from shardengine.comm import Collectives, Named, Purpose
 
 
 class BufferSync:
@@ -28,7 +28,7 @@ class BufferSync:
             by_dtype.setdefault(buffer.dtype, []).append((name, buffer))
         for named in by_dtype.values():
             flat = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
-            self._collectives.broadcast(flat, [name for name, _ in named], Purpose.BUFFERS)
+            self._collectives.broadcast(flat, Named([name for name, _ in named]), Purpose.BUFFERS)
             with torch.no_grad():
                 for (_, buffer), part in zip(named, flat.split([b.numel() for _, b in named]), strict=True):
                     buffer.copy_(part.view_as(buffer))

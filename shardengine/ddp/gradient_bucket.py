@@ -46,6 +46,7 @@ from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.offload import HOST, BufferPool, CopyQueue
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
+from shardengine.stages import Placement
 
 _Then = Callable[[], None]
 
@@ -57,19 +58,29 @@ def _nothing() -> None: ...
 class Rules:
     """What stage and config say about gradients.
 
-    sharded: reduce every micro-batch (the letter S) · gathers: every rank needs the whole complete gradient · divisor:
-    1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own · reduce: in
-    which sums over ranks are rounded · accumulate: in which gradients wait for later micro-batches · scaled: the loss
-    is, so that only announced backwards are right.
+    gradients: where they rest between micro-batches · state: where optimizer state does, and so the complete gradient ·
+    divisor: 1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own ·
+    reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later micro-batches · scaled:
+    the loss is, so that only announced backwards are right.
     """
 
-    sharded: bool
-    gathers: bool
+    gradients: Placement
+    state: Placement
     divisor: int
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
     scaled: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each micro-batch is reduced at once (the letter S)."""
+        return self.gradients is Placement.SHARDED
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank needs the whole complete gradient."""
+        return self.state is Placement.REPLICATED
 
 
 class LocalSum:
@@ -174,7 +185,7 @@ class GradientBucket:
     ) -> None:
         self.bucket = bucket
         self.wire = wire
-        self.names = layout.names_in(bucket.layout)
+        self.names = bucket.layout.names
         self.pieces = {piece.parameter: piece for piece in layout.pieces(bucket.layout)}
         self.partial = LocalSum(bucket, layout, pool)
         self.late = LocalSum(bucket, layout, pool)
@@ -196,6 +207,12 @@ class GradientBucket:
     def gradient(self) -> Tensor | None:
         """What the optimizer steps with: the whole complete gradient where there is one, else this rank's slice."""
         return self.complete if self.whole is None else self.whole
+
+    @property
+    def gradient_interval(self) -> tuple[int, int]:
+        """Where ``gradient`` lies in the flat buffer."""
+        placement = Placement.SHARDED if self.whole is None else Placement.REPLICATED
+        return self.bucket.layout.interval(placement, self.bucket.rank)
 
     def name_of(self, parameter: int) -> str:
         """The name of one of the bucket's parameters."""
@@ -285,7 +302,7 @@ class GradientBucket:
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
         partial, candidates = self.partial.tensor, [self.total]
-        sized = not rules.sharded or (partial is not None and partial.numel() == self.bucket.layout.slice_length)
+        sized = not rules.sharded or self.bucket.layout.ranks == 1  # else a slice would keep all of it alive
         if partial is not None and sized and not self.leaves:
             candidates.append(self.bucket.own_slice(partial))
         for memory in candidates:
@@ -328,7 +345,7 @@ class GradientBucket:
 
     def _own_parts(self, parameters: Collection[int], other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The elements of ``parameters`` in this rank's slice, of ``complete`` and of ``other``."""
-        first, last = self.bucket.layout.slice_interval(self.bucket.rank)
+        first, last = self.bucket.layout.interval(Placement.SHARDED, self.bucket.rank)
         for parameter in self.pieces.keys() & parameters:
             start, end = max(self.pieces[parameter].start, first), min(self.pieces[parameter].end, last)
             if start < end and self.complete is not None:

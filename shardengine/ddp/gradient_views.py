@@ -375,10 +375,10 @@ class GradientViews:
     def _parts(self, index: int) -> Iterator[tuple[Tensor, int, torch.dtype]]:
         """What this rank holds: (elements as a view, number of the first among the parameter's, the values' dtype)."""
         for state in self._of[index]:
-            layout, piece, flat = state.bucket.layout, state.pieces[index], state.gradient
+            piece, flat = state.pieces[index], state.gradient
             if flat is None:
                 continue
-            first, last = layout.held_interval(flat.numel(), state.bucket.rank)
+            first, last = state.gradient_interval
             start, end = max(piece.start, first), min(piece.end, last)
             if start < end:
                 yield flat[start - first : end - first], piece.offset + start - piece.start, state.wire

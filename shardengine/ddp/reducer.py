@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Pending, Purpose
+from shardengine.comm import Collectives, Land, Pending, Purpose
 from shardengine.ddp.early_use import EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
@@ -34,6 +34,7 @@ from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue, is_apart
 from shardengine.sharding import Bucket, Layout
+from shardengine.stages import Placement
 
 _MAX_IN_FLIGHT = 3
 
@@ -363,7 +364,7 @@ class Reducer:
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            self._collectives.reduce_scatter(sent, land, state.names, state.bucket.layout.label).wait()
+            self._reduce(state, sent, land).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -399,8 +400,7 @@ class Reducer:
                 self._pool.give(sent)
             return self._gather(state, state.make_whole()) if final and rules.gathers else None
 
-        pending = self._collectives.reduce_scatter(sent, land, state.names, state.bucket.layout.label)
-        self._in_flight.append(_Flight(pending, then))
+        self._in_flight.append(_Flight(self._reduce(state, sent, land), then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
@@ -415,8 +415,13 @@ class Reducer:
         flatten([full], [0], sent)
         return sent
 
+    def _reduce(self, state: GradientBucket, full: Tensor, land: Land) -> Pending:
+        layout = state.bucket.layout
+        return self._collectives.move(full, Placement.PARTIAL, Placement.SHARDED, layout, Purpose.GRADIENTS, land)
+
     def _gather(self, state: GradientBucket, whole: Tensor) -> Pending:
-        return self._collectives.all_gather(whole, state.names, Purpose.WHOLE_GRADIENTS, state.bucket.layout.label)
+        layout = state.bucket.layout
+        return self._collectives.move(whole, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.WHOLE_GRADIENTS)
 
     def _fly(self, pending: Pending | None) -> None:
         if pending is not None:

@@ -104,8 +104,8 @@ def _assemble(
             found,
             plan,
             collectives,
-            shards_weights=stage.moves_weights,
-            whole_masters=stage.gathers_gradients,
+            weights=stage.weights_after_backward,
+            state=stage.state,
             which=which,
             homes=homes,
         )
@@ -188,8 +188,8 @@ def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     which = precision.of(config)
     several = (config.gradient_accumulation_steps or 1) > 1
     return Rules(
-        sharded=stage.reduces_every_micro_batch,
-        gathers=stage.gathers_gradients,
+        gradients=stage.gradients,
+        state=stage.state,
         divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
         wire=which.wire,
         reduce=which.reduce,

@@ -112,7 +112,7 @@ class Core:
             )
         self.note_seen()
         self.attachments.compared = True
-        for bucket in (b for unit in self.units for b, _ in unit.buckets() if unit.state is Weights.FULL):
+        for bucket in (b for unit in self.units for b in unit.buckets() if unit.state is Weights.FULL):
             if written or bucket.shelf.place != "nvme":
                 bucket.adopt_weights()
 
@@ -130,15 +130,13 @@ class Core:
         return Counter(self.collectives.sent)
 
     def publish(self, stepped: Iterable[Bucket]) -> None:
-        """Gather each bucket as soon as it is stepped, where weights rest replicated and masters do not.
+        """Each bucket, as soon as it is stepped, is gathered where weights rest replicated and masters do not.
 
         Returns when all have landed, or with ``overlap_param_gather`` at once (``deferred_gather``).
         """
         pending: list[Pending] = []
         for bucket in stepped:
-            if not self.stage.publishes_after_step:
-                continue
-            pending.append(self._gather(bucket))
+            pending.append(self._publish(bucket))
             if self.deferred_gather is not None:
                 self.deferred_gather.add_in_flight(bucket, pending.pop())
         for each in pending:
@@ -161,8 +159,7 @@ class Core:
         with torch.no_grad():
             for state in self.reducer.buckets:
                 state.bucket.adopt_master()
-                if self.stage.publishes_after_step:
-                    pending.append(self._gather(state.bucket))
+                pending.append(self._publish(state.bucket))
         try:
             yield
         finally:
@@ -170,9 +167,12 @@ class Core:
                 each.wait()
         self.note_stepped()
 
-    def _gather(self, bucket: Bucket) -> Pending:
-        names = self.layout.names_in(bucket.layout)
-        return self.collectives.all_gather(bucket.full, names, Purpose.WEIGHTS, bucket.layout.label)
+    def _publish(self, bucket: Bucket) -> Pending:
+        """From where weights are stepped to where they rest."""
+        stage = self.stage
+        return self.collectives.move(
+            bucket.full, stage.state, stage.weights_after_backward, bucket.layout, Purpose.WEIGHTS
+        )
 
     @property
     def pinned(self) -> bool:

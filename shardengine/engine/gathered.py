@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import trace
-from shardengine.comm import Purpose, compare, together
+from shardengine.comm import Named, Purpose, compare, together
 from shardengine.config import nearest
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.runtime import Unit
 from shardengine.sharding import shaped
+from shardengine.stages import Placement
 
 
 @contextmanager
@@ -64,8 +65,8 @@ def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) 
             for unit in pinned:
                 unit.unpin(core.collectives, writable=writable)
             for unit in units if writable and not core.stage.moves_weights else ():
-                for bucket, names_in in unit.buckets():
-                    core.collectives.broadcast(bucket.full, names_in, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
+                for bucket in unit.buckets():
+                    core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)
                     bucket.adopt_weights()
 
 
@@ -183,7 +184,7 @@ def _broadcast_outside(core: Core, names: list[str]) -> None:
     for name, parameter in core.partition.named_outside():
         if id(parameter) in wanted:
             values = parameter.data.contiguous()
-            core.collectives.broadcast(values, [name], Purpose.WHOLE_WEIGHTS)
+            core.collectives.broadcast(values, Named([name]), Purpose.WHOLE_WEIGHTS)
             if not parameter.is_contiguous():
                 parameter.data.copy_(values)
 
@@ -193,17 +194,18 @@ def _stream(core: Core, unit: Unit) -> dict[int, Tensor]:
     keep = core.mesh.rank == 0
     parameters = {member.index: member.parameter for member in unit.members}
     whole: dict[int, Tensor] = {}
-    for bucket, names in unit.buckets():
-        full = bucket.full
-        if core.stage.moves_weights:
+    for bucket in unit.buckets():
+        full, gathers = bucket.full, bucket.placement is Placement.SHARDED
+        if gathers:
             full = core.pool.take(bucket.layout.length, full.dtype, full.device)
             bucket.own_slice(full).copy_(bucket.shard)
-            core.collectives.all_gather(full, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label).wait()
+            move = core.collectives.move
+            move(full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS).wait()
         for piece in core.layout.pieces(bucket.layout) if keep else ():
             numel = core.layout.parameters[piece.parameter].numel
             flat = whole.setdefault(piece.parameter, torch.empty(numel, dtype=full.dtype))
             start, count = piece.start - bucket.layout.start, piece.end - piece.start
             flat[piece.offset : piece.offset + count].copy_(full[start : start + count])
-        if core.stage.moves_weights:
+        if gathers:
             core.pool.give(full)
     return {id(parameters[index]): shaped(flat, core.layout.parameters[index]) for index, flat in whole.items()}

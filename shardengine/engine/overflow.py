@@ -9,6 +9,7 @@ import torch
 from shardengine.engine.core import Core
 from shardengine.errors import LossScaleError, NonfiniteGradientError
 from shardengine.optim import LossScaler
+from shardengine.stages import Placement
 
 _SHOWN = 5
 _log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ def describe(core: Core) -> str:
     """The first parameters whose complete gradient is not finite, the same text on every rank; collective."""
     mine = []
     for state in core.reducer.buckets:
-        first, last = state.bucket.layout.slice_interval(state.bucket.rank)
+        first, last = state.bucket.layout.interval(Placement.SHARDED, state.bucket.rank)
         for piece in core.layout.pieces_within(state.bucket.layout, (first, last)):
             values = None if state.complete is None else state.complete[piece.start - first : piece.end - first]
             if values is not None and not bool(torch.isfinite(values).all()):

@@ -32,6 +32,7 @@ from shardengine.optim import ShardedOptimizer, check_options, check_owned, lr_s
 from shardengine.planner import tell_choice
 from shardengine.runtime import Unit, placing
 from shardengine.sharding import MASTER, SHARD, Bucket, Layout, Partition, in_memory_order, layout, partition
+from shardengine.stages import Placement
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
         stepped = any(specs[slot.parameter].group >= 0 for slot in flat_buffer.slots)
         masters = core.precision.master_of(dtype)
         for bucket in flat_buffer.buckets:
-            length = bucket.length if core.reducer.rules.gathers else bucket.slice_length
+            length = bucket.elements(core.stage.state)
             tier = homes.state.get(bucket.index)
             if tier is not None and stepped and (masters or homes.needs_copy(bucket.index)):
                 yield tier, {MASTER: (length, torch.float32 if masters else dtype)}
@@ -267,63 +268,63 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
     found, plan, homes = planned.partition, planned.layout, planned.homes
     flat_buffers, members = [], []
     for flat_buffer_layout in plan.flat_buffers_of.get(old.index, ()):
-        flat_buffer, shown = placing.new_flat_buffer(found, plan, flat_buffer_layout, core.mesh, homes)
+        flat_buffer, shown = placing.new_flat_buffer(
+            found, plan, flat_buffer_layout, core.mesh, core.stage.state, homes
+        )
         flat_buffers.append(flat_buffer)
         members += shown
     buckets = [bucket for flat_buffer in flat_buffers for bucket in flat_buffer.buckets]
-    weights = Destination(span for b in buckets for span in _spans(plan, b, {"weight": b.full}))
+    weights = Destination(span for b in buckets for span in _spans(plan, b, {"weight": b.full}, Placement.REPLICATED))
     inside = {id(parameter) for parameter in core.partition.inside}
     for member in members:
         if id(member.parameter) not in inside:
             spec = plan.parameters[member.index]
             weights.receive(Span(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
-    for bucket, _ in old.buckets():
-        _carry(core, bucket, {"weight": bucket.shard if bucket.separate else bucket.full}, weights)
+    for bucket in old.buckets():
+        _carry(core, bucket, {"weight": bucket.weights()}, bucket.placement, weights)
     unit = Unit(old.index, old.name, flat_buffers, members, plan)
     for member in members:
         member.parameter.grad = None
         member.show(member.view)
-    whole = core.reducer.rules.gathers
     for flat_buffer in flat_buffers:
         masters = core.precision.master_of(flat_buffer.dtype)
         for bucket in flat_buffer.buckets:
             if flat_buffer.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
-                weights_here = bucket.full if whole else bucket.own_slice(bucket.full)
-                bucket.begin_master(weights_here.float() if masters else weights_here)
+                bucket.begin_master(bucket.full.float() if masters else bucket.full)
     if core.stage.moves_weights:
         unit.detach_shards()
     for bucket in buckets:
         if bucket.layout.index >= 0:
-            optimizer.begin_state(bucket, whole=whole)
-    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.edit()))
-    for bucket, _ in old.buckets():
-        _carry(core, bucket, bucket.shelf.look(), kept)
+            bucket.begin_states(optimizer.state_names)
+    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.edit(), b.state))
+    for bucket in old.buckets():
+        _carry(core, bucket, bucket.shelf.look(), bucket.state, kept)
         bucket.shelf.drop()
     for flat_buffer in old.flat_buffers:
         flat_buffer.forsake()
     return unit
 
 
-def _spans(plan: Layout, bucket: Bucket, tensors: dict[str, Tensor]) -> Iterator[Span]:
-    """What ``tensors`` of ``bucket`` (all of it, or this rank's slice) hold."""
+def _spans(plan: Layout, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement) -> Iterator[Span]:
+    """What ``tensors`` of ``bucket``, which are placed so, hold."""
+    interval = bucket.layout.interval(placement, bucket.rank)
     for key, flat in tensors.items():
-        interval = bucket.layout.held_interval(flat.numel(), bucket.rank)
         for piece in plan.pieces_within(bucket.layout, interval):
             part = flat[piece.start - interval[0] : piece.end - interval[0]]
             yield Span(plan.parameters[piece.parameter].name, key, piece.offset, part)
 
 
-def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], target: Destination) -> None:
+def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Destination) -> None:
     """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
+    full_size = Placement.REPLICATED
     stepped = {spec.name for spec in core.layout.parameters if spec.group >= 0}
     for key, held in tensors.items():
         full = held
-        if held.numel() < bucket.layout.length:
+        if bucket.layout.elements(placement) < bucket.layout.length:
             full = core.pool.take(bucket.layout.length, held.dtype, core.mesh.device)
             bucket.own_slice(full).copy_(held)
-            names = core.layout.names_in(bucket.layout)
-            core.collectives.all_gather(full, names, Purpose.REBUILD, bucket.layout.label).wait()
-        for span in _spans(core.layout, bucket, {key: full}):
+            core.collectives.move(full, placement, full_size, bucket.layout, Purpose.REBUILD).wait()
+        for span in _spans(core.layout, bucket, {key: full}, full_size):
             if key == "weight" or span.name in stepped:
                 target.receive(span)
         if full is not held:

@@ -24,6 +24,7 @@ from shardengine.engine.gathered import agree_on_names
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import Bucket, Piece, shaped
+from shardengine.stages import Placement
 
 Flats = dict[int, dict[str, Tensor]]
 """parameter → what it is ("gradient", "weight", a state's name) → all of its elements in memory order."""
@@ -31,19 +32,11 @@ Flats = dict[int, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A bucket with wanted ``pieces`` in it. held: what this rank has of it, as long as its slice or as the bucket."""
+    """A bucket with wanted ``pieces`` in it. held: what this rank has of it, placed as optimizer state is."""
 
     bucket: Bucket
-    names: tuple[str, ...]
     pieces: list[Piece]
     held: dict[str, Tensor]
-
-    @property
-    def first(self) -> int:
-        """Where ``held`` starts, in coordinates of the flat buffer."""
-        layout = self.bucket.layout
-        whole = next(iter(self.held.values())).numel() == layout.length
-        return layout.start if whole else layout.slice_interval(self.bucket.rank)[0]
 
     def parts(self, flats: Flats) -> list[Tensor]:
         """The bucket's elements of what is wanted, as views."""
@@ -109,7 +102,7 @@ def full_grads(
                 flats = {index: _scaled(flat, sent[index], scale) for index, flat in flats.items()}
             _send(core, sources, flats)
             for source in sources:
-                _store(source, flats, source.held, source.first)
+                _store(source, flats, source.held, source.bucket.state_interval[0])
         core.schedule.on_complete()
 
 
@@ -173,7 +166,7 @@ def full_optimizer_state(
             sources = _sources(core, wanted, optimizer.held(writable=True))  # a backward inside may have fetched some
             _send(core, sources, flats)
             for source in sources:
-                _store(source, flats, source.held, source.first)
+                _store(source, flats, source.held, source.bucket.state_interval[0])
                 _store_weights(source, flats)
         chosen_steps = torch.tensor([entry["step"] for entry in entries.values()], dtype=torch.int64)
         rank0 = core.collectives.exchange(chosen_steps.view(torch.uint8), "step counts")[0].contiguous()
@@ -198,8 +191,7 @@ def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any]) -> Non
 def _store_weights(source: _Source, flats: Flats) -> None:
     """The weights follow what was written, rounded to their dtype: every copy of them that rests on this rank."""
     bucket = source.bucket
-    first = bucket.layout.slice_interval(bucket.rank)[0] if bucket.separate else bucket.layout.start
-    _store(source, flats, {"weight": bucket.edit_shard() if bucket.separate else bucket.full}, first)
+    _store(source, flats, {"weight": bucket.weights(writable=True)}, bucket.interval[0])
 
 
 # Both
@@ -216,20 +208,20 @@ def _sources(core: Core, wanted: set[int], held: dict[int, dict[str, Tensor]]) -
     for state in core.reducer.buckets:
         pieces = [piece for index, piece in state.pieces.items() if index in wanted]
         if pieces:
-            found.append(_Source(state.bucket, state.names, pieces, held[state.bucket.layout.index]))
+            found.append(_Source(state.bucket, pieces, held[state.bucket.layout.index]))
     return found
 
 
 def _read(core: Core, source: _Source, dtype: torch.dtype, flats: Flats) -> None:
     """Put the source's pieces into ``flats``, which it makes where they are missing; collective."""
-    layout, held = source.bucket.layout, source.held
-    rows, length = [held], layout.length
-    if next(iter(held.values())).numel() < layout.length:
-        length = layout.slice_length
+    bucket, layout, held = source.bucket, source.bucket.layout, source.held
+    rows, length = [held], layout.elements(bucket.state)
+    if length < layout.length:
         packed = source.bucket.full.new_empty(layout.ranks, len(held), length, dtype=dtype)
         for own, tensor in zip(packed[core.mesh.rank], held.values(), strict=True):
             own.copy_(tensor)
-        core.collectives.all_gather(packed.view(-1), source.names, Purpose.WHOLE_STATE, layout.label).wait()
+        move = core.collectives.move
+        move(packed.view(-1), bucket.state, Placement.REPLICATED, layout, Purpose.WHOLE_STATE).wait()
         rows = [dict(zip(held, row, strict=True)) for row in packed]
     for piece in source.pieces:
         numel = core.layout.parameters[piece.parameter].numel
@@ -263,7 +255,7 @@ def _send(core: Core, sources: list[_Source], flats: Flats) -> None:
     for source in sources:
         parts = source.parts(flats)
         message = torch.cat(parts)
-        core.collectives.broadcast(message, source.names, Purpose.WHOLE_STATE, source.bucket.layout.label)
+        core.collectives.broadcast(message, source.bucket.layout, Purpose.WHOLE_STATE)
         for part, sent in zip(parts, message.split([part.numel() for part in parts]), strict=True):
             part.copy_(sent)
 

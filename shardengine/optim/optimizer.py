@@ -35,6 +35,7 @@ from shardengine.optim.segments import Label, Segments
 from shardengine.optim.update import HostFlag, Part, Settings, Update, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, Bucket, Layout
+from shardengine.stages import Placement
 
 _log = logging.getLogger(__name__)
 _RATES = (
@@ -95,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def begin(self) -> None:
         """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
         for state in self._reducer.buckets:
-            self.begin_state(state.bucket, whole=self._reducer.rules.gathers)
+            state.bucket.begin_states(self.state_names)
 
     def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
@@ -105,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
-        self._segments = Segments(layout, buckets, whole=reducer.rules.gathers, numbered=self.settings.seed is not None)
+        self._segments = Segments(layout, buckets, numbered=self.settings.seed is not None)
         if self.settings.in_backward and any(self.early.can_be(state) for state in reducer.buckets):
             reducer.early.user, reducer.early.finish = self.step_early, self.early.wait
 
@@ -113,12 +114,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """The states that a bucket begins with."""
         return state_names(self.kind, self.param_groups)
-
-    def begin_state(self, bucket: Bucket, *, whole: bool) -> None:
-        """Optimizer state of ``bucket`` before its first step. whole: of all of it, not of this rank's slice."""
-        if names := self.state_names:
-            count = bucket.layout.length if whole else bucket.layout.slice_length
-            bucket.shelf.add_zeros(names, count)
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
@@ -233,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for label in spans_of.keys() - rules.keys():
                     rules[label] = self._rule(label)
                 parts = [(*rules[label], spans) for label, spans in spans_of.items()]
-                step_bucket(state, parts, update, way, whole=self._reducer.rules.gathers)
+                step_bucket(state, parts, update, way)
             update.stepped, update.torn = update.stepped + 1, False
             # 3. publish
             yield state.bucket
@@ -417,16 +412,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = dict(bucket.shelf.edit() if writable else bucket.shelf.look())
         if bucket.has_master:
             return {"weight": states.pop(MASTER), **states}
-        weight = bucket.full if self._reducer.rules.gathers else bucket.edit_shard() if writable else bucket.shard
-        return {"weight": weight, **states}
+        return {"weight": bucket.stepped_weights(writable=writable), **states}
 
     def parameter_state(self, *, writable: bool = False) -> Iterator[tuple[int, str, int, Tensor]]:
         """What this rank holds: (parameter, "weight" or state name, first element, values) per piece, as ``held``."""
         for state in self._reducer.buckets:
-            layout = state.bucket.layout
-            whole, kept = (layout.start, layout.end), self._kept(state.bucket, writable)
-            first, last = whole if self._reducer.rules.gathers else layout.slice_interval(state.bucket.rank)
-            for piece in self._layout.pieces_within(layout, (first, last)):
+            kept, (first, last) = self._kept(state.bucket, writable), state.bucket.state_interval
+            for piece in self._layout.pieces_within(state.bucket.layout, (first, last)):
                 for name, flat in kept.items():
                     yield piece.parameter, name, piece.offset, flat[piece.start - first : piece.end - first]
 
@@ -474,7 +466,7 @@ def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = Fa
 
 def _own_parts(layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
     """(parameter, first, end) of what lies in this rank's slice of ``bucket``, counted from the slice's start."""
-    interval = bucket.layout.slice_interval(bucket.rank)
+    interval = bucket.layout.interval(Placement.SHARDED, bucket.rank)
     for piece in layout.pieces_within(bucket.layout, interval):
         yield piece.parameter, piece.start - interval[0], piece.end - interval[0]
 

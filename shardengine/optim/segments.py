@@ -18,13 +18,12 @@ _PATTERNS = 2
 
 
 class Segments:
-    """Cuts ``buckets`` into spans of one label. whole: of all of a bucket, not of this rank's slice · numbered: each
-    element has a number of its own, so that spans are of single parameters."""
+    """Cuts what this rank steps of ``buckets`` into spans of one label. numbered: each element has a number of its own,
+    so that spans are of single parameters."""
 
-    def __init__(self, layout: Layout, buckets: Sequence[Bucket], *, whole: bool, numbered: bool) -> None:
+    def __init__(self, layout: Layout, buckets: Sequence[Bucket], *, numbered: bool) -> None:
         self._layout = layout
         self._buckets = buckets
-        self._whole = whole
         self._numbered = numbered
         self._made: dict[tuple[Label | None, ...], list[dict[Label, Spans]]] = {}
 
@@ -42,8 +41,7 @@ class Segments:
         return [{(group, lag + base): spans for (group, lag), spans in cut.items()} for cut in self._made[pattern]]
 
     def _cut(self, bucket: Bucket, pattern: Sequence[Label | None]) -> dict[Label, Spans]:
-        layout = bucket.layout
-        first, last = (layout.start, layout.end) if self._whole else layout.slice_interval(bucket.rank)
+        layout, (first, last) = bucket.layout, bucket.state_interval
         found: dict[Any, list[Span]] = {}
         if self._numbered:
             for piece in self._layout.pieces_within(layout, (first, last)):

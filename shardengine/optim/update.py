@@ -97,17 +97,17 @@ class Update:
         return self._moved[device]
 
 
-def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue, *, whole: bool) -> None:
+def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue) -> None:
     """Step what rests of a bucket, part by part, where its shelf is taken; then its weights are where they rest.
 
-    way: of weights that rest on another device than the shelf is stepped on · whole: every rank steps all of it.
+    way: of weights that rest on another device than the shelf is stepped on.
     """
     bucket, gradient = state.bucket, state.gradient
     if gradient is None:
         raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
     device = bucket.shelf.device
     flats = dict(bucket.shelf.take())
-    flats["weight"] = flats.pop(MASTER) if bucket.has_master else bucket.take_weights(whole=whole).to(device)
+    flats["weight"] = flats.pop(MASTER) if bucket.has_master else bucket.take_weights().to(device)
     flats["gradient"] = gradient.to(device)
     target = bucket.begin_weights() if bucket.has_master else None
     low = target

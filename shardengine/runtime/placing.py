@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from shardengine.comm import Collectives, Mesh, Purpose
+from shardengine.comm import Collectives, Mesh, Named, Purpose
 from shardengine.offload import Homes
 from shardengine.runtime.unit import Member, Unit
 from shardengine.sharding import FlatBuffer, FlatBufferLayout, Layout, Partition, Precision, dtype_of, memory_order
+from shardengine.stages import Placement
 
 
 def place(
@@ -18,16 +19,15 @@ def place(
     layout: Layout,
     collectives: Collectives,
     *,
-    shards_weights: bool,
-    whole_masters: bool,
+    weights: Placement,
+    state: Placement,
     which: Precision = Precision(),  # noqa: B008  (frozen)
     homes: Homes = Homes(),  # noqa: B008  (frozen)
 ) -> list[Unit]:
     """Move every parameter to the mesh's device, one flat buffer at a time, with rank 0's values; build the units.
 
     Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
-    there are to be any. whole_masters: every rank keeps all of them. which: as in ``analyse`` · homes: as in
-    ``FlatBuffer``.
+    there are to be any. weights: where they rest · which: as in ``analyse`` · state, homes: as in ``FlatBuffer``.
     """
     mesh = collectives.mesh
     with torch.no_grad():
@@ -35,49 +35,41 @@ def place(
             dtype = dtype_of(parameter, which)
             order = memory_order(parameter) or tuple(range(parameter.dim()))
             moved = parameter.data.permute(order).to(mesh.device, dtype).contiguous()
-            collectives.broadcast(moved, [name], Purpose.START)
+            collectives.broadcast(moved, Named([name]), Purpose.START)
             parameter.data = moved.permute([order.index(dimension) for dimension in range(len(order))])
         named = [("the root", None), *partition.units]
         units = []
         for index, (name, _) in enumerate(named):
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
-                flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, homes)
+                flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
                 masters = flat_buffer.is_stepped and which.master_of(flat_buffer.dtype)
-                _fill(flat_buffer, found, layout, collectives, masters=masters, whole_masters=whole_masters)
+                _fill(flat_buffer, found, collectives, masters=masters)
                 for member in found:
                     member.parameter.grad = None
                     member.show(member.view)
                 members += found
                 flat_buffers.append(flat_buffer)
             unit = Unit(index, name, flat_buffers, members, layout)
-            if shards_weights:
+            if weights is Placement.SHARDED:
                 unit.detach_shards()
             units.append(unit)
     return units
 
 
 def new_flat_buffer(
-    partition: Partition, layout: Layout, which: FlatBufferLayout, mesh: Mesh, homes: Homes
+    partition: Partition, layout: Layout, which: FlatBufferLayout, mesh: Mesh, state: Placement, homes: Homes
 ) -> tuple[FlatBuffer, list[Member]]:
     """A flat buffer of zeros, and the members that will show it."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
-    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank, homes)
+    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank, state, homes)
     return flat_buffer, [
         Member(slot.parameter, partition.inside[slot.parameter], flat_buffer, number)
         for number, slot in enumerate(which.slots)
     ]
 
 
-def _fill(
-    flat_buffer: FlatBuffer,
-    members: list[Member],
-    layout: Layout,
-    collectives: Collectives,
-    *,
-    masters: bool,
-    whole_masters: bool,
-) -> None:
+def _fill(flat_buffer: FlatBuffer, members: list[Member], collectives: Collectives, *, masters: bool) -> None:
     """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some.
 
     masters: the weights are low-precision ones that get some; so do those that are stepped in another tier.
@@ -88,8 +80,8 @@ def _fill(
         view.copy_(member.parameter)
     for bucket in flat_buffer.buckets:
         part = source[bucket.layout.start : bucket.layout.end]
-        collectives.broadcast(part, layout.names_in(bucket.layout), Purpose.START, bucket.layout.label)
+        collectives.broadcast(part, bucket.layout, Purpose.START)
         if wide is not None:
             bucket.full.copy_(part)
         if wide is not None or (flat_buffer.is_stepped and flat_buffer.homes.needs_copy(bucket.layout.index)):
-            bucket.begin_master(part if whole_masters else bucket.own_slice(part))
+            bucket.begin_master(part)

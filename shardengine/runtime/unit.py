@@ -24,6 +24,9 @@ from shardengine.comm import Collectives, Pending, Purpose
 from shardengine.errors import InternalError
 from shardengine.offload import Shelf
 from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
+from shardengine.stages import Placement
+
+_SHARDED, _FULL = Placement.SHARDED, Placement.REPLICATED
 
 
 class Weights(enum.Enum):
@@ -67,10 +70,6 @@ class Unit:
         self.flat_buffers = flat_buffers
         self.members = members
         self.trainable = frozenset(m.index for m in members if layout.parameters[m.index].trainable)
-        self.names = {
-            flat_buffer.layout.index: [layout.names_in(b.layout) for b in flat_buffer.buckets]
-            for flat_buffer in flat_buffers
-        }
         self.elements = sum(flat_buffer.layout.length for flat_buffer in flat_buffers)
         """Of all flat buffers, padding included."""
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
@@ -109,14 +108,14 @@ class Unit:
                     bucket.detach_shard(flat_buffer.homes.weights)
         self.reshard()
 
-    def buckets(self) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
-        """Every bucket with the names of its parameters, in layout order."""
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket, in layout order."""
         for flat_buffer in self.flat_buffers:
-            yield from zip(flat_buffer.buckets, self.names[flat_buffer.layout.index], strict=True)
+            yield from flat_buffer.buckets
 
     def shelves(self) -> Iterator[Shelf]:
         """Everything of it that rests on a shelf."""
-        for bucket, _ in self.buckets():
+        for bucket in self.buckets():
             yield bucket.shelf
             if bucket.rest is not None:
                 yield bucket.rest
@@ -132,16 +131,16 @@ class Unit:
             raise
         self._move(Weights.GATHERING)
         try:
-            for bucket, names in self.buckets():
+            for bucket in self.buckets():
                 bucket.load_shard()
-                self._pending.append(collectives.all_gather(bucket.full, names, purpose, bucket.layout.label))
+                self._pending.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
         except BaseException:
             self._abandon_gather()
             raise
 
     def fetch(self) -> None:
         """The unit is gathered soon: bring its shards from where they rest, as far as there is room."""
-        for bucket, _ in self.buckets():
+        for bucket in self.buckets():
             bucket.fetch_shard()
 
     def await_full(self) -> None:
@@ -203,10 +202,10 @@ class Unit:
         for flat_buffer in self.flat_buffers:
             fresh = flat_buffer.flat.new_empty(flat_buffer.layout.length)
             mark_weights(fresh)
-            for bucket, names in zip(flat_buffer.buckets, self.names[flat_buffer.layout.index], strict=True):
+            for bucket in flat_buffer.buckets:
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
-                collectives.all_gather(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label).wait()
+                collectives.move(part, _SHARDED, _FULL, bucket.layout, Purpose.WHOLE_WEIGHTS).wait()
             pins.append(fresh)
         self._pins = pins
         views = {
@@ -219,9 +218,9 @@ class Unit:
         """End ``pin``; with ``writable`` rank 0's contents become everybody's weights."""
         pins, self._pins = self._pins or [], None
         for flat_buffer, fresh in zip(self.flat_buffers, pins, strict=True) if writable else ():
-            for bucket, names in zip(flat_buffer.buckets, self.names[flat_buffer.layout.index], strict=True):
+            for bucket in flat_buffer.buckets:
                 part = fresh[bucket.layout.start : bucket.layout.end]
-                collectives.broadcast(part, names, Purpose.WHOLE_WEIGHTS, bucket.layout.label)
+                collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
                 bucket.edit_shard().copy_(bucket.own_slice(part))
                 if self.state is Weights.FULL:
                     bucket.full.copy_(part)
@@ -251,5 +250,6 @@ def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
         found["device"] += flat_buffer.storage_bytes
         found["cpu"] += 0 if flat_buffer.parked is None else flat_buffer.parked.nbytes
         for bucket in flat_buffer.buckets:
-            found[bucket.place] += bucket.layout.slice_length * flat_buffer.layout.itemsize if bucket.separate else 0
+            if bucket.placement is Placement.SHARDED:
+                found[bucket.place] += bucket.layout.slice_length * flat_buffer.layout.itemsize
     return found

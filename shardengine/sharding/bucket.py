@@ -10,13 +10,14 @@ backward. It is replaced where it must be left to somebody else: to a view outsi
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from shardengine.offload import HOST, Done, Homes, MemoryShelf, Shelf, Tier, host_copy, is_apart, mark
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
+from shardengine.stages import Placement
 
 SHARD = "shard"
 """The name on the shelf of weights that rest in another tier."""
@@ -83,19 +84,23 @@ def holds_weights(storage: torch.UntypedStorage) -> bool:
 class Bucket:
     """A range of a flat buffer: its ``full`` view (valid while the flat buffer is allocated) and this rank's ``shard``.
 
-    Resting replicated, the shard is a view of ``full``; resting sharded it is a tensor of its own. ``shelf`` holds what
-    the optimizer keeps of what this rank steps (its slice, or all of it): states, and the master weights where these
-    are not the weights themselves: those of low-precision weights, and those that rest in another tier. They come in
-    this order: the master weights (``begin_master``) while ``full`` is whole, ``detach_shard``, the states.
+    placement: where weights rest. REPLICATED, the shard is a view of ``full``; SHARDED (``detach_shard``) it is a
+    tensor of its own · state: where master weights and optimizer state rest, and so what this rank steps. ``shelf``
+    holds those: states, and the master weights where these are not the weights themselves: those of low-precision
+    weights, and those that rest in another tier. They come in this order: the master weights (``begin_master``) while
+    ``full`` is whole, ``detach_shard``, the states.
     """
 
-    def __init__(self, layout: BucketLayout, flat_buffer: FlatBuffer, rank: int, shelf: Shelf) -> None:
+    def __init__(
+        self, layout: BucketLayout, flat_buffer: FlatBuffer, rank: int, shelf: Shelf, state: Placement
+    ) -> None:
         self.layout = layout
         self.rank = rank
         self.flat_buffer = flat_buffer
         self.full = flat_buffer.flat[layout.start : layout.end]
         self._shard = self.own_slice(self.full)
-        self.separate = False
+        self.placement = Placement.REPLICATED
+        self.state = state
         self.rest: Shelf | None = None
         self._parked = False
         self._loaded = Done()
@@ -106,14 +111,34 @@ class Bucket:
         """Whether master weights are on the shelf."""
         return MASTER in self.shelf.sizes
 
-    def begin_master(self, values: Tensor) -> None:
-        """Master weights with ``values``, as long as what this rank steps."""
-        self.shelf.add({MASTER: values})
+    def begin_master(self, full: Tensor) -> None:
+        """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps."""
+        self.shelf.add({MASTER: full if self.state is Placement.REPLICATED else self.own_slice(full)})
+
+    def begin_states(self, names: Sequence[str]) -> None:
+        """Zeros for each optimizer state, of what this rank steps."""
+        self.shelf.add_zeros(names, self.layout.elements(self.state))
 
     def own_slice(self, full: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's full length."""
         first = self.rank * self.layout.slice_length
         return full[first : first + self.layout.slice_length]
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Where ``weights`` lie in the flat buffer."""
+        return self.layout.interval(self.placement, self.rank)
+
+    @property
+    def state_interval(self) -> tuple[int, int]:
+        """Where what this rank steps lies in the flat buffer."""
+        return self.layout.interval(self.state, self.rank)
+
+    def weights(self, *, writable: bool = False) -> Tensor:
+        """What rests on this rank: all of it where it is replicated, else the shard. writable: to be written to."""
+        if self.placement is Placement.REPLICATED:
+            return self.full
+        return self.edit_shard() if writable else self.shard
 
     @property
     def shard(self) -> Tensor:
@@ -138,7 +163,7 @@ class Bucket:
 
     def park_shard(self, *, pinned: bool) -> None:
         """A shard with memory of its own on the device leaves it until ``unpark_shard``."""
-        if self.separate and self.rest is None and not self._parked:
+        if self.placement is Placement.SHARDED and self.rest is None and not self._parked:
             self._parked, self.shard = True, host_copy(self.shard, pinned=pinned)
 
     def unpark_shard(self, device: torch.device) -> None:
@@ -148,7 +173,7 @@ class Bucket:
 
     def detach_shard(self, tier: Tier | None = None) -> None:
         """Give the shard its own memory, or a place in ``tier``, so that ``full`` can be released."""
-        self.separate = True
+        self.placement = Placement.SHARDED
         if tier is None:
             self.shard = self.shard.clone()
         else:
@@ -156,31 +181,24 @@ class Bucket:
             shelf.add({SHARD: self.shard})
             self.rest, self.shard = shelf, self.full.new_empty(0)
 
-    def stepped(self, *, whole: bool) -> Tensor:
-        """The weights that an optimizer updates, where there are no masters; ``whole``: every rank updates all."""
-        return self.full if whole else self.edit_shard()
+    def stepped_weights(self, *, writable: bool = True) -> Tensor:
+        """The weights of what this rank steps, to be written to unless it is said otherwise."""
+        if self.state is Placement.REPLICATED:
+            return self.full
+        return self.edit_shard() if writable else self.shard
 
     def adopt_master(self) -> None:
         """The master weights were written: round them to the weights."""
         if self.has_master:
-            self.edit_weights_of_master().copy_(self.shelf.look()[MASTER])
+            self.stepped_weights().copy_(self.shelf.look()[MASTER])
 
     def adopt_weights(self) -> None:
         """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
         if self.has_master:
-            weights = self.full if self._masters_all else self.shard
+            weights = self.stepped_weights(writable=False)
             if any(bool(changed.any()) for *_, changed in _written(weights, self.shelf.look()[MASTER])):
                 for weight, master, changed in _written(weights, self.shelf.edit()[MASTER]):
                     master.copy_(torch.where(changed, weight.to(master.dtype), master))
-
-    @property
-    def _masters_all(self) -> bool:
-        """Whether master weights are those of the whole bucket. At one rank the slice is everything."""
-        return self.has_master and self.shelf.length > self.layout.slice_length
-
-    def edit_weights_of_master(self) -> Tensor:
-        """The weights that the master weights are those of, to be written to."""
-        return self.full if self._masters_all else self.edit_shard()
 
     def begin_weights(self) -> Tensor:
         """The weights of the master weights, where they rest, to be written until ``end_weights``."""
@@ -188,7 +206,7 @@ class Bucket:
         if self.rest is not None and self.rest.place == "nvme":
             low = self.rest.overwrite()[SHARD]
             return low.copy_(self.shelf.take()[MASTER])  # what no group steps stays as it was
-        return self.edit_weights_of_master()
+        return self.stepped_weights()
 
     @property
     def is_stepped_apart(self) -> bool:
@@ -200,10 +218,10 @@ class Bucket:
         if self.rest is not None and self.rest.place == "nvme":
             (self.rest.put if changed else self.rest.leave)()
 
-    def take_weights(self, *, whole: bool) -> Tensor:
+    def take_weights(self) -> Tensor:
         """What is stepped where there are no master weights, until ``put_weights``."""
         self._loaded.wait_on_host()
-        return self.stepped(whole=whole) if self.rest is None else self.rest.take()[SHARD]
+        return self.stepped_weights() if self.rest is None else self.rest.take()[SHARD]
 
     def put_weights(self, stepped: Tensor) -> None:
         """``stepped``, which may be on another device than the weights rest on, become the weights."""
@@ -218,7 +236,7 @@ class Bucket:
             self.own_slice(self.full).copy_(self.rest.take()[SHARD], non_blocking=True)
             self._loaded = mark(self.flat_buffer.device)
             self.rest.leave()
-        elif self.separate:
+        elif self.placement is Placement.SHARDED:
             self.own_slice(self.full).copy_(self.shard)
 
     def fetch_shard(self) -> None:
@@ -237,7 +255,8 @@ def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor,
 class FlatBuffer:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
 
-    homes: what rests elsewhere than on ``device``.
+    state: where master weights and optimizer state of its buckets are placed · homes: what rests elsewhere than on
+    ``device``.
     """
 
     def __init__(
@@ -247,6 +266,7 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         rank: int,
+        state: Placement = Placement.SHARDED,
         homes: Homes = Homes(),  # noqa: B008  (frozen)
     ) -> None:
         self.layout = layout
@@ -256,9 +276,11 @@ class FlatBuffer:
         self.homes = homes
         self.parked: Tensor | None = None
         self._build()
-        state = homes.state
-        shelves = [state[b.index].shelf() if b.index in state else MemoryShelf(device) for b in layout.buckets]
-        self.buckets = [Bucket(bucket, self, rank, own) for bucket, own in zip(layout.buckets, shelves, strict=True)]
+        tiers = homes.state
+        self.buckets = [
+            Bucket(b, self, rank, tiers[b.index].shelf() if b.index in tiers else MemoryShelf(device), state)
+            for b in layout.buckets
+        ]
         self.poisons = [poison(dtype, spec.shape, device) for spec in specs]
 
     def _build(self) -> None:
@@ -295,7 +317,7 @@ class FlatBuffer:
 
     def release(self, *, abandon: bool = False) -> None:
         """Free the storage, unless shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
-        if all(bucket.separate for bucket in self.buckets):
+        if all(bucket.placement is Placement.SHARDED for bucket in self.buckets):
             self._free(abandon=abandon)
 
     def _free(self, *, abandon: bool = False) -> None:
@@ -325,7 +347,7 @@ class FlatBuffer:
         """Buckets are views of the storage that was built anew."""
         for bucket in self.buckets:
             bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
-            if not bucket.separate:
+            if bucket.placement is Placement.REPLICATED:
                 bucket.shard = bucket.own_slice(bucket.full)
 
     def park(self, *, pinned: bool) -> None:

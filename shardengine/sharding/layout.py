@@ -23,11 +23,12 @@ what makes results independent of the layout. Padding is zero, belongs to the la
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardengine.errors import InternalError
+from shardengine.stages import Placement
 
 ALIGN_BYTES = 64
 ALIGN_ELEMENTS = 16
@@ -95,13 +96,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order, -1: frozen."""
+    """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order, -1: frozen.
+
+    names: of the parameters that overlap it.
+    """
 
     index: int
     flat_buffer: int
     start: int
     end: int
     ranks: int
+    names: tuple[str, ...] = ()
 
     @cached_property
     def label(self) -> str:
@@ -122,14 +127,16 @@ class BucketLayout:
         """Elements of one rank's slice."""
         return self.length // self.ranks
 
-    def slice_interval(self, rank: int) -> tuple[int, int]:
-        """``rank``'s slice, in coordinates of the flat buffer."""
+    def interval(self, placement: Placement, rank: int) -> tuple[int, int]:
+        """What ``rank`` holds of a tensor that is placed so, in coordinates of the flat buffer."""
+        if placement is not Placement.SHARDED:
+            return self.start, self.end
         first = self.start + rank * self.slice_length
         return first, first + self.slice_length
 
-    def held_interval(self, elements: int, rank: int) -> tuple[int, int]:
-        """Where a tensor of ``rank`` with so many elements lies: all of the bucket, or the rank's slice."""
-        return (self.start, self.end) if elements == self.length else self.slice_interval(rank)
+    def elements(self, placement: Placement) -> int:
+        """How many elements one rank holds of a tensor that is placed so."""
+        return self.slice_length if placement is Placement.SHARDED else self.length
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class Layout:
     parameters: tuple[ParameterSpec, ...]
     flat_buffers: tuple[FlatBufferLayout, ...]
     ranks: int
-    _found: dict[tuple[int, int], tuple[tuple[Piece, ...], tuple[str, ...]]] = field(
+    _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -210,27 +217,13 @@ class Layout:
             found[flat_buffer.unit] = (*found.get(flat_buffer.unit, ()), flat_buffer)
         return found
 
-    def names_in(self, bucket: BucketLayout) -> tuple[str, ...]:
-        """Names of the parameters that overlap ``bucket``."""
-        return self._found_in(bucket)[1]
-
     def pieces(self, bucket: BucketLayout) -> tuple[Piece, ...]:
-        """The parts of parameters in ``bucket``, without padding, in order."""
-        return self._found_in(bucket)[0]
-
-    def _found_in(self, bucket: BucketLayout) -> tuple[tuple[Piece, ...], tuple[str, ...]]:
-        """Pieces and names, which every step asks for: found once per bucket."""
+        """The parts of parameters in ``bucket``, without padding, in order: found once, every step asks for them."""
         key = bucket.flat_buffer, bucket.start
-        if key not in self._found:
-            pieces = tuple(self._cut(bucket))
-            self._found[key] = pieces, tuple(self.parameters[piece.parameter].name for piece in pieces)
-        return self._found[key]
-
-    def _cut(self, bucket: BucketLayout) -> Iterator[Piece]:
-        for slot in self.flat_buffers[bucket.flat_buffer].slots_within(bucket.start, bucket.end):
-            start, end = max(slot.start, bucket.start), min(slot.end, bucket.end)
-            if start < end:
-                yield Piece(slot.parameter, start, end, start - slot.start)
+        if key not in self._pieces:
+            slots = self.flat_buffers[bucket.flat_buffer].slots_within(bucket.start, bucket.end)
+            self._pieces[key] = tuple(_pieces(slots, bucket.start, bucket.end))
+        return self._pieces[key]
 
     def pieces_within(self, bucket: BucketLayout, interval: tuple[int, int]) -> Iterator[Piece]:
         """The parts of ``pieces`` that lie in ``interval`` (flat buffer coordinates)."""
@@ -271,6 +264,14 @@ def _end_of(piece: Piece) -> int:
     return piece.end
 
 
+def _pieces(slots: Iterable[Slot], start: int, end: int) -> Iterator[Piece]:
+    """The elements of ``slots`` in [start, end), without padding."""
+    for slot in slots:
+        first, last = max(slot.start, start), min(slot.end, end)
+        if first < last:
+            yield Piece(slot.parameter, first, last, first - slot.start)
+
+
 def alignment(itemsize: int) -> int:
     """Elements of ``itemsize`` bytes to which everything is aligned."""
     return max(ALIGN_ELEMENTS, -(-ALIGN_BYTES // itemsize))
@@ -294,8 +295,12 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layou
             align = alignment(itemsize)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
+            starts = [slot.start for slot in slots]
             for start, end in _cut(slots[-1].padded_end, ranks * align, bucket_elements):
-                buckets.append(BucketLayout(next_bucket if trainable else -1, len(flat_buffers), start, end, ranks))
+                within = slots[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, end)]
+                names = tuple(specs[piece.parameter].name for piece in _pieces(within, start, end))
+                index = next_bucket if trainable else -1
+                buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names))
                 next_bucket += trainable
             flat_buffers.append(
                 FlatBufferLayout(len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets))

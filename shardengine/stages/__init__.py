@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardengine.errors import ConfigError
-from shardengine.stages.placement import Placement
+from shardengine.stages.placement import Operation, Placement, operation
 from shardengine.stages.stage import Stage, Volume
 from shardengine.stages.stage0 import STAGE0
 from shardengine.stages.stage1 import STAGE1
@@ -41,4 +41,4 @@ def select(number: int, *, reshard_after_forward: bool = True, gradient_accumula
     return replace(STAGES[name], gradients=_GRADIENT_LETTER[gradient_accumulation])
 
 
-__all__ = ["STAGES", "Stage", "Volume", "select"]
+__all__ = ["STAGES", "Operation", "Placement", "Stage", "Volume", "operation", "select"]

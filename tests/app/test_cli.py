@@ -14,6 +14,7 @@ import pytest
 from shardengine.app import inspect_checkpoint
 from shardengine.app.cli import main
 from shardengine.config.load import json_schema, load_config
+from tests.support import HANG_S
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -124,7 +125,7 @@ def test_help_and_config_import_no_heavy_optional_package():
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code, CONFIGS / "zero2.json"], cwd=root, capture_output=True, timeout=120
+        [sys.executable, "-c", code, CONFIGS / "zero2.json"], cwd=root, capture_output=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr.decode()
 

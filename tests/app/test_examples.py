@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support import HANG_S
 
 ROOT = Path(__file__).parents[2]
 LOOP = ROOT / "examples" / "own_loop.py"
@@ -31,13 +31,12 @@ def run(where: Path, ranks: int, *script: object) -> list[str]:
     done = subprocess.run(
         [*map(str, [*command, "--max-restarts", 1, *script])],
         cwd=where, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 
 
-@pytest.mark.slow
 def test_a_ddp_script_prints_the_same_with_the_one_line_that_wraps(tmp_path: Path) -> None:
     script = ROOT / "examples" / "plain_torch_loop.py"
     shown = run(tmp_path, 2, script, "--steps", 31)
@@ -45,7 +44,6 @@ def test_a_ddp_script_prints_the_same_with_the_one_line_that_wraps(tmp_path: Pat
     assert (tmp_path / "runs" / "plain_torch_loop" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_own_loop_trains_goes_on_with_other_ranks_and_survives_a_death(tmp_path: Path) -> None:
     fated = tmp_path / "fated.py"
     fated.write_text(FATED, encoding="utf-8")

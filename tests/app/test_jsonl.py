@@ -13,6 +13,7 @@ from shardengine.app import data, jsonl, loop, settings
 from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.app.test_train import CLOSE, start, tiny
+from tests.support import HANG_S
 
 __all__ = ["tiny"]  # a fixture
 ROOT = Path(__file__).parents[2]
@@ -204,12 +205,11 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text():
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     return out
 
 
-@pytest.mark.slow
 def test_train_on_examples(tiny: Path, tmp_path: Path):
     """The validation loss of the command is the mean over completions' tokens, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -233,7 +233,6 @@ def test_train_on_examples(tiny: Path, tmp_path: Path):
     assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
 
 
-@pytest.mark.slow
 def test_train_on_documents(tiny: Path, tmp_path: Path):
     documents = (EXAMPLES / "documents.jsonl").read_text(encoding="utf-8") * 4
     path = tmp_path / "documents.jsonl"

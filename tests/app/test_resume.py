@@ -27,6 +27,7 @@ from shardengine.app import command, corpus, loop, resume
 from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.app.test_train import CORPUS, start
+from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -129,6 +130,7 @@ def made(output: Path, name: str) -> Path:
 # Equal to the unbroken run
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("ranks", "stage", "more", "jsonl"),
     [
@@ -352,18 +354,17 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on(pools: Pools, tiny: Path, tmp_path: Path):
     output, whole = tmp_path / "killed", tmp_path / "whole"
     options = ["--data", tiny / "text.txt", "--steps", 60]
     process = start(tiny, *options, "--ranks", 1, "--output", output, "--save-every", 4)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_S
     while not (output / "checkpoints" / "latest").exists():
         assert process.poll() is None and time.monotonic() < deadline, "no checkpoint was made"
         time.sleep(0.01)
     for pid in reversed(tree(process.pid)):
         os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=HANG_S)
     assert not (output / "model").exists()
     assert 4 <= len(curve(output)) < 60
 
@@ -373,7 +374,7 @@ def test_a_killed_run_goes_on(pools: Pools, tiny: Path, tmp_path: Path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
     )
     assert again.returncode == 0, again.stderr
     assert "1 on" in again.stdout

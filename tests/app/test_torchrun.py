@@ -22,6 +22,7 @@ from shardengine.errors import CommunicationError
 from tests.app.test_elastic import CLOSE, calm  # noqa: F401
 from tests.app.test_resume import curve, run, tag, tags, tiny, weights  # noqa: F401
 from tests.app.test_train import CORPUS, start
+from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -57,7 +58,7 @@ if now == 6 and ranks == 2 and os.environ["NODE"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if now == 9 and once.exists():
     os.kill(agent, signal.SIGTERM)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not signal.getsignal(signal.SIGTERM).__self__.signalled and time.monotonic() < deadline:
         time.sleep(0.01)
 """
@@ -122,13 +123,12 @@ def whole(pools: Pools, tiny: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return output
 
 
-@pytest.mark.slow
 def test_a_killed_rank_under_torchrun_changes_nothing(tiny: Path, whole: Path, tmp_path: Path):  # noqa: F811
     output = tmp_path / "run"
     asked = ["--config", tiny / "config.json", "--model", tiny / "model", "--steps", STEPS, "--output", output]
     launcher: list[object] = ["--standalone", "--max-restarts", 2]
     process = torchrun(tmp_path, {**fate(tmp_path, DIES), "RANKS": "2"}, launcher, [*asked, "--save-every", 4])
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert (tmp_path / "once").exists()
     assert out.count("resumed:") == 1 and "resumed:     from step 4" in out
@@ -138,12 +138,11 @@ def test_a_killed_rank_under_torchrun_changes_nothing(tiny: Path, whole: Path, t
     assert tags(output) == [tag(8), tag(12)]
 
 
-@pytest.mark.slow
 def test_a_killed_rank_of_our_own_parent_changes_nothing(tiny: Path, whole: Path, tmp_path: Path):  # noqa: F811
     output, environment = tmp_path / "run", fate(tmp_path, DIES)
     asked = ["--ranks", 1, "--steps", STEPS, "--output", output, "--save-every", 4, "--max-restarts", 2]
     process = start(tiny, *asked, environment=environment)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     lines = [line for line in err.splitlines() if "restart" in line]
     assert lines == [
@@ -155,7 +154,6 @@ def test_a_killed_rank_of_our_own_parent_changes_nothing(tiny: Path, whole: Path
     assert weights(output) == weights(whole / "1")
 
 
-@pytest.mark.slow
 def test_a_node_leaves_and_the_other_one_goes_on_until_it_is_told_to_stop(
     pools: Pools,
     calm: Path,  # noqa: F811
@@ -175,7 +173,7 @@ def test_a_node_leaves_and_the_other_one_goes_on_until_it_is_told_to_stop(
     asked = ["--config", tmp_path / "config.json", "--model", calm / "model", "--steps", STEPS, "--output", output]
     asked += ["--save-every", 2]
     nodes = [torchrun(tmp_path, {**environment, "NODE": number}, launcher, asked) for number in "01"]
-    (out, err), _ = (node.communicate(timeout=250) for node in nodes)
+    (out, err), _ = (node.communicate(timeout=HANG_S) for node in nodes)
     assert nodes[1].returncode == -9, (out, err)
     assert (tmp_path / "exit-0-of-1").read_text(encoding="utf-8") == "0\n", (out, err)
     assert nodes[0].returncode != 0 and "SignalException" in err  # torchrun's own way to say that it was signalled

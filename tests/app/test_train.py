@@ -19,6 +19,7 @@ from shardengine.app import corpus, data, loop, report, settings, stopping
 from shardengine.app.together import Together
 from shardengine.comm import mesh
 from shardengine.errors import ConfigError, UsageError
+from tests.support import HANG_S
 
 ROOT = Path(__file__).parents[2]
 # losses of about 5 in fp32, from matrix products of other sizes and summed in another order: some 30 roundings
@@ -293,14 +294,13 @@ def validation_loss(directory: Path, text: Path) -> float:
         return float(AutoModelForCausalLM.from_pretrained(directory).eval()(**blocks.batch(slice(None))).loss)
 
 
-@pytest.mark.slow
 def test_train_end_to_end(tiny: Path, tmp_path: Path):
     output = tmp_path / "run"
     traced = tmp_path / "trace.json"
     process = start(
         tiny, "--data", tiny / "text.txt", "--ranks", 2, "--steps", 6, "--output", output, "--trace", traced
     )  # fmt: skip
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert "Traceback" not in err
 
@@ -341,23 +341,22 @@ def test_train_end_to_end(tiny: Path, tmp_path: Path):
     ]  # two micro-batches a step
 
     again = start(tiny, "--data", tiny / "text.txt", "--output", output)
-    _, err = again.communicate(timeout=120)
+    _, err = again.communicate(timeout=HANG_S)
     assert again.returncode == 2
     assert "never overwrites" in err
     assert "Traceback" not in err
 
 
-@pytest.mark.slow
 def test_sigterm_stops_all_ranks_after_a_step_and_saves(tiny: Path, tmp_path: Path):
     output = tmp_path / "run"
     asked = ["--data", tiny / "text.txt", "--ranks", 2, "--steps", 100_000, "--output", output]
     process = start(tiny, *asked, "--save-every", 100_000)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_S
     while not (output / "metrics.jsonl").exists() or '"loss"' not in (output / "metrics.jsonl").read_text("utf-8"):
         assert process.poll() is None and time.monotonic() < deadline, "no step was made"
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert "stopped at:  step" in out
     assert "of 100000" in out
@@ -366,7 +365,6 @@ def test_sigterm_stops_all_ranks_after_a_step_and_saves(tiny: Path, tmp_path: Pa
     assert (output / "checkpoints" / f"step-{rows[-1]['step']:08}" / "index.json").exists()
 
 
-@pytest.mark.slow
 def test_the_failing_ranks_own_traceback_is_shown_once(tiny: Path, tmp_path: Path):
     package = tmp_path / "pydoc_data"  # takes the place of the standard library's, and fails on rank 1
     package.mkdir()
@@ -378,7 +376,7 @@ def test_the_failing_ranks_own_traceback_is_shown_once(tiny: Path, tmp_path: Pat
     )
     output = tmp_path / "run"
     process = start(tiny, "--ranks", 2, "--steps", 5, "--output", output, environment={"PYTHONPATH": str(tmp_path)})
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert err.count("Traceback") == 1
     assert "rank 1 failed" in err

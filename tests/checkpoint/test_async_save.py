@@ -20,7 +20,7 @@ import shardengine
 from shardengine.checkpoint import atomic, directory, tensor_file
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CheckpointError, ShardEngineError
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -235,7 +235,7 @@ def fails_once(folder: str, where: str, rank: int, then: str) -> tuple[list[str]
     ):
         warnings.simplefilter("always")
         engine.save_checkpoint(folder)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while not caught and engine.rank == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         engine._saves._running[0][1].exception()
@@ -360,7 +360,7 @@ def test_the_end_of_a_process_waits(tmp_path: Path) -> None:
         "for tag in 'ab':\n    own.train(engine)\n    engine.save_checkpoint(sys.argv[1], tag)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     engine = make()

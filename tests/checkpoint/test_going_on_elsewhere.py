@@ -66,6 +66,7 @@ def assert_equal(after: list[dict[str, Any]], before: list[dict[str, Any]], wher
     assert all(flat.tobytes() == whole[1][at].tobytes() for at, flat in whole[0].items()), where
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("way", "case"),
     [

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardengine.comm.collectives import Collectives
+from shardengine.comm.collectives import Collectives, Named
 from shardengine.comm.flight_recorder import Purpose
 from shardengine.comm.mesh import Mesh
 from shardengine.errors import CommunicationError, MismatchError
 from shardengine.kernels import ordered_sum
 from tests import oracle
-from tests.support.parts import CPU, collectives
+from tests.support.parts import CPU, PARTIAL, REPLICATED, SHARDED, collectives
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -39,7 +39,7 @@ def gathers(broadcasts: bool) -> list[Any]:
     rank, ranks = link.mesh.rank, link.mesh.ranks
     full = torch.full((ranks * WIDTH,), -1.0)
     full[rank * WIDTH : (rank + 1) * WIDTH] = rank
-    link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
+    link.move(full, SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS).wait()
     expected = torch.arange(ranks).repeat_interleave(WIDTH).float()
     return [torch.equal(full, expected), dict(link.sent)]
 
@@ -66,7 +66,7 @@ def reduces(direct: bool, in_place: bool) -> list[Any]:
     for _ in range(2):  # the second time in buffers of the pool
         full = of_rank(rank, ranks, whole=not direct)
         out = full[mine] if in_place else torch.empty(WIDTH)
-        link.reduce_scatter(full, into(out), ["a"]).wait()
+        link.move(full, PARTIAL, SHARDED, Named(["a"]), Purpose.GRADIENTS, into(out)).wait()
         right &= torch.equal(out, expected)
     return [right, dict(link.sent), link._pool.allocated_bytes]
 
@@ -89,7 +89,7 @@ def smaller_operations() -> list[Any]:
     link = collectives()
     rank = link.mesh.rank
     matrix = torch.full((3, 2), float(rank + 7))
-    link.broadcast(matrix, ["a"], Purpose.START)
+    link.broadcast(matrix, Named(["a"]), Purpose.START)
     rows = link.exchange(torch.tensor([rank, 10 * rank], dtype=torch.uint8))
     link.barrier()
     objects = link.exchange_objects({"name": "é" * 3**rank, "rank": rank} if rank != 1 else None)
@@ -106,14 +106,14 @@ def different_orders(difference: str) -> str:
     """What debug mode says when ranks issue different collectives."""
     link = collectives(debug=True)
     rank, full = link.mesh.rank, torch.zeros(2 * WIDTH)
-    link.all_gather(full, ["same"], Purpose.WEIGHTS).wait()
+    link.move(full, SHARDED, REPLICATED, Named(["same"]), Purpose.WEIGHTS).wait()
     try:
         if difference == "names":
-            link.all_gather(full, [f"block {rank}"], Purpose.WEIGHTS).wait()
+            link.move(full, SHARDED, REPLICATED, Named([f"block {rank}"]), Purpose.WEIGHTS).wait()
         elif rank == 0:
-            link.all_gather(full, ["a"], Purpose.WEIGHTS, "bucket 3").wait()
+            link.move(full, SHARDED, REPLICATED, Named(["a"], "bucket 3"), Purpose.WEIGHTS).wait()
         else:
-            link.reduce_scatter(full, into(full[:WIDTH]), ["a"], "bucket 4").wait()
+            link.move(full, PARTIAL, SHARDED, Named(["a"], "bucket 4"), Purpose.GRADIENTS, into(full[:WIDTH])).wait()
     except MismatchError as error:
         return str(error)
     return "nothing"
@@ -130,10 +130,10 @@ def test_debug_mode_says_which_collectives_differ(pools: Pools) -> None:
 def test_at_one_rank_every_operation_is_the_identity_and_sends_nothing() -> None:
     link = collectives()
     full = of_rank(0, 1)
-    link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
-    link.broadcast(full, ["a"], Purpose.START)
+    link.move(full, SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS).wait()
+    link.broadcast(full, Named(["a"]), Purpose.START)
     out = torch.empty(WIDTH)
-    link.reduce_scatter(full, into(out), ["a"]).wait()
+    link.move(full, PARTIAL, SHARDED, Named(["a"]), Purpose.GRADIENTS, into(out)).wait()
     assert torch.equal(out, of_rank(0, 1)) and torch.equal(full, of_rank(0, 1))
     assert link.exchange(torch.tensor([3], dtype=torch.uint8)).tolist() == [[3]]
     assert link.exchange_objects({"a": [1]}) == [{"a": [1]}]
@@ -164,7 +164,7 @@ def second_of_two(**options: Any) -> Collectives:
 def test_an_error_when_waiting_names_operation_parameters_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: FakeWork(fails=True))
     names = [f"block.{i}.weight" for i in range(6)]
-    pending = second_of_two().all_gather(torch.zeros(2 * WIDTH), names, Purpose.WEIGHTS)
+    pending = second_of_two().move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(names), Purpose.WEIGHTS)
     with pytest.raises(CommunicationError) as caught:
         pending.wait()
     assert str(caught.value).startswith(
@@ -180,7 +180,7 @@ def test_an_error_when_starting_names_operation_parameters_and_rank(monkeypatch:
     monkeypatch.setattr(dist, "all_to_all_single", refuse)
     full = torch.zeros(2 * WIDTH)
     with pytest.raises(CommunicationError, match="reduce-scatter number 1 on rank 1 for a, b failed: no route to host"):
-        second_of_two().reduce_scatter(full, into(full[WIDTH:]), ["a", "b"])
+        second_of_two().move(full, PARTIAL, SHARDED, Named(["a", "b"]), Purpose.GRADIENTS, into(full[WIDTH:]))
 
 
 @pytest.mark.parametrize("options", [{"overlap": False}, {"debug": True}])
@@ -195,13 +195,13 @@ def test_without_overlap_a_collective_is_over_when_it_is_issued(
 
     monkeypatch.setattr(dist, "broadcast", start)
     monkeypatch.setattr(Collectives, "_compare", lambda *_args: None)
-    pending = second_of_two(**options).all_gather(torch.zeros(2 * WIDTH), ["a"], Purpose.WEIGHTS)
+    pending = second_of_two(**options).move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
     assert len(works) == 2 and pending.done()
 
 
 def test_with_overlap_a_collective_is_over_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: FakeWork())
-    pending = second_of_two().all_gather(torch.zeros(2 * WIDTH), ["a"], Purpose.WEIGHTS)
+    pending = second_of_two().move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
     assert not pending.done()
     pending.wait()
     assert pending.done()
@@ -215,7 +215,7 @@ def wait_for_a_slow_rank(late_s: float) -> list[Any]:
     if link.mesh.rank == 1:
         time.sleep(late_s)
         said.append(len(link.faults.waits()))
-    link.all_gather(full, ["a"], Purpose.WEIGHTS).wait()
+    link.move(full, SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS).wait()
     link.barrier()
     said.append(len(link.faults.waits()))
     return [full.tolist() == [0.0] * WIDTH + [1.0] * WIDTH, said]
@@ -229,7 +229,7 @@ def test_a_wait_of_many_slices_ends_well_and_is_announced_only_while_it_lasts(po
 def test_waiting_twice_sums_once() -> None:
     link = collectives()
     full, out = torch.ones(WIDTH), torch.zeros(WIDTH)
-    pending = link.reduce_scatter(full, into(out), ["a"])
+    pending = link.move(full, PARTIAL, SHARDED, Named(["a"]), Purpose.GRADIENTS, into(out))
     assert not out.any(), "the local part belongs to wait()"
     pending.wait()
     full.fill_(5)

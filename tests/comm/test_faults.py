@@ -214,7 +214,7 @@ def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pyt
     assert "cannot be reached (no answer within 0.2 s)" in one.watch(Waiting("a gather", "gather 1")).verdict()
     with pytest.raises(CommunicationError, match="cannot be reached"):
         one.meet("engine.reset()")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_the_rank_that_hosts_the_store_is_named_when_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from shardengine.comm import agreement
 from shardengine.errors import UsageError
 from shardengine.kernels import Offer, operations
 from shardengine.kernels.native import build
-from tests.support import parts
+from tests.support import HANG_S, parts
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def run_ranks(folder: Path, *changes: dict[str, str]) -> list[tuple[int, str, st
         for rank, change in enumerate(changes)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=240) for process in started]
+        said = [process.communicate(timeout=HANG_S) for process in started]
     finally:
         for process in started:
             process.kill()

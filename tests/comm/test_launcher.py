@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
 from shardengine.comm.rank_failure import describe_exit
 from shardengine.errors import ShardEngineError, UsageError
+from tests.support import HANG_S
 
 
 def summed(offset: int):
@@ -39,6 +40,7 @@ def one_raises(kind: str):
     dist.all_reduce(torch.ones(1))  # never completes: the peer is gone
 
 
+@pytest.mark.core
 def test_values_come_back_in_rank_order_and_the_group_works():
     before = dict(os.environ)
     results = launch(summed, 3, (10,))
@@ -68,7 +70,7 @@ def test_the_first_failure_is_raised_and_ends_the_others(kind: str, error: type[
     started = time.monotonic()
     with pytest.raises(error, match=text) as caught:
         launch(one_raises, 2, (kind,))
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < HANG_S
     if kind != "killed":
         cause = str(caught.value.__cause__)
         assert "Traceback of rank 1" in cause
@@ -92,7 +94,8 @@ def test_a_script_without_the_main_guard_is_told(tmp_path: Path):
     program = "from shardengine import launch\ndef f():\n    return 1\nlaunch(f, 1)\n"
     script.write_text(program, encoding="utf-8")
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | path, timeout=120)
+    environment = os.environ | path
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert done.returncode != 0
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
 

@@ -16,11 +16,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardengine.errors import CommunicationError
 from tests.engine.test_recovery import make_engine, train_through
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankFailure, RankPool
 
 TIMEOUT_S = 4.0
-SLACK_S = 12.0
+SLACK_S = 120.0
 """Asking a store that does not answer, and a busy machine."""
 
 
@@ -35,7 +35,7 @@ def rejoin(folder: str) -> None:
         place.with_suffix(".new").write_text(str(store.port))
         place.with_suffix(".new").rename(place)
     else:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while not place.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         store = TCPStore("127.0.0.1", int(place.read_text()), ranks, is_master=False)
@@ -68,7 +68,7 @@ def lose_a_rank(stage: str, host: bool, folder: str) -> None:
     train_through(engine, go_wrong, recover)
 
 
-@pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.parametrize(("stage", "ranks", "host"), [("2", 3, False), ("3", 3, True)])
 def test_a_killed_rank_is_named_by_the_error_and_by_reset(tmp_path: Path, stage: str, ranks: int, host: bool) -> None:
     with pytest.raises(RankFailure):

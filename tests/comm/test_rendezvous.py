@@ -12,6 +12,7 @@ import pytest
 from shardengine.comm import rendezvous
 from shardengine.errors import UsageError
 from tests.app.test_train import tiny
+from tests.support import HANG_S
 
 __all__ = ["tiny"]  # a fixture
 ROOT = Path(__file__).parents[2]
@@ -228,14 +229,13 @@ def test_two_processes_meet(launcher):
         for rank in range(2)
     ]
     for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, err
         words = out.split()
         assert words[:3] == [str(rank), "2", str(rank)]
         assert float(words[3]) == pytest.approx(MEAN)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("options", "ranks"), [(["--multi_gpu"], 2), (["--cpu"], 1)])
 def test_accelerate_launch(options: list[str], ranks: int, tmp_path: Path):
     """``--multi_gpu`` starts ranks through torchrun, also without a GPU; ``--cpu`` alone starts one process."""
@@ -250,7 +250,7 @@ def test_accelerate_launch(options: list[str], ranks: int, tmp_path: Path):
         env=clean(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HOME=str(tmp_path)),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -268,7 +268,6 @@ def test_the_train_command_under_slurm_is_one_rank_of_the_step(environment: dict
     assert "the launcher has started 7" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_srun_starts_the_train_command(tiny: Path, tmp_path: Path):
     output = tmp_path / "run"
     command = [sys.executable, "-m", "shardengine", "train", "--config", tiny / "config.json", "--steps", "2"]
@@ -284,7 +283,7 @@ def test_srun_starts_the_train_command(tiny: Path, tmp_path: Path):
         )
         for rank in range(2)
     ]
-    outs = [process.communicate(timeout=200) for process in processes]
+    outs = [process.communicate(timeout=HANG_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outs
     assert "2 on CPU" in outs[0][0]
     assert "finished at: step 2 of 2" in outs[0][0]

@@ -26,7 +26,7 @@ from shardengine.comm.positions import Waiting, ring
 from shardengine.comm.store_board import StoreBoard
 from shardengine.errors import CommunicationError, MismatchError
 from tests.comm.test_faults import look_twice, voices
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool, fork_context
 
@@ -366,7 +366,6 @@ engine.close()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "closes"])
 def test_a_rank_that_hosts_the_store_stays_until_the_others_have_heard(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"
@@ -384,8 +383,8 @@ def test_a_rank_that_hosts_the_store_stays_until_the_others_have_heard(tmp_path:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said, _ = ranks[1].communicate(timeout=100)
-        _, errors = ranks[0].communicate(timeout=100)
+        said, _ = ranks[1].communicate(timeout=HANG_S)
+        _, errors = ranks[0].communicate(timeout=HANG_S)
     finally:
         for process in ranks:
             process.kill()
@@ -402,7 +401,6 @@ def launched(stage: str) -> str:
     return said
 
 
-@pytest.mark.slow
 def test_a_launched_function_that_returns_before_the_others_says_so() -> None:
     with pytest.raises(RuntimeError) as caught:
         shardengine.launch(launched, 2, ("2",))
@@ -522,6 +520,7 @@ def stand_elsewhere(timeout_s: float) -> str:
         return said_by(lambda: train(engine, STEPS, STEPS + 1))
 
 
+@pytest.mark.core
 def test_a_rank_that_stands_elsewhere_is_named_with_its_last_step(pools: Pools) -> None:
     _, said = pools(2).run(stand_elsewhere, 3.0)
     assert f"Missing: rank 0 says nothing (busy elsewhere, hung or gone), last seen after step {STEPS}" in said, said

@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardengine.comm.flight_recorder import Purpose
-from tests.support import cases
+from shardengine.stages import Placement
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S / 2
 """For what should come."""
 SHORT_S = 0.2
 """For what cannot come, so that no wait is too short."""
@@ -117,12 +117,12 @@ def publish_late(folder: str, patience_s: float, stage: str, options: dict[str, 
     """Rank 1 sends no stepped weights until rank 0 has stepped all, or is out of ``step`` (overlap_param_gather)."""
     engine, signal = engine_after_a_step(stage, **options), Signal(folder, patience_s)
     collectives, optimizer = engine._core.collectives, engine.optimizer
-    plain_gather, plain_step = collectives.all_gather, optimizer.step_buckets
+    plain_move, plain_step = collectives.move, optimizer.step_buckets
 
-    def gather(full: Tensor, names: Any, purpose: Purpose, what: str = "") -> Any:
-        if engine.rank == 1 and not signal.came:
+    def gather(full: Tensor, source: Placement, *rest: Any) -> Any:
+        if engine.rank == 1 and source is Placement.SHARDED and not signal.came:
             signal.wait()
-        return plain_gather(full, names, purpose, what)
+        return plain_move(full, source, *rest)
 
     def step_all() -> Any:
         yield from plain_step()
@@ -131,7 +131,7 @@ def publish_late(folder: str, patience_s: float, stage: str, options: dict[str, 
 
     engine.backward(cases.loss_of(engine, 1, engine.rank, 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "all_gather", gather)
+        patch.setattr(collectives, "move", gather)
         patch.setattr(optimizer, "step_buckets", step_all)
         engine.step()
     if engine.rank == 0:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardengine.ddp import Reducer, Rules, no_payload
 from shardengine.sharding import layout
-from tests.support.parts import collectives, make_flat_buffers, spec, trainable_buckets
+from shardengine.stages import Placement
+from tests.support.parts import PARTIAL, REPLICATED, SHARDED, collectives, make_flat_buffers, spec, trainable_buckets
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -36,16 +37,17 @@ class Bench:
         self.flat_buffers = make_flat_buffers(self.plan, self.rank)
         buckets = trainable_buckets(self.flat_buffers)
         self.launched: list[tuple[str, ...]] = []
-        reduce_scatter = self.link.reduce_scatter
+        move = self.link.move
 
-        def noted(full: Tensor, land: Any, names: tuple[str, ...], what: str = "") -> Any:
-            self.launched.append(names)
-            return reduce_scatter(full, land, names, what)
+        def noted(full: Tensor, source: Placement, target: Placement, what: Any, *rest: Any) -> Any:
+            if source is PARTIAL:
+                self.launched.append(what.names)
+            return move(full, source, target, what, *rest)
 
-        self.link.reduce_scatter = noted  # type: ignore[method-assign, assignment]
+        self.link.move = noted  # type: ignore[method-assign, assignment]
         self.reducer = Reducer(
             self.plan, buckets, self.link, self.link._pool,
-            Rules(sharded, gathers, self.ranks if divisor is None else divisor),
+            Rules(SHARDED if sharded else PARTIAL, REPLICATED if gathers else SHARDED, divisor or self.ranks),
         )  # fmt: skip
 
     def backward(self, order: list[int], micro: int = 0, *, final: bool = True, synchronise: bool = True) -> None:
@@ -65,7 +67,7 @@ class Bench:
         """Whether this rank's slices of the complete gradients are those of ``of``."""
         expected = self.flat(of)
         for state in self.reducer.buckets:
-            first, last = state.bucket.layout.slice_interval(self.rank)
+            first, last = state.bucket.layout.interval(SHARDED, self.rank)
             if state.complete is None or not torch.equal(state.complete, expected[first:last]):
                 return False
         return True
@@ -81,7 +83,7 @@ class Bench:
 
 def test_the_hand_made_buckets_are_those_that_the_tests_speak_of() -> None:
     plan = layout.build(SPECS, 2, 32)
-    assert [plan.names_in(bucket) for bucket in plan.buckets] == BUCKET_NAMES
+    assert [bucket.names for bucket in plan.buckets] == BUCKET_NAMES
 
 
 def arrivals_in_different_orders(sharded: bool) -> list[bool]:

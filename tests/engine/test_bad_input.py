@@ -346,10 +346,10 @@ def differing(kind: str, stage: str, odd: int) -> tuple[str, float, float]:
     ],
 )  # fmt: skip
 def test_ranks_that_differ_get_one_clear_error(pools: Pools, kind: str, part: str, stage: str) -> None:
-    results = pools(3).run(differing, kind, stage, 2, timeout=20.0)
+    results = pools(3).run(differing, kind, stage, 2)
     for rank, (text, seconds, loss) in enumerate(results):
         assert "no error" not in text and part in text, f"rank {rank}: {text}"
         if not (rank == 2 and kind in RAISE_THERE):
             assert text.startswith("MismatchError") and "rank 2" in text, f"rank {rank}: {text}"
-        assert seconds < 10
+        assert seconds < 50
         assert loss == truth(3, 1).losses[0][rank][0], "the processes are usable afterwards"

@@ -20,7 +20,7 @@ from tests.support.ranks import RankPool
 from tests.support.special_models import Boom
 
 Pools = Callable[[int], RankPool]
-SOON_S = 20
+SOON_S = 300
 """Far below the engines' ``timeout_s``, far above what a loaded machine needs."""
 
 
@@ -86,7 +86,7 @@ def test_after_a_torn_update_loading_a_checkpoint_is_the_way_back(
 
 def fail_again(stage: str) -> dict[str, Any]:
     """Every rank raises in a forward and catches it; in the same forward, begun anew, rank 1 raises alone."""
-    engine = make_engine(stage, 60)
+    engine = make_engine(stage, 2 * SOON_S)
     said: list[str] = []
     started = 0.0
 
@@ -158,7 +158,7 @@ def faulty_in(call: str) -> int:
 
 
 def fail_in_calls(stage: str, folder: str) -> dict[str, Any]:
-    engine = make_engine(stage, 60)
+    engine = make_engine(stage, 2 * SOON_S)
     said: dict[str, tuple[str, float]] = {}
     unnamed: list[str] = []
 

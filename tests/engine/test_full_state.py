@@ -104,7 +104,7 @@ def reads(model: str, kind: str, micros: int, bucket: int, options: dict[str, An
                 name: None if entry is None else {k: v if k == "step" else out(v) for k, v in entry.items()}
                 for name, entry in states.items()
             }
-        cut = [name for b in engine._core.layout.buckets for name in engine._core.layout.names_in(b)]
+        cut = [name for b in engine._core.layout.buckets for name in b.names]
         found[stage] = {
             "gradients": shown, "states": whole, "strides": strides, "ids": ids, "names": list(named),
             "cut": len(cut) > len(set(cut)),
@@ -210,7 +210,7 @@ def counts(stage: str) -> dict[str, Any]:
     name = "blocks.1.0.weight"
     layout = engine._core.layout
     found: dict[str, Any] = {
-        "buckets": sum(name in layout.names_in(bucket) for bucket in layout.buckets), "all": len(layout.buckets),
+        "buckets": sum(name in bucket.names for bucket in layout.buckets), "all": len(layout.buckets),
     }  # fmt: skip
     backward(engine, "mlp", 0)
     for key, open_it in (("gradient", engine.full_grads), ("state", engine.full_optimizer_state)):

@@ -28,8 +28,9 @@ from shardengine.optim import lr_schedules
 from shardengine.optim.optimizer import ShardedOptimizer
 from shardengine.runtime import placing
 from shardengine.runtime.unit import Unit
+from shardengine.sharding import Bucket
 from shardengine.sharding.bucket import FlatBuffer
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -138,7 +139,7 @@ class Broken:
         monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(FlatBuffer, "allocate"), (Collectives, "all_gather")])
+@pytest.mark.parametrize(("owner", "name"), [(FlatBuffer, "allocate"), (Collectives, "move")])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_gather_that_fails_is_not_taken_for_a_finished_one(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
@@ -170,7 +171,7 @@ def start_fails_on_one_rank(stage: str, place: str) -> dict[str, Any]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            Broken(patch, ShardedOptimizer, place, 1)
+            Broken(patch, Bucket if place == "begin_states" else ShardedOptimizer, place, 1)
         try:
             cases.make_engine(model, cases.config_of(stage))
         except Exception as error:
@@ -180,7 +181,7 @@ def start_fails_on_one_rank(stage: str, place: str) -> dict[str, Any]:
     return {"text": text, "whole": whole, "losses": result["losses"]}
 
 
-@pytest.mark.parametrize("place", ["begin", "begin_state", "lay_out"])
+@pytest.mark.parametrize("place", ["begin", "begin_states", "lay_out"])
 @pytest.mark.parametrize("stage", list(cases.STAGES))
 def test_a_start_that_fails_on_one_rank_leaves_the_model_whole(pools: Pools, stage: str, place: str) -> None:
     zero, one = pools(2).run(start_fails_on_one_rank, stage, place)
@@ -292,7 +293,7 @@ def test_engines_beside_and_after_each_other_under_torchrun(tmp_path: Path) -> N
     script.write_text(ENGINE_AFTER_ENGINE, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout.count("all closed") == 2, done.stderr[-3000:]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import shardengine
 from shardengine.engine import monitors
 from shardengine.errors import ConfigError, UsageError
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
 
@@ -257,7 +257,7 @@ def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
         "import os, sys\nfrom pathlib import Path\nfrom tests.engine import test_monitors as own\n"
         "engine = own.small(monitor=own.section(sys.argv[1], 'csv', 'jsonl'))\nown.train(engine, 3)\nos._exit(9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=HANG_S, check=False)
     assert done.returncode == 9
     assert [row[0] for row in rows_of(tmp_path / "job" / "metrics.csv")] == ["step", "1", "2", "3"]
     assert len((tmp_path / "job" / "metrics.jsonl").read_text().splitlines()) == 3

@@ -381,7 +381,7 @@ def test_other_type_errors_are_not_explained(engine: Any) -> None:
 def write_as_advised(stage: str) -> tuple[bool, bool]:
     """What the answer to ``load_module_state_dict`` says, done."""
     made: Any = cases.make_engine(Net(), cases.config_of(stage, bf16={"enabled": True}), "AdamW")
-    new = {"linear.weight": torch.full((2, 2), 0.5), "linear.bias": torch.tensor([3.0, -1.0])}
+    new = {"linear.weight": torch.full((2, 2), 2.5), "linear.bias": torch.tensor([3.0, -1.0])}
     with made.full_params(writable=True):
         made.module.load_state_dict(new)
     masters, weights = {}, made.state_dict()

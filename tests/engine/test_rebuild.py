@@ -261,15 +261,15 @@ def peak_of_a_change(frozen: int) -> tuple[int, int, int, int]:
         engine.backward(engine(x).square().mean())
         engine.step()
         engine._core.pool.clear()
-        all_gather = engine._core.collectives.all_gather
+        move = engine._core.collectives.move
 
-        def observed(full: Any, names: Any, purpose: Purpose, *what: str) -> Any:
+        def observed(full: Any, source: Any, target: Any, what: Any, purpose: Purpose, *land: Any) -> Any:
             if purpose is Purpose.REBUILD:
-                assert what and "bucket" in what[0], "an error would not name it"
+                assert "bucket" in what.label, "an error would not name it"
                 samples.append(sum(live_storages().values()))
-            return all_gather(full, names, purpose, *what)
+            return move(full, source, target, what, purpose, *land)
 
-        engine._core.collectives.all_gather = observed
+        engine._core.collectives.move = observed
         set_trainable(model, True)
         engine(x)
         layout, ranks = engine._core.layout, engine.world_size

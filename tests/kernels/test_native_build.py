@@ -16,6 +16,7 @@ import pytest
 from shardengine.errors import UsageError
 from shardengine.kernels import native, operations
 from shardengine.kernels.native import build, library
+from tests.support import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(isinstance(build.find_compiler(), str), reason="no C++ compiler (g++ or clang++)")
@@ -228,7 +229,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {str(Path(build.__file__).parent)!r}); import build; b = build.library()"
     command = [sys.executable, "-c", program + "; print(b.path, b.temporary)"]
     started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    said = {process.communicate(timeout=120)[0] for process in started}
+    said = {process.communicate(timeout=HANG_S)[0] for process in started}
     assert len(said) == 1 and said.pop().strip().endswith(".so False")
     assert log.read_text().splitlines() == ["one"]
 

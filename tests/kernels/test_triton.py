@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shardengine import kernels
+from tests.support import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -39,12 +40,15 @@ def test_there_are_interpreted_tests() -> None:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
-    """All files at once, each with its output in a file."""
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
+    """All files that are asked for at once, each with its output in a file."""
+    asked = {name for item in request.session.items for name in FILES if item.name == f"test_interpreted[{name}]"}
     started = {}
     # numpy, which the interpreter computes with, warns of infinities that are declared results
     options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    for file in FILES:
+    for file in sorted(asked):
         output = tmp_path_factory.mktemp("interpreted") / "output"
         with output.open("wb") as stream:
             command = [sys.executable, "-m", "pytest", *options, f"tests/kernels/interpreted/{file}"]
@@ -56,11 +60,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.parametrize("file", FILES)
 def test_interpreted(file: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     process, output = running[file]
-    code = process.wait(timeout=600)
+    code = process.wait(timeout=HANG_S)
     text = output.read_text(encoding="utf-8")
     assert code == 0 and " passed" in text, text
 

@@ -20,8 +20,6 @@ from benchmarks import compile_kernels
 from benchmarks.compile_kernels import TARGETS, Compiled, Variant
 from benchmarks.reporting import RESULTS
 
-pytestmark = pytest.mark.slow
-
 FUSED = re.compile(r"\bfma\.\w+(?:\.\w+)*\.f(?:32|64)\b")
 INEXACT = re.compile(r"\.ftz\b|\bdiv\.(?:full|approx)|\bsqrt\.approx|\brsqrt\b|\brcp\.approx")
 

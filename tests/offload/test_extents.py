@@ -22,6 +22,7 @@ from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme import lease
 from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
+from tests.support import HANG_S
 
 SMALL = Aio(block_size=8192, queue_depth=3, thread_count=2)
 COUNTS = [0, 1, 4095, 4096, 4097, 8192, 8193, 3 * 8192, 100_001]
@@ -267,7 +268,7 @@ def test_nothing_is_held_of_what_is_done(tmp_path: Path) -> None:
     for transfer in transfers:
         transfer.wait()
     del memory, area
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     while not gone and time.monotonic() < until:  # a thread lets go of it a moment after the transfer is done
         gc.collect()
     assert gone == [True]

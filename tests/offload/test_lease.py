@@ -25,6 +25,7 @@ from shardengine.offload.nvme import disk, lease
 from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 from shardengine.offload.nvme.lease import DATA, LOCK, PREFIX, Lease, remove_abandoned
 from tests.offload.test_extents import random_bytes, read
+from tests.support import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Aio(block_size=8192, queue_depth=3)
@@ -113,7 +114,7 @@ def test_a_new_directory_that_is_taken_for_a_dead_one(
 
 def takes_a_lease_and_dies(directory: Path, seed: int) -> int:
     """Many lives in one, of which some end without tidying up. How many were not whole until their end?"""
-    signal.alarm(60)  # no life is longer
+    signal.alarm(int(HANG_S))  # no life is longer
     chance, lost = random.Random(seed), 0
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
@@ -142,7 +143,7 @@ def test_many_that_start_and_die_at_once(tmp_path: Path) -> None:
 
 
 def writes_for_ever(directory: Path, pipe: int) -> None:
-    signal.alarm(60)  # no life is longer
+    signal.alarm(int(HANG_S))  # no life is longer
     file, memory = ExtentFile(directory, "rank 3", SMALL), staging(300_000)
     extents = [file.allocate(300_000) for _ in range(4)]
     for number in itertools.count():
@@ -275,7 +276,7 @@ def test_collected_in_one_of_its_own_threads(tmp_path: Path, monkeypatch: pytest
     go_on.set()
     transfer.wait()
     assert not memory.any() and closed.wait(20)
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_S
     while list(tmp_path.iterdir()) and time.monotonic() < until:
         time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
@@ -307,7 +308,7 @@ ENDS = {"return": "", "exit": "sys.exit(5)", "exception": "raise ValueError('min
 def test_the_end_of_an_interpreter(tmp_path: Path) -> None:
     """With transfers under way, at whatever end: it neither hangs nor crashes, and nothing is left."""
     script = LIVES.format(ends=ENDS, directory=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout.splitlines() == ["return 0", "exit 5", "exception 1", "reference 0"], done.stderr
     assert done.stderr.count("Error") == 1 and done.stderr.strip().endswith("ValueError: mine"), done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(ENDS)

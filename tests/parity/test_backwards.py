@@ -253,7 +253,7 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int, low_wire: bo
 def test_equals_oracle(pools: Callable[[int], RankPool], case: tuple[str, int], stage: str, run: str) -> None:
     name, ranks = case
     kind, steps, _, options = ALL_RUNS[run]
-    results = pools(ranks).run(train_case, name, stage, run, timeout=60.0)
+    results = pools(ranks).run(train_case, name, stage, run)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
     expected = truth(name, kind, ranks, order, steps, "communication_data_type" in options)
     assert_equal_to_truth(results, expected, run)

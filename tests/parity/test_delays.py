@@ -77,6 +77,7 @@ def train_delayed(chosen: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[d
 BF16 = {"bf16": {"enabled": True}}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("micros", "options"), [(1, {}), (3, {}), (3, BF16)], ids=["1", "3", "3, bf16"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_delays_change_no_bit(pools: Pools, ranks: int, micros: int, options: dict[str, Any]) -> None:

@@ -302,7 +302,7 @@ def truth(name: str, kind: str, ranks: int, micros: int, order: str, clip: float
 
 
 def assert_case(pools: Pools, name: str, ranks: int, kind: str, micros: int, config: dict[str, Any]) -> None:
-    results = pools(ranks).run(train, name, kind, micros, config, timeout=180.0)
+    results = pools(ranks).run(train, name, kind, micros, config)
     stage = next(key for key, zero in cases.STAGES.items() if zero.items() <= config["zero_optimization"].items())
     order = cases.LETTER[stage] if micros > 1 else "full"
     assert_equal_to_truth(results, truth(name, kind, ranks, micros, order, config["gradient_clipping"]), name)

@@ -78,6 +78,7 @@ def everywhere(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("ranks", "model", "kind", "micros", "precision"),
     [

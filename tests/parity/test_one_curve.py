@@ -203,6 +203,7 @@ def dtypes_of(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("model", "ranks", "options"), FURTHER_POINTS)
 def test_further_points_have_one_hash(pools: Pools, model: str, ranks: int, options: dict[str, Any]) -> None:
     chosen = [

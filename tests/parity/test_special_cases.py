@@ -68,6 +68,6 @@ def chosen(every: list[tuple[str, int]], runs: list[str]) -> list[Row]:
 def test_equals_oracle(pools: Callable[[int], RankPool], case: tuple[str, int], stage: str, run: str) -> None:
     name, ranks = case
     kind, steps, _, _ = RUNS[run]
-    results = pools(ranks).run(train_case, name, stage, run, timeout=60.0)
+    results = pools(ranks).run(train_case, name, stage, run)
     order = cases.LETTER[stage] if CASES[name].micros > 1 else "full"
     assert_equal_to_truth(results, truth(name, kind, ranks, order, steps), run)

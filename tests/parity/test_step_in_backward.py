@@ -63,6 +63,7 @@ def train(model: str, kind: str, configs: dict[str, dict[str, Any]], steps: int)
     return results
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("ranks", "model", "kind", "micros", "precision"),
     [

@@ -25,6 +25,7 @@ def test_ruff() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.full  # a minute where there is no cache
 def test_mypy() -> None:
     done = run_tool("mypy")
     assert done.returncode == 0, done.stdout + done.stderr

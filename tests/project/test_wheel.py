@@ -65,7 +65,6 @@ def the_hook(folder: Path) -> Any:
 
 
 @compiled
-@pytest.mark.slow
 def test_a_wheel_made_with_a_compiler_works_without_one(tmp_path: Path) -> None:
     wheel, said = built(tmp_path, {})
     tag = wheel.name.removesuffix(".whl").split("-", 2)[2]
@@ -123,7 +122,6 @@ def test_an_editable_install_and_an_sdist_compile_nothing(tmp_path: Path, monkey
 
 
 @compiled
-@pytest.mark.slow
 def test_a_wheel_made_from_an_sdist_holds_the_library(tmp_path: Path) -> None:
     archive, _ = built(tmp_path / "first", {}, "sdist")
     subprocess.run(["tar", "xzf", str(archive), "-C", str(tmp_path)], check=True)

@@ -137,6 +137,7 @@ def check(pools: Callable[[int], RankPool], ranks: int, runs: list[tuple[str, st
         assert_equal_to_truth([answer[number][0] for answer in answers], expected, run)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("way", "backend", "ranks"),
     [(way, "eager", 2) for way in WAYS] + [(way, "aot_eager", 1) for way in WAYS if way != "plain"],

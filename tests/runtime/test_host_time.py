@@ -24,6 +24,7 @@ from shardengine.runtime.prefetch_order import Prediction
 from shardengine.sharding import layout
 from shardengine.sharding.layout import Layout, ParameterSpec
 from tests.support import cases
+from tests.support.parts import SHARDED
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -145,18 +146,16 @@ def plan_of(layers: int) -> Layout:
     return layout.build(specs, 2, 336)
 
 
-@pytest.mark.parametrize("which", ["pieces", "within", "names", "segments"])
+@pytest.mark.parametrize("which", ["pieces", "within", "segments"])
 def test_a_bucket_costs_the_same_in_a_model_of_any_size(which: str) -> None:
     def ask(plan: Layout, number: int) -> None:
         bucket = plan.buckets[number]
         if which == "pieces":
             list(plan.pieces(bucket))
         elif which == "within":
-            list(plan.pieces_within(bucket, bucket.slice_interval(1)))
-        elif which == "names":
-            plan.names_in(bucket)
+            list(plan.pieces_within(bucket, bucket.interval(SHARDED, 1)))
         else:
-            plan.segments(bucket, bucket.slice_interval(1), lambda _parameter: 0)
+            plan.segments(bucket, bucket.interval(SHARDED, 1), lambda _parameter: 0)
 
     counts = []
     for layers in (30, 120, 480):
@@ -170,7 +169,7 @@ def test_a_bucket_costs_the_same_in_a_model_of_any_size(which: str) -> None:
 def test_a_bucket_is_cut_once() -> None:
     plan = plan_of(30)
     bucket = plan.buckets[4]
-    assert plan.pieces(bucket) is plan.pieces(bucket) and plan.names_in(bucket) is plan.names_in(bucket)
+    assert plan.pieces(bucket) is plan.pieces(bucket)
 
 
 # What is ahead, and buffers that wait

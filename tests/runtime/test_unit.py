@@ -19,7 +19,7 @@ SPECS = [spec("b", 7), spec("a", 4, 5), spec("f", 3, trainable=False)]
 def sharded_unit() -> tuple[Unit, list[nn.Parameter]]:
     """Its shards lie in memory of their own, as on several ranks."""
     unit, parameters = make_unit(SPECS)
-    for bucket, _ in unit.buckets():
+    for bucket in unit.buckets():
         bucket.detach_shard()
     unit.reshard()
     return unit, parameters

@@ -106,10 +106,10 @@ def test_a_storage_that_numpy_has_seen_is_released_all_the_same() -> None:
 def test_a_shard_is_a_view_of_this_ranks_slice_until_it_is_detached() -> None:
     bucket = one_flat_buffer(rank=1).buckets[1]
     bucket.full.copy_(torch.arange(32))
-    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and not bucket.separate
+    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and bucket.weights() is bucket.full
     bucket.detach_shard()
     bucket.full.zero_()
-    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and bucket.separate
+    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and bucket.weights() is bucket.shard
 
 
 def test_a_detached_shard_is_loaded_into_its_slice_alone() -> None:

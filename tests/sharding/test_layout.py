@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardengine.errors import InternalError
 from shardengine.sharding import layout
 from shardengine.sharding.layout import FIRST_BUCKET_ELEMENTS, FlatBufferLayout, Layout, ParameterSpec, alignment
-from tests.support.parts import ITEMSIZES, spec
+from tests.support.parts import ITEMSIZES, SHARDED, spec
 
 RANKS = st.integers(1, 5)
 CAPS = st.integers(1, 600)
@@ -66,7 +66,7 @@ def test_every_parameter_has_one_slot_and_no_two_overlap(listed: list[ParameterS
 def test_everything_starts_at_64_bytes_and_at_16_elements(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
     for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
         starts = [slot.start for slot in flat_buffer.slots]
-        starts += [bucket.slice_interval(rank)[0] for bucket in flat_buffer.buckets for rank in range(ranks)]
+        starts += [bucket.interval(SHARDED, rank)[0] for bucket in flat_buffer.buckets for rank in range(ranks)]
         starts += [edge for bucket in flat_buffer.buckets for edge in (bucket.start, bucket.end)]
         assert all(start % 16 == 0 and start * flat_buffer.itemsize % 64 == 0 for start in starts)
 
@@ -89,7 +89,7 @@ def test_buckets_tile_their_flat_buffer_within_the_cap(listed: list[ParameterSpe
 def test_slices_tile_their_bucket(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
     for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
         for bucket in flat_buffer.buckets:
-            slices = [bucket.slice_interval(rank) for rank in range(ranks)]
+            slices = [bucket.interval(SHARDED, rank) for rank in range(ranks)]
             assert slices[0][0] == bucket.start and slices[-1][1] == bucket.end
             assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
             assert {end - start for start, end in slices} == {bucket.slice_length}
@@ -106,7 +106,7 @@ def test_pieces_tile_every_parameter(listed: list[ParameterSpec], ranks: int, ca
                 assert bucket.start <= piece.start < piece.end <= bucket.end
                 assert piece.offset == covered[piece.parameter]
                 covered[piece.parameter] += piece.end - piece.start
-            assert plan.names_in(bucket) == tuple(listed[p.parameter].name for p in plan.pieces(bucket))
+            assert bucket.names == tuple(listed[p.parameter].name for p in plan.pieces(bucket))
         assert covered == {slot.parameter: slot.numel for slot in flat_buffer.slots}
 
 
@@ -128,7 +128,7 @@ def test_segments_cut_a_slice_exactly_where_the_label_changes(
     for flat_buffer in plan.flat_buffers:
         label_of = {i: labels[slot.parameter] for slot in flat_buffer.slots for i in range(slot.start, slot.padded_end)}
         for bucket in flat_buffer.buckets:
-            for interval in [bucket.slice_interval(rank) for rank in range(ranks)] + [(bucket.start, bucket.end)]:
+            for interval in [bucket.interval(SHARDED, rank) for rank in range(ranks)] + [(bucket.start, bucket.end)]:
                 expected = []
                 for label, run in itertools.groupby(range(*interval), label_of.get):
                     members = list(run)
@@ -166,7 +166,7 @@ def test_the_worked_example_of_the_docstring_is_true() -> None:
     assert alignment(4) == 16 and flat_buffer.length == 64
     assert slots == {"a": (0, 20, 32), "b": (32, 39, 48)}
     assert [(bucket.start, bucket.end) for bucket in plan.buckets] == [(0, 32), (32, 64)]
-    slices = [[bucket.slice_interval(rank) for rank in (0, 1)] for bucket in plan.buckets]
+    slices = [[bucket.interval(SHARDED, rank) for rank in (0, 1)] for bucket in plan.buckets]
     assert slices == [[(0, 16), (16, 32)], [(32, 48), (48, 64)]]
     for line in (
         "slots    a: [0, 20) padded to 32          b: [32, 39) padded to 48",

@@ -272,7 +272,7 @@ def truth(name: str, ranks: int, micros: int, order: str) -> oracle.Trace:
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_oracle_at_every_stage(pools: Pools, name: str, ranks: int) -> None:
     micros = 2 if ranks == 2 else 1
-    results = pools(ranks).run(train, name, list(cases.STAGES), micros, timeout=120.0)
+    results = pools(ranks).run(train, name, list(cases.STAGES), micros)
     for number, stage in enumerate(cases.STAGES):
         order = cases.LETTER[stage] if micros > 1 else "full"
         assert_equal_to_truth([rank[number] for rank in results], truth(name, ranks, micros, order), f"stage {stage}")

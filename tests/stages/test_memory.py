@@ -264,6 +264,7 @@ def assert_formula(count: Count, formula: Formula, whole_gradient: int) -> None:
         assert said["live_state_bytes"] == formula.states
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("letter", [None, "full", "sharded"])
 def test_model_state_is_the_formula(pools: Pools, letter: str | None, ranks: int) -> None:

@@ -25,7 +25,7 @@ from tests.stages.test_memory import (
     observe,
     only_new_tensors,
 )
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 from tests.support.sizes import padded
 
@@ -112,7 +112,7 @@ def transient(mixed: bool) -> int:
 
 def settled_bytes(engine: Engine) -> int:
     """Bytes alive before the first step, as soon as no communication thread holds on to what was sent last."""
-    said, deadline = engine.memory(), time.monotonic() + 5
+    said, deadline = engine.memory(), time.monotonic() + HANG_S
     while True:
         live = sum(live_storages().values())
         if live == said["live_weight_bytes"] + said["live_state_bytes"] or time.monotonic() > deadline:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import HANG_S
+
 WIDTH, BLOCKS, BUCKET, BUFFERS = 2500, 8, 2_000_000, 3
 SLACK = 64 << 20
 """Bytes that no formula knows: activations, the allocator's own, a thread's stack."""
@@ -58,7 +60,7 @@ def run(folder: str) -> dict[str, float]:
     command = [sys.executable, "-c", SCRIPT, folder]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # so that what is freed goes back to the system
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

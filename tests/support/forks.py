@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import os
 import pickle
 import select
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.offload import direct_io
+from tests.support import HANG_S
 from tests.support.ranks import fork_context
 
-START_S, LIFE_S = 120.0, 60.0
 NO_FILE_SYSTEM, NO_NETWORK = "no file system of its own", "no network of its own"
 """What a life says where it may not have one."""
 
@@ -40,7 +41,7 @@ class Forks:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()
-        assert self._pipe.poll(START_S), "the process that forks did not start"
+        assert self._pipe.poll(HANG_S), "the process that forks did not start"
         self._pipe.recv()
 
     def live(
@@ -48,17 +49,17 @@ class Forks:
         life: Callable[..., Any],
         *args: Any,
         ranks: int = 1,
-        kill_after: float | None = None,
+        kill_at: tuple[int, float] | None = None,
         disk: tuple[str, int] | None = None,
         network: bool = False,
     ) -> list[list[Any]]:
         """What each of ``ranks`` lives said; a traceback among it is raised here.
 
-        kill_after: seconds from the first word of rank 0 until all are killed · disk: (mount point, bytes) ·
-        network: a loopback interface of their own.
+        kill_at: (n, share): all are killed after the n-th word of rank 0, when the next one is this share of the way:
+        as long as the one before took · disk: (mount point, bytes) · network: a loopback interface of their own.
         """
-        self._pipe.send((life, args, ranks, kill_after, disk, network))
-        assert self._pipe.poll(2 * LIFE_S), "no answer: a hang"
+        self._pipe.send((life, args, ranks, kill_at, disk, network))
+        assert self._pipe.poll(2 * HANG_S), "no answer: a hang"
         said: list[list[Any]] = self._pipe.recv()
         for rank, words in enumerate(said):
             for word in words:
@@ -94,7 +95,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _lives(
-    life: Callable[..., Any], args: Any, ranks: int, kill_after: float | None, disk: tuple[str, int] | None,
+    life: Callable[..., Any], args: Any, ranks: int, kill_at: tuple[int, float] | None, disk: tuple[str, int] | None,
     network: bool,
 ) -> list[list[Any]]:  # fmt: skip
     ends = [os.pipe() for _ in range(ranks)]
@@ -116,7 +117,7 @@ def _lives(
         os._exit(0)
     for _, write in ends:
         os.close(write)
-    said = _listen([read for read, _ in ends], leader, kill_after)
+    said = _listen([read for read, _ in ends], leader, kill_at)
     os.waitpid(leader, 0)
     return said
 
@@ -139,27 +140,28 @@ def _without(say: Callable[[Any], None], _rank: int, what: str) -> None:
     say(what)
 
 
-def _listen(reads: list[int], leader: int, kill_after: float | None) -> list[list[Any]]:
+def _listen(reads: list[int], leader: int, kill_at: tuple[int, float] | None) -> list[list[Any]]:
     data = dict.fromkeys(reads, b"")
-    kill_at, end = None, time.monotonic() + LIFE_S
+    kill, end = math.inf, time.monotonic() + HANG_S
+    heard = [time.monotonic()]
     left = set(reads)
     while left:
-        now = time.monotonic()
-        until = min(end, end if kill_at is None else kill_at)
-        ready = select.select(list(left), [], [], max(until - now, 0))[0]
+        until = min(end, kill)
+        ready = select.select(list(left), [], [], max(until - time.monotonic(), 0))[0]
         for read in ready:
             chunk = os.read(read, 1 << 16)
             data[read] += chunk
             if not chunk:
                 left.discard(read)
                 os.close(read)
-        if kill_after is not None and kill_at is None and data[reads[0]]:
-            kill_at = time.monotonic() + kill_after
-        if time.monotonic() >= until and not ready:
+        said = len(list(_words(data[reads[0]])))
+        heard += [time.monotonic()] * (said + 1 - len(heard))
+        if kill_at is not None and kill == math.inf and said >= kill_at[0]:
+            kill = heard[-1] + kill_at[1] * (heard[-1] - heard[-2])
+        if time.monotonic() >= until:
             with suppress(ProcessLookupError):
                 os.killpg(leader, signal.SIGKILL)
-            kill_at, end = None, end + 5
-            kill_after = None
+            kill, end, kill_at = math.inf, time.monotonic() + HANG_S, None
     return [list(_words(data[read])) for read in reads]
 
 

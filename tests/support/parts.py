@@ -15,8 +15,10 @@ from shardengine.runtime.unit import Member, Unit
 from shardengine.sharding import layout
 from shardengine.sharding.bucket import Bucket, FlatBuffer
 from shardengine.sharding.layout import Layout, ParameterSpec
+from shardengine.stages import Placement
 from tests.support.cases import mesh_of_this_process
 
+REPLICATED, SHARDED, PARTIAL = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
 CPU = torch.device("cpu")
 ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
 

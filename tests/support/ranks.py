@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 120.0
+from tests.support import HANG_S
+
 IMPORTED = ["tests.support.cases", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
 """What the process that forks imports before: it must start no thread."""
 
@@ -65,7 +66,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANG_S, **kwargs: Any) -> list[Any]:
         """Call ``function`` on every rank; its results in rank order."""
         if not self._processes:
             self._start()
@@ -108,7 +109,7 @@ class RankPool:
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
-        self._collect(START_TIMEOUT_S)
+        self._collect(HANG_S)
 
     def _collect(self, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout

@@ -1,0 +1,154 @@
+"""The numbers that pages quote in sentences and small tables are those of benchmarks/results, rounded as written there.
+
+The large tables are compared whole where their benchmarks are tested (`charts`). An interval that neither they nor this
+file make from results fails the last test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.charts import TABLES, label
+from benchmarks.variants import BASE, VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@cache
+def result(name: str) -> Any:
+    """One file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@cache
+def page(name: str) -> str:
+    """A page in one line."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def interval(ratio: Any, digits: int) -> str:
+    """As pages write it."""
+    return f"{ratio['median']:.{digits}f} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
+
+
+def adam(part: str, name: str) -> Any:
+    """A row of one thread."""
+    rows = result("adam-xeon-2core")["threads"]["1"]
+    return next(row for row in rows if (row["part"], row["name"]) == (part, name))
+
+
+def other_runs() -> str:
+    """The table of one rank, and of a second machine."""
+    lines = []
+    one, two = result("step-n1-epyc-2core")["variants"], result("step-xeon-2core")["variants"]
+    for name in two:
+        if name == BASE:
+            continue
+        cells = [f"**{label(name)}**" if VARIANTS[name].family == "shardengine" else label(name)]
+        for row in (one.get(name) if name != "compute" else None, two[name]):
+            cells.append(interval(row["ratio"], 3) if row else "")
+            cells.append(f"{row['target']:.2f}: {row['verdict']}" if row and "target" in row else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return " ".join(" ".join(lines).split())
+
+
+def versions(variant: str) -> str:
+    """The ratio of two versions."""
+    return interval(result("versions-epyc-2core")["variants"][variant]["ratio"], 3)
+
+
+def convergence(precision: str, label: str) -> str:
+    """A row of the table of losses."""
+    row = result("convergence-epyc-2core")["precisions"][precision]
+    difference = f"{row['difference']['validation']:+.3f}".replace("-", "−")
+    return f"| {label} | {difference} | {row['bound']:.2f}: {row['verdict']}"
+
+
+BENCHMARKS, PRECISION, OFFLOAD = "docs/benchmarks.md", "docs/precision.md", "docs/offload.md"
+QUOTES: list[tuple[str, Callable[[], str]]] = [
+    (BENCHMARKS, other_runs),
+    (BENCHMARKS, lambda: f"takes {versions('ours-3')} of the earlier one's time at stage 3"),
+    (
+        BENCHMARKS,
+        lambda: f"{versions('ours-2')} ({result('versions-epyc-2core')['variants']['ours-2']['verdict']}) at stage 2",
+    ),
+    (BENCHMARKS, lambda: f"| **shardengine** | {interval(as_ratio(adam('step', 'shardengine')), 3)} |"),
+    (BENCHMARKS, lambda: f"| DeepSpeedCPUAdam | {interval(as_ratio(adam('step', 'DeepSpeedCPUAdam')), 3)} |"),
+    (BENCHMARKS, lambda: f"| torch.optim.Adam | {interval(as_ratio(adam('step', 'torch.optim.Adam')), 3)} |"),
+    (
+        BENCHMARKS,
+        lambda: (
+            f"takes torch {adam('update', 'torch')['ratio']:.2f} and DeepSpeedCPUAdam "
+            f"{adam('update', 'DeepSpeedCPUAdam')['ratio']:.2f} times as long"
+        ),
+    ),
+    (BENCHMARKS, lambda: f"in {first_use('shardengine'):.1f} s (DeepSpeed's: {first_use('DeepSpeedCPUAdam'):.0f} s)"),
+    (
+        BENCHMARKS,
+        lambda: f"runs at {interval(result('nvme-xeon-2core')['rows']['pipeline']['of']['raw both, 8 × 4 MiB'], 2)} of",
+    ),
+    (BENCHMARKS, lambda: f"takes {import_time()}"),
+    (BENCHMARKS, lambda: f"{result('checkpoint-epyc-2core')['state_bytes'] / 1e6:.0f} MB of weights"),
+    (OFFLOAD, lambda: f"× {interval(result('in_backward-xeon-2core')['rows']['beside']['of_after'], 2)} of the time"),
+    (PRECISION, lambda: convergence("bf16", "bf16 with master weights")),
+    (PRECISION, lambda: convergence("bf16-autocast", "autocast to bf16")),
+    (PRECISION, lambda: convergence("fp16", fp16_label())),
+    (PRECISION, lambda: convergence("bf16-pure-stochastic", "bf16 without master weights, stochastic rounding")),
+    (PRECISION, lambda: convergence("bf16-pure", "bf16 without master weights, rounded to nearest")),
+    (
+        PRECISION,
+        lambda: (
+            "Another seed of fp32 makes a difference of "
+            f"{result('convergence-epyc-2core')['spread']['between_two']:.2f}."
+        ),
+    ),
+]
+
+
+def as_ratio(row: Any) -> dict[str, float]:
+    """Of a row of ``adam.py``."""
+    return {"median": row["ratio"], "low": row["low"], "high": row["high"]}
+
+
+def first_use(name: str) -> float:
+    """Seconds that a library takes to be built."""
+    return float(result("adam-xeon-2core")["first_use_seconds"][name]["built"])
+
+
+def fp16_label() -> str:
+    """With the steps that were left out."""
+    skipped = result("convergence-epyc-2core")["precisions"]["fp16"]["skipped_steps"]
+    return f"fp16 ({min(skipped)} to {max(skipped)} steps skipped by the dynamic scale)"
+
+
+def import_time() -> str:
+    """Beside torch's, with its verdict."""
+    found = result("import_time-epyc-2core")
+    over = found["over_torch_ms"]
+    return (
+        f"{over['median']:.0f} ms [{over['low']:.0f}, {over['high']:.0f}] on top of `import torch` "
+        f"(target {found['target_ms']:.0f}: {found['verdict']};"
+    )
+
+
+@pytest.mark.parametrize("index", range(len(QUOTES)))
+def test_what_is_quoted_is_what_was_measured(index: int) -> None:
+    where, text = QUOTES[index]
+    assert text() in page(where)
+
+
+@pytest.mark.parametrize("name", ["README.md", BENCHMARKS, PRECISION, OFFLOAD])
+def test_no_interval_is_quoted_that_no_result_has(name: str) -> None:
+    """An interval that no test above, and no table of ``charts``, makes from results."""
+    known = " ".join([*(text() for _, text in QUOTES), *(make(RESULTS, "epyc-2core") for make in TABLES)])
+    found = re.findall(r"\d+(?:\.\d+)?(?: ms)? \[\d+(?:\.\d+)?, \d+(?:\.\d+)?\]", page(name))
+    assert not [interval for interval in found if interval not in known]
+    assert found or name == PRECISION

@@ -1,0 +1,150 @@
+"""The code in the README and in docs runs: scripts whole, other blocks and configs on a small model, on two ranks.
+
+A block that begins with imports is a script of its own. Other Python blocks of a page find ``engine``, ``batch`` and
+``loss`` as a reader would have them, and are the middle of a step: the engine trains before and after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardengine
+from tests.support import HANG_S
+from tests.support.ranks import RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("getting-started", "choosing-a-stage", "training-loop", "offload", "precision", "checkpoints")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+RANKS = 2
+GIVEN = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """The fenced blocks of one language."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(rf"^( *)```{kind}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    return [dedent(block) for _, block in found]
+
+
+def is_script(block: str) -> bool:
+    """Whether it stands alone."""
+    return "import shardengine\n" in block
+
+
+SCRIPTS = [(page, block) for page in PAGES for block in blocks(page, "python") if is_script(block)]
+PARTS = [(page, block) for page in PAGES for block in blocks(page, "python") if not is_script(block)]
+CONFIGS = [(page, block) for page in PAGES for block in blocks(page, "json")]
+
+
+class GPT2Block(nn.Module):
+    """Named as the block that the pages list in ``units``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A residual."""
+        return x + self.linear(x).relu()
+
+
+class Output(dict[str, Any]):
+    """With a ``loss``, as Hugging Face models return it."""
+
+    @property
+    def loss(self) -> Any:
+        """The entry."""
+        return self["loss"]
+
+
+class Model(nn.Module):
+    """Called as a Hugging Face model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([GPT2Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> Output:
+        """The mean of the squares."""
+        for block in self.blocks:
+            x = block(x)
+        return Output(loss=x.square().mean())
+
+
+def as_config(block: str) -> dict[str, Any]:
+    """With what a fragment leaves to the reader."""
+    return GIVEN | json.loads(block)
+
+
+def run_script(block: str, folder: str) -> None:
+    """As ``torchrun`` would."""
+    torch.manual_seed(0)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+        exec(compile(block, "script", "exec"), {"__name__": "__main__"})
+
+
+def run_part(block: str, config: dict[str, Any], folder: str) -> float:
+    """A step, the block after a backward of its own, a step; the last loss."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+        torch.manual_seed(0)
+        engine = shardengine.initialize(Model(), config)
+        batch = {"x": torch.randn(4, 16)}
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        given: dict[str, Any] = {"engine": engine, "batch": batch, "torch": torch, "Path": Path}
+        if "engine.backward(loss)" in block:
+            given["loss"] = engine(**batch).loss
+        exec(compile(block, "part", "exec"), given)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        engine.close()
+        return float(loss)
+
+
+def test_the_pages_have_code() -> None:
+    assert len(SCRIPTS) >= 4 and len(PARTS) >= 5 and len(CONFIGS) >= 5
+    assert SCRIPTS[0][0] == "README.md"
+
+
+@pytest.mark.parametrize("index", range(len(SCRIPTS)), ids=lambda index: f"{SCRIPTS[index][0]}-{index}")
+def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: int) -> None:
+    _, block = SCRIPTS[index]
+    if "shardengine.launch" not in block:
+        pools(RANKS).run(run_script, block, str(tmp_path))
+        assert "save_pretrained" not in block or list(tmp_path.rglob("model.safetensors"))
+        return
+    script = tmp_path / "train.py"
+    script.write_text(block, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    norms = json.loads(done.stdout)
+    assert len(norms) == RANKS and norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("index", range(len(PARTS)), ids=lambda index: f"{PARTS[index][0]}-{index}")
+def test_parts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: int) -> None:
+    config = GIVEN | {"zero_optimization": {"stage": 3}}
+    first, second = pools(RANKS).run(run_part, PARTS[index][1], config, str(tmp_path))
+    assert first == second
+
+
+@pytest.mark.parametrize("index", range(len(CONFIGS)), ids=lambda index: f"{CONFIGS[index][0]}-{index}")
+def test_configs_train(pools: Callable[[int], RankPool], tmp_path: Path, index: int) -> None:
+    first, second = pools(RANKS).run(run_part, "", as_config(CONFIGS[index][1]), str(tmp_path))
+    assert first == second

@@ -1,0 +1,92 @@
+"""Which tests are quick, decided at collection by what they cost, so that nobody has to think of it.
+
+`make test` runs the quick ones, `make test ALL=1` every one. What a test costs was recorded:
+`tests/data/durations.json` holds, for each test function, how many cases it had and the seconds of all of them
+(``--record-durations`` writes it).
+
+- Of each function as many cases are quick as fit into ``BUDGET_S``, spread evenly over the list of its cases.
+- Where not even one fits, one is quick if it takes no more than ``LONGEST_S``.
+- ``@pytest.mark.core``: then the first case is quick whatever it costs. For promises of which every test is long.
+- ``@pytest.mark.full``: never quick. For costs that the record does not show.
+- A function that was not recorded is quick: whoever writes a test runs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+RECORD = Path(__file__).parents[1] / "data" / "durations.json"
+BUDGET_S, LONGEST_S = 0.6, 3.0
+
+Record = Mapping[str, tuple[int, float]]
+"""Test function ("file::function") → its cases, their seconds."""
+
+
+def function_of(nodeid: str) -> str:
+    """``"tests/a.py::test_b[1-x]"`` → ``"tests/a.py::test_b"``."""
+    return nodeid.split("[", 1)[0]
+
+
+def read(path: Path = RECORD) -> Record:
+    """The record; empty where there is none."""
+    if not path.exists():
+        return {}
+    return {name: (cases, seconds) for name, (cases, seconds) in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def write(seconds: Mapping[str, float], path: Path = RECORD) -> None:
+    """Record what a run of everything took. seconds: of each case."""
+    cases: dict[str, list[float]] = defaultdict(list)
+    for nodeid, each in seconds.items():
+        cases[function_of(nodeid)].append(each)
+    lines = [f"{json.dumps(name)}: [{len(each)}, {sum(each):.2f}]" for name, each in sorted(cases.items())]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def cost(nodeid: str, record: Record) -> float:
+    """Seconds of one case; 0 where its function was not recorded."""
+    cases, seconds = record.get(function_of(nodeid), (1, 0.0))
+    return seconds / cases
+
+
+def chosen(count: int, each_s: float) -> set[int]:
+    """Which of ``count`` cases that take ``each_s`` are quick."""
+    fit = count if count * each_s <= BUDGET_S else int(BUDGET_S / each_s + 1e-9)
+    if fit == 0 and each_s <= LONGEST_S:
+        fit = 1
+    return {round(number * (count - 1) / max(fit - 1, 1)) for number in range(fit)}
+
+
+def quick(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]:
+    """Those of ``items`` that are quick."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[function_of(item.nodeid)].append(item)
+    for function, cases in functions.items():
+        numbers = chosen(len(cases), cost(function, record))
+        if not numbers and cases[0].get_closest_marker("core") is not None:
+            numbers = {0}
+        for number in numbers if cases[0].get_closest_marker("full") is None else ():
+            yield cases[number]
+
+
+def longest_files_first(items: list[pytest.Item], record: Record) -> None:
+    """Sort by what a file's tests cost together, so that no worker begins a long file when the others are done."""
+    files: dict[str, float] = defaultdict(float)
+    for item in items:
+        files[_file_of(item)] += cost(item.nodeid, record)
+    items.sort(key=lambda item: -files[_file_of(item)])
+
+
+def total(nodeids: Iterable[str], record: Record) -> float:
+    """Seconds of those cases one after the other."""
+    return sum(cost(nodeid, record) for nodeid in nodeids)
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.split("::", 1)[0]
