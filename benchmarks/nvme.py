@@ -41,8 +41,8 @@ from benchmarks.disk import takes_direct
 from benchmarks.reporting import MIN_ROUNDS, machine, paired_ratio, table, verdict, write_result
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.offload.extents import Aio, Extent, ExtentFile, Transfer
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile, IORequest
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WAYS = ((1 << 20, 8), (4 << 20, 8), (8 << 20, 4))
@@ -148,7 +148,7 @@ class States:
         """One step of all states: read, updated and written, three extents at a time."""
         self.steps += 1
         buffers, count = self.buffers, len(self.buffers)
-        writes: list[Transfer | None] = [None] * count
+        writes: list[IORequest | None] = [None] * count
         reads = [self.file.read(self.extents[0], buffers[0])]
         for index, extent in enumerate(self.extents):
             following = index + 1
@@ -172,8 +172,8 @@ class States:
         return torch.equal(self.buffers[0], self.twin)
 
 
-def _all(call: Callable[[Extent, Tensor], Transfer], extents: Sequence[Extent], buffers: Sequence[Tensor]) -> None:
-    under_way: list[Transfer] = []
+def _all(call: Callable[[Extent, Tensor], IORequest], extents: Sequence[Extent], buffers: Sequence[Tensor]) -> None:
+    under_way: list[IORequest] = []
     for index, extent in enumerate(extents):
         if index >= len(buffers):
             under_way[index - len(buffers)].wait()

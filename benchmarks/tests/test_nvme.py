@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.disk import takes_direct
 from benchmarks.nvme import HEADER, States, cells, main, parse, summarise
-from shardengine.offload.extents import Aio
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme.extent_file import Aio
 
 
 @pytest.mark.parametrize("buffers", [3, 4])

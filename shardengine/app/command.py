@@ -27,7 +27,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from shardengine.app import corpus, job, resume, stopping
-from shardengine.app.restarts import Death, Decision, Restarts, death
+from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.app.settings import (
     BUILTIN,
     DEFAULT_LENGTH,
@@ -41,7 +41,7 @@ from shardengine.app.settings import (
     reserve_output,
 )
 from shardengine.app.together import Together
-from shardengine.comm import default_ranks, mesh, rank_environment, rendezvous
+from shardengine.comm import RankFailure, default_ranks, mesh, rank_environment, rendezvous
 from shardengine.config import Config, timeout_of
 from shardengine.errors import ConfigError, UsageError
 
@@ -191,7 +191,7 @@ def _check_loads(model: str) -> None:
         raise UsageError(f"--model {model}: expected a Hugging Face causal LM with its tokenizer: {error}") from None
 
 
-def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> Death | None:
+def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankFailure | None:
     """Start the ranks, wait for them; how one died. name: what the launch is called, at every restart the same."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -213,10 +213,10 @@ def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> Death
     return None
 
 
-def _explain(dead: Death, settings: Settings, note: str) -> int:
+def _explain(dead: RankFailure, settings: Settings, note: str) -> int:
     """Print the failing rank's own traceback, or how a rank died that could not say anything; returns the exit code."""
-    if dead.failure is not None and dead.is_usage:
-        raise UsageError(dead.failure.text)
+    if dead.is_usage and dead.trace:
+        raise UsageError(dead.message)
     print(dead.text, *([note] if note else []), sep="\n", file=sys.stderr)
     print(f"what was written so far is in {settings.output}{resume.hint(settings.output)}", file=sys.stderr)
     return 1

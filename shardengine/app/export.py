@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from shardengine.app.report import size
-from shardengine.checkpoint import directory
+from shardengine.checkpoint import check_free, directory, new_directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import hugging_face
-from shardengine.interchange.aside import check_free, new_directory
 from shardengine.interchange.stored import RUN, Found, Stored, choose, find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}

@@ -12,47 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardengine.app import resume, stopping
-from shardengine.app.stopping import Failure
-from shardengine.comm import describe_exit
+from shardengine.comm import RankFailure
 
 _USAGE_CODE = 2
 """What a rank ends with that found the user's input wrong before it could say so."""
 
 
-@dataclass(frozen=True)
-class Death:
-    """How an attempt ended: what the first rank that failed said, or how one died that could not say anything."""
-
-    rank: int
-    failure: Failure | None
-    code: int
-
-    @property
-    def is_usage(self) -> bool:
-        """Whether the user has to repair something first."""
-        return self.code == _USAGE_CODE if self.failure is None else self.failure.is_usage
-
-    @property
-    def line(self) -> str:
-        """One line: ``rank 1 was killed by SIGKILL (…)``, ``rank 0 failed: ValueError: …``."""
-        if self.failure is None:
-            return f"rank {self.rank} {describe_exit(self.code)}"
-        return f"rank {self.rank} failed: {self.failure.line}"
-
-    @property
-    def text(self) -> str:
-        """The same with the whole traceback."""
-        return self.line if self.failure is None else f"rank {self.rank} failed:\n{self.failure.text.rstrip()}"
-
-
-def death(control: Path, codes: Mapping[int, int]) -> Death:
+def death(control: Path, codes: Mapping[int, int]) -> RankFailure:
     """Who died first. codes: the exit codes of the ranks that did not end with 0."""
     killed = [(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]  # that is torchrun
     failure = stopping.first_failure(control)
     if failure is not None and (failure.is_usage or not killed):
-        return Death(failure.rank, failure, 1)
+        return failure
     rank, code = killed[0] if killed else next(iter(codes.items()))
-    return Death(rank, None, code)
+    return RankFailure(rank, code, is_usage=code == _USAGE_CODE)
 
 
 @dataclass(frozen=True)
@@ -72,7 +45,7 @@ class Restarts:
         self._made = 0
         self._found: tuple[str, int] | None = None  # the last checkpoint at the last restart
 
-    def again(self, dead: Death) -> Decision:
+    def again(self, dead: RankFailure) -> Decision:
         """Whether there is another attempt, which is then counted.
 
         Never after wrong input; not when ranks die for the second time in a row without a new checkpoint in between.

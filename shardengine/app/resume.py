@@ -25,7 +25,7 @@ from shardengine.app.data import Blocks
 from shardengine.app.report import Progress
 from shardengine.app.settings import BUILTIN, Settings, default_model_cache, keep_batch, read_config
 from shardengine.app.together import Together
-from shardengine.checkpoint import Checkpoint, directory
+from shardengine.checkpoint import Checkpoint, directory, write_text
 from shardengine.config import load_config
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError, UsageError
@@ -182,7 +182,7 @@ def drop_later(output: Path, loaded: str, steps: int) -> None:
 
     A checkpoint to which somebody gave a name stays.
     """
-    directory.write_text(output / FOLDER / LATEST, f"{loaded}\n")
+    write_text(output / FOLDER / LATEST, f"{loaded}\n")
     for tag in _saved(output):
         if step_of(tag) > steps:
             shutil.rmtree(directory.place_of(output / FOLDER, tag), ignore_errors=True)
@@ -310,7 +310,7 @@ def write_run(settings: Settings, ranks: int) -> None:
         "first_ranks": settings.first_ranks or ranks,
         "job": settings.job,
     }
-    directory.write_text(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
+    write_text(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
 
 
 def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Between the parent and its ranks. Owns: the request to stop, and the failing rank's traceback. Knows no training.
+"""Between the parent and its ranks. Owns: the request to stop, and the way of a failure home. Knows no training.
 
 The parent makes a directory and hands its path down in an environment variable. A file ``stop`` in it asks every rank
 to end after the current step (the ranks agree on which one, see loop). A rank that fails leaves ``failure-<rank>.json``
-there; the earliest one is the cause, the others only lost their peer.
+there (comm/rank_failure.py says which one is the cause).
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import json
 import os
 import signal
 import sys
-import time
-import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from shardengine.errors import CommunicationError, ConfigError, MismatchError, UsageError
+from shardengine.comm import RankFailure
 
 CONTROL = "SHARDENGINE_CONTROL_DIR"
 
@@ -48,47 +46,17 @@ class StopRequest:
         self.signalled = True
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank ended. ``text`` is its traceback, or only the message where the user's input was wrong.
-
-    line: the exception's type and the first line of its message.
-    """
-
-    time_ns: int
-    rank: int
-    is_usage: bool
-    is_consequence: bool
-    line: str
-    text: str
-
-
 def report_failure(error: BaseException) -> None:
     """Tell the parent why this rank failed; without a parent of ours, print it."""
-    trace = "".join(traceback.format_exception(error))
     folder = os.environ.get(CONTROL)
-    rank = int(os.environ.get("RANK", "0"))
+    failure = RankFailure.of(int(os.environ.get("RANK", "0")), error)
     if folder is None:
-        print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        print(f"rank {failure.rank} failed:\n{failure.trace}", file=sys.stderr, flush=True)
         return
-    is_usage = isinstance(error, ConfigError | UsageError)
-    failure = Failure(
-        time_ns=time.time_ns(),
-        rank=rank,
-        is_usage=is_usage,
-        is_consequence=isinstance(error, MismatchError | CommunicationError),
-        line=_first_line(error),
-        text=str(error) if is_usage else trace,
-    )
-    target = Path(folder) / f"failure-{rank}.json"
+    target = Path(folder) / f"failure-{failure.rank}.json"
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     partial.rename(target)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = "".join(traceback.format_exception_only(error)).splitlines()
-    return next((line for line in lines if not line.startswith(" ")), "")  # a SyntaxError begins with its place
 
 
 def forget_failures(folder: Path) -> None:
@@ -97,7 +65,7 @@ def forget_failures(folder: Path) -> None:
         path.unlink()
 
 
-def first_failure(folder: Path) -> Failure | None:
+def first_failure(folder: Path) -> RankFailure | None:
     """The failure of the rank that failed first by itself, not because of another; None if no rank said why."""
-    found = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
-    return min(found, key=lambda failure: (failure.is_consequence, failure.time_ns), default=None)
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("failure-*.json")]
+    return RankFailure.first(RankFailure(**json.loads(text)) for text in texts)

@@ -5,7 +5,7 @@ background the same behind training
 contents   what an engine holds, by name and flat interval             fit        what of it is where in a checkpoint
 index      the JSON form, checked before it is believed                state      what is no tensor
 tensor_file, reader   writing a file, reading ranges of many          directory  names on disk
-model_facts   what Hugging Face wants to know
+model_facts   what Hugging Face wants to know                         atomic     whole or not at all
 
 Must not know: the training loop. Nothing in here imports what a checkpoint names: loading one executes no code.
 """
@@ -13,8 +13,8 @@ Must not know: the training loop. Nothing in here imports what a checkpoint name
 from __future__ import annotations
 
 from shardengine.checkpoint import contents, directory, index
+from shardengine.checkpoint.atomic import check_free, new_directory, write_text
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
-from shardengine.checkpoint.directory import sync_directory, write_text
 from shardengine.checkpoint.loading import Checkpoint, load
 from shardengine.checkpoint.reader import Reader
 from shardengine.checkpoint.saving import finish, save
@@ -27,13 +27,14 @@ __all__ = [
     "Checkpoint",
     "Reader",
     "Stream",
+    "check_free",
     "contents",
     "directory",
     "finish",
     "header_of",
     "index",
     "load",
+    "new_directory",
     "save",
-    "sync_directory",
     "write_text",
 ]

@@ -17,6 +17,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from shardengine.checkpoint import atomic
 from shardengine.errors import CheckpointError, UsageError
 
 INDEX, LATEST = "index.json", "latest"
@@ -102,7 +103,7 @@ def begin(directory: Path, tag: str) -> Path:
     """The empty directory to write ``tag`` into; what killed runs left unfinished is removed."""
     if not directory.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        sync_directory(directory.parent)
+        atomic.sync(directory.parent)
     recover(directory, tag)
     with _ONE_AT_A_TIME:
         work = work_of(directory, tag)
@@ -122,15 +123,15 @@ def finish(directory: Path, tag: str) -> Path:
     An error leaves everything as it was, the work directory included.
     """
     work, target, old = work_of(directory, tag), directory / tag, _old(directory, tag)
-    sync_directory(work)
+    atomic.sync(work)
     with _ONE_AT_A_TIME:
         _make_newest(directory, work)
         if os.path.lexists(target):
             target.rename(old)
         try:
             work.rename(target)
-            sync_directory(directory)
-            write_text(directory / LATEST, tag + "\n")
+            atomic.sync(directory)
+            atomic.write_text(directory / LATEST, tag + "\n")
         except BaseException:
             if not os.path.lexists(work):
                 target.rename(work)
@@ -174,30 +175,6 @@ def recover(directory: Path, tag: str) -> None:
             _remove(old)
         else:
             old.rename(directory / tag)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write and fsync a text file beside ``path`` and move it there."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and new files in ``path`` durable."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems refuse it
-            os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def work_of(directory: Path, tag: str) -> Path:

@@ -10,7 +10,6 @@ others through it, one read after the other, so that the system reads ahead as w
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections import deque
@@ -23,16 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint.tensor_file import ALIGNMENT, bytes_of, checksum
 from shardengine.errors import CheckpointError, InternalError
-from shardengine.offload import staging
+from shardengine.kernels import crc32
+from shardengine.offload import direct_io, staging
 
 _BLOCK_BYTES = 4 << 20
 _AHEAD = 4
 """Blocks that are being read while one is looked at."""
 _MAX_OPEN = 64
 """Files that a reader holds open: a checkpoint may have more of them than a process may open."""
-_DIRECT = getattr(os, "O_DIRECT", 0)
 Ranges = Iterable[tuple[int, int]]
 """Bytes [start, end) of a file."""
 
@@ -88,7 +86,7 @@ class Reader:
         self, directory: Path, files: Mapping[str, Mapping[str, Any]], chunk_bytes: int, *, direct: bool = False
     ) -> None:
         self._directory, self._files, self._chunk = directory, files, chunk_bytes
-        self._direct = direct and chunk_bytes % ALIGNMENT == 0 and _DIRECT != 0
+        self._direct = direct and chunk_bytes % direct_io.ALIGNMENT == 0
         self._opened: dict[tuple[str, bool], int] = {}
         self._block_bytes = max(1, _BLOCK_BYTES // chunk_bytes) * chunk_bytes
         self._memory: list[Tensor] = []
@@ -160,7 +158,7 @@ class Reader:
         """Fill ``target`` (1-D, contiguous, on the CPU) with the bytes from ``offset`` on, which nobody verifies."""
         data = target.view(torch.uint8)
         try:
-            count = _pread(self._open(file, direct=False), data, offset, data.numel())
+            count = direct_io.read(self._open(file, direct=False), [direct_io.bytes_of(data)], offset, data.numel())
         except OSError as error:
             raise CheckpointError(f"{self._directory / file} cannot be read: {error.strerror or error}") from error
         if count < data.numel():
@@ -208,8 +206,8 @@ class Reader:
         except OSError as error:
             raise DamageError(self._unreadable(block.file, error)) from None
         count = block.end - block.start
-        padded = -(-count // ALIGNMENT) * ALIGNMENT if self._direct else count
-        return self._threads.submit(_pread, number, data[:padded], block.start, count)
+        padded = direct_io.whole_pages(count) if self._direct else count
+        return self._threads.submit(direct_io.read, number, [direct_io.bytes_of(data[:padded])], block.start, count)
 
     def _whole(self, block: _Block, data: Tensor, future: Future[int]) -> Iterator[tuple[str, int, Tensor]]:
         """The chunks of a block that was asked for, verified one by one."""
@@ -217,11 +215,11 @@ class Reader:
             count = future.result()
         except OSError as error:
             raise DamageError(self._unreadable(block.file, error)) from None
-        view, sums = bytes_of(data), self._files[block.file]["chunks"]
+        view, sums = direct_io.bytes_of(data), self._files[block.file]["chunks"]
         for start in range(block.start, block.end, self._chunk):
             end = min(start + self._chunk, block.end)
             at = start - block.start
-            if end - block.start > count or checksum(view[at : end - block.start]) != sums[start // self._chunk]:
+            if end - block.start > count or crc32(view[at : end - block.start]) != sums[start // self._chunk]:
                 raise DamageError(Damage(block.file, start, end, "is damaged (a checksum differs)"))
             yield block.file, start, data[at : end - block.start]
 
@@ -232,38 +230,12 @@ class Reader:
         if number is None:
             if len(self._opened) >= _MAX_OPEN:
                 os.close(self._opened.pop(next(iter(self._opened))))
-            number = _open(self._directory / file, _DIRECT if direct else 0)
-            if not direct and hasattr(os, "posix_fadvise"):
+            path = self._directory / file
+            number = direct_io.open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
+            if not direct:
                 os.posix_fadvise(number, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._opened[key] = number
         return number
-
-
-def _open(path: Path, direct: int) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | direct)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not direct:
-            raise
-        return os.open(path, os.O_RDONLY)
-
-
-def _pread(number: int, data: Tensor, offset: int, least: int) -> int:
-    """Read until ``least`` bytes are there, or the file ends; the number of bytes. ``data`` may have more room."""
-    view, found = bytes_of(data), 0
-    while found < least:
-        try:
-            count = os.preadv(number, [view[found:]], offset + found)
-        except OSError as error:
-            flags = fcntl.fcntl(number, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & _DIRECT:
-                raise
-            fcntl.fcntl(number, fcntl.F_SETFL, flags & ~_DIRECT)  # it takes O_DIRECT at opening only
-            continue
-        if not count:
-            break
-        found += count
-    return found
 
 
 def _runs(ranges: Ranges, chunk: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardengine.checkpoint import contents, directory, index, model_facts, state, tensor_file
+from shardengine.checkpoint import atomic, contents, directory, index, model_facts, state, tensor_file
 from shardengine.checkpoint.background import Background, Meet
 from shardengine.comm import Collectives, compare, together
 from shardengine.engine import Inspection
@@ -170,7 +170,7 @@ def _write(job: Job, meet: Meet) -> None:
         """Rank 0: the index, the directory's final name, ``latest``, and what is too old."""
         if first:
             work = directory.work_of(job.folder, job.tag)
-            directory.write_text(work / directory.INDEX, index.to_text({**job.facts, **_collect(job, work)}))
+            atomic.write_text(work / directory.INDEX, index.to_text({**job.facts, **_collect(job, work)}))
             directory.finish(job.folder, job.tag)
             if job.keep_last:
                 directory.keep_last(job.folder, job.keep_last)

@@ -12,15 +12,13 @@ its checksums are the slower of the two.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
 import json
 import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,13 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.offload import staging
+from shardengine.kernels import crc32
+from shardengine.offload import direct_io, staging
 
-try:
-    from isal.isal_zlib import crc32  # the same sums, faster; an extra of this package
-except ImportError:
-    from zlib import crc32
-
-checksum = crc32
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 4
 _BLOCKS = 6
 """Of a writer: one is filled, the others are being written."""
-ALIGNMENT = 4096
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -75,7 +67,7 @@ def header_of(
         header[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header if metadata is None else {"__metadata__": metadata, **header}).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % direct_io.ALIGNMENT)
     start = 8 + len(text)
     offsets = {key: start + row["data_offsets"][0] for key, row in header.items()}
     return len(text).to_bytes(8, "little") + text, offsets, start + offset
@@ -99,15 +91,9 @@ class Stream:
         """size: bytes that will be appended, where that is known: their room on the disk is taken at once."""
         self.chunks: list[int] = []
         self._blocks = list(staging(_BLOCKS * _BLOCK_CHUNKS * CHUNK_BYTES).chunk(_BLOCKS))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._file = direct_io.open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._file = os.open(path, flags, 0o644)
-        try:
-            _take_room(self._file, size)
+            direct_io.take_room(self._file, size)
         except OSError:
             os.close(self._file)
             raise
@@ -147,16 +133,16 @@ class Stream:
 
     def _sum(self, start: int) -> None:
         """Take the checksum of the chunk that was filled last, while it is still in the processor's cache."""
-        self.chunks.append(checksum(bytes_of(self._blocks[0][start : self._filled])))
+        self.chunks.append(crc32(direct_io.bytes_of(self._blocks[0][start : self._filled])))
 
     def _flush(self) -> None:
-        count, block = self._filled, bytes_of(self._blocks[0])
+        count, block = self._filled, direct_io.bytes_of(self._blocks[0])
         self._finish(_BLOCKS - 2)
-        padded = -(-count // ALIGNMENT) * ALIGNMENT
+        write = partial(direct_io.write, self._file, [block[: direct_io.whole_pages(count)]], self._written)
         try:
-            self._under_way.append(self._threads.submit(self._write, block[:padded], self._written))
+            self._under_way.append(self._threads.submit(write))
         except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
-            self._write(block[:padded], self._written)
+            write()
         self._written, self._filled = self._written + count, 0
         self._blocks.append(self._blocks.pop(0))
 
@@ -164,30 +150,3 @@ class Stream:
         """Wait until only ``left`` blocks are being written."""
         while len(self._under_way) > left:
             self._under_way.pop(0).result()
-
-    def _write(self, block: memoryview, offset: int) -> None:
-        while block:
-            try:
-                count = os.pwrite(self._file, block, offset)
-            except OSError as error:
-                flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-                direct = getattr(os, "O_DIRECT", 0)
-                if error.errno != errno.EINVAL or not flags & direct:
-                    raise
-                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~direct)  # it takes O_DIRECT at opening only
-                continue
-            block, offset = block[count:], offset + count
-
-
-def bytes_of(data: Tensor) -> memoryview:
-    """The memory of ``data``, which is uint8 on the CPU."""
-    return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
-
-
-def _take_room(file: int, size: int) -> None:
-    """Have the file system reserve ``size`` bytes, where it can: a full disk is known now, and writes are faster."""
-    reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # posix_fallocate writes where it cannot
-    if size and reserve is not None and reserve(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-        code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(code, os.strerror(code))

@@ -2,6 +2,7 @@
 
 mesh, rendezvous     process groups, and which rank this is
 launcher             ranks from a script
+rank_failure         why a rank ended, and which of several was first
 collectives          the data operations, the only file that calls them
 flight_recorder      what was issued, and where ranks differ
 faults, positions    what ranks tell each other, and who waits for whom
@@ -19,8 +20,9 @@ from shardengine.comm.agreement import compare, describe, settle_kernels, togeth
 from shardengine.comm.collectives import Collectives, Land, Named, Pending, Subject
 from shardengine.comm.faults import Faults
 from shardengine.comm.flight_recorder import STEP, Purpose
-from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
+from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.rank_failure import RankFailure
 
 __all__ = [
     "STEP",
@@ -31,6 +33,7 @@ __all__ = [
     "Named",
     "Pending",
     "Purpose",
+    "RankFailure",
     "Store",
     "Subject",
     "agreement",
@@ -38,7 +41,6 @@ __all__ = [
     "cores",
     "default_ranks",
     "describe",
-    "describe_exit",
     "launch",
     "meeting",
     "mesh",

@@ -2,10 +2,6 @@
 
 Must not know: buckets, models, the command line. ``shardengine train`` uses torchrun instead and takes only
 ``rank_environment`` and ``default_ranks`` from here.
-
-[Note: Which failure is reported] When one rank fails, the others fail a moment later because their peer is gone. Every
-rank notes the time at which its own exception reached it, and the earliest one is the cause. A rank that ended without
-a word (killed by the system) comes before any exception that only says that a peer was lost.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from shardengine.comm.faults import say_goodbyes
+from shardengine.comm.rank_failure import RankFailure
 from shardengine.comm.rendezvous import LAUNCHED, loopback
-from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
+from shardengine.errors import ShardEngineError, UsageError
 
 _GRACE_S = 5.0
 """How long a rank may take to end after it was asked to, before it is killed."""
@@ -42,13 +38,11 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank sends home once: its pickled value or exception, and where it failed."""
+    """What a rank sends home once: its pickled value, or its pickled exception and the failure."""
 
     rank: int
     value: bytes
-    failed: bool = False
-    time_ns: int = 0
-    trace: str = ""
+    failure: RankFailure | None = None
 
 
 class _RankTraceback(Exception):
@@ -118,7 +112,7 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
                 processes.append(process)
                 connections.append(receiver)
         reports = _collect(connections)
-        failures = [report for report in reports.values() if report.failed]
+        failures = {report.failure: report.value for report in reports.values() if report.failure is not None}
         if failures or len(reports) < ranks:
             _raise(failures, _silent(processes, reports))
         for process in processes:
@@ -172,10 +166,10 @@ def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: byt
         dist.destroy_process_group()
         report = _Report(rank, value)
     except BaseException as error:
-        report = _Report(rank, _pack_error(error), True, time.time_ns(), traceback.format_exc())
+        report = _Report(rank, _pack_error(error), RankFailure.of(rank, error))
     sender.send_bytes(pickle.dumps(report))
     sender.close()
-    if report.failed:
+    if report.failure is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a group in the middle of a collective may never come back from its destructor
@@ -214,44 +208,33 @@ def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
                 report = reports[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
                 report = None
-            if deadline is None and (report is None or report.failed):
+            if deadline is None and (report is None or report.failure is not None):
                 deadline = time.monotonic() + 0.5
     return reports
 
 
-def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _Report]) -> dict[int, int]:
-    """Ranks that ended by themselves without a report, with their exit codes (negative: the signal)."""
-    silent: dict[int, int] = {}
+def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _Report]) -> list[RankFailure]:
+    """Of the ranks that ended by themselves without a report."""
+    silent: list[RankFailure] = []
     for rank, process in enumerate(processes):
         if rank not in reports:
             process.join(0.2)
             if process.exitcode is not None:
-                silent[rank] = process.exitcode
+                silent.append(RankFailure(rank, process.exitcode))
     return silent
 
 
-def _raise(failures: Sequence[_Report], silent: Mapping[int, int]) -> None:
-    """Raise what went wrong first ([Note: Which failure is reported])."""
+def _raise(failures: Mapping[RankFailure, bytes], silent: Sequence[RankFailure]) -> None:
+    """Raise what went wrong first (rank_failure, [Note: Which failure is reported]). failures: pickled exceptions."""
     if silent:
-        rank, code = next(iter(silent.items()))
-        raise ShardEngineError(f"rank {rank} {describe_exit(code)}; what it printed last is above")
-    if not failures:
+        raise ShardEngineError(f"{silent[0].line}; what it printed last is above")
+    first = RankFailure.first(failures)
+    if first is None:
         raise ShardEngineError("a rank closed its connection without a report; what it printed last is above")
-    errors = [pickle.loads(report.value) for report in failures]
-    consequences = [isinstance(error, MismatchError | CommunicationError) for error in errors]
-    number = min(range(len(failures)), key=lambda i: (consequences[i], failures[i].time_ns))
-    first, error = failures[number], errors[number]
+    error = pickle.loads(failures[first])
     if not isinstance(error, Exception):
         error = ShardEngineError(f"rank {first.rank} ended by itself: {type(error).__name__}({error})")
     raise error from _RankTraceback(f"Traceback of rank {first.rank}:\n{first.trace}")
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, in words: ``ended with exit code 1``, ``was killed by SIGKILL (…)``."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (often the system, out of memory)" if name == "SIGKILL" else "")
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint import Stream, contents, directory, header_of, index
+from shardengine.checkpoint import Stream, contents, directory, header_of, index, write_text
 from shardengine.errors import CheckpointError, ShardEngineError
 from shardengine.interchange import options
 from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter
@@ -61,7 +61,7 @@ def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:
             tensors.setdefault(entry.name, {})[entry.state] = {"dtype": dtype, "pieces": [piece]}
         files = {file: {"bytes": total, "chunks": stream.chunks}}
         facts = {**_facts(foreign), "files": files, "tensors": tensors, "random": {}}
-        directory.write_text(work / directory.INDEX, index.to_text(facts))
+        write_text(work / directory.INDEX, index.to_text(facts))
         index.read(work)  # what a load would refuse is refused now
         return directory.finish(place, name)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""CRC-32 where the native library has no fast one: isal's, an extra of this package, or zlib's. The same sums.
+"""CRC-32 without the native library: isal's, an extra of this package, or zlib's. The same sums.
 
 Must not know: what is summed.
 """
@@ -7,7 +7,11 @@ from __future__ import annotations
 
 try:
     from isal.isal_zlib import crc32
+
+    FASTEST = True
 except ImportError:
     from zlib import crc32
 
-__all__ = ["crc32"]
+    FASTEST = False
+
+__all__ = ["FASTEST", "crc32"]

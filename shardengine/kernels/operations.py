@@ -170,7 +170,7 @@ def crc32(data: memoryview, value: int = 0) -> int:
 
     It sees every change of up to 32 neighbouring bits, any other but for one in 2**32; it is no signature.
     """
-    module = _native() if _chosen() in ("native", "auto") else None
+    module = _native() if not checksums.FASTEST and _chosen() in ("native", "auto") else None
     found: int = (module or checksums).crc32(data, value)
     return found
 

@@ -1,9 +1,8 @@
 """Where bytes live (the device, host memory, files on a disk), how they get there, and what steps them on the host.
 
 tiers, shelf              what rests of a bucket, and in which tier
-file_tier                 shelves in one file per process, with few buffers
-extents, room, claims     that file: its parts and their checksums, its free space, whose it is
-disk, transfer            reads and writes past the page cache, and those under way
+nvme/                     shelves in one file per process: its parts, its free space, whose it is, its threads
+direct_io                 bytes between memory and any file, past the page cache; checkpoints use it, too
 copy_stream, copy_queue   copies between device and host beside the computation; tensors on their way
 pool, host_memory         buffers that are used again; memory in huge pages
 cpu_adam                  the step on the host, also for loops without an engine
@@ -11,6 +10,7 @@ cpu_adam                  the step on the host, also for loops without an engine
 Must not know: stages, what is in a bucket, process groups, the order of a step.
 """
 
+from shardengine.offload import direct_io
 from shardengine.offload.copy_queue import CopyQueue
 from shardengine.offload.copy_stream import CopyStream, Done, is_apart, mark
 from shardengine.offload.cpu_adam import CPUAdam
@@ -33,6 +33,7 @@ __all__ = [
     "Shelf",
     "Tier",
     "Tiers",
+    "direct_io",
     "host_copy",
     "is_apart",
     "mark",

@@ -17,8 +17,7 @@ from typing import Protocol
 
 from shardengine.config import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from shardengine.errors import UsageError
-from shardengine.offload.extents import Aio, ExtentFile
-from shardengine.offload.file_tier import FileTier
+from shardengine.offload.nvme import Aio, ExtentFile, FileTier
 from shardengine.offload.shelf import HOST, Forms, MemoryShelf, Shelf
 
 

@@ -21,7 +21,8 @@ import torch
 
 from shardengine.app import command, data, global_mean, job, resume, settings, stopping
 from shardengine.app.cli import main
-from shardengine.app.restarts import Death, Decision, Restarts, death
+from shardengine.app.restarts import Decision, Restarts, death
+from shardengine.comm import RankFailure
 from shardengine.config.load import load_config
 from shardengine.errors import ConfigError, UsageError
 from tests.app.test_resume import config, curve, made, on_rank, tag, tags, tiny  # noqa: F401
@@ -269,7 +270,7 @@ def test_a_death_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_death_is_not_repeated_without_a_new_checkpoint(tmp_path: Path):
-    dead = Death(1, None, -9)
+    dead = RankFailure(1, -9)
     restarts = Restarts(4, tmp_path)
     assert restarts.again(dead).line.endswith("restart 1 of 4: begins again, there is no checkpoint yet")
     made(tmp_path, tag(4))
@@ -278,7 +279,8 @@ def test_a_death_is_not_repeated_without_a_new_checkpoint(tmp_path: Path):
     assert restarts.again(dead) == Decision(True, f"{dead.line}; restart 3 of 4: goes on from step 8")
     why = "not started again, ranks died twice without a new checkpoint in between; restarts: 3 of 4 used"
     assert restarts.again(dead) == Decision(False, why)
-    assert restarts.again(Death(0, None, 2)) == Decision(False)  # the user's input: that message is enough
+    wrong_input = RankFailure(0, 2, is_usage=True)  # its message is enough
+    assert restarts.again(wrong_input) == Decision(False)
     made(tmp_path, tag(99_999_999))
     assert restarts.again(dead).line.endswith("restart 4 of 4: goes on from step 99999999")
     made(tmp_path, tag(100_000_000))
@@ -299,9 +301,9 @@ def test_the_parent_starts_ranks_again(
 ):
     names = []
 
-    def torchrun(settings: Any, ranks: int, control: Path, name: str) -> Death | None:
+    def torchrun(settings: Any, ranks: int, control: Path, name: str) -> RankFailure | None:
         names.append(name)
-        return Death(1, None, deaths.pop(0)) if deaths else None
+        return death(control, {1: deaths.pop(0)}) if deaths else None
 
     monkeypatch.setattr(command, "_torchrun", torchrun)
     asked = ["train", "--config", tiny / "config.json", "--model", tiny / "model", "--data", tiny / "text.txt"]

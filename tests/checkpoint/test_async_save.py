@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shardengine
-from shardengine.checkpoint import directory, tensor_file
+from shardengine.checkpoint import atomic, directory, tensor_file
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CheckpointError, ShardEngineError
 from tests.support import HANG_S, cases
@@ -219,7 +219,7 @@ def fails_once(folder: str, where: str, rank: int, then: str) -> tuple[list[str]
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
     train(engine)
-    owner, name = {"write": (tensor_file, "write"), "rename": (directory, "finish"), "index": (directory, "write_text"),
+    owner, name = {"write": (tensor_file, "write"), "rename": (directory, "finish"), "index": (atomic, "write_text"),
                    "directory": (directory, "begin")}[where]  # fmt: skip
     original = getattr(owner, name)
 

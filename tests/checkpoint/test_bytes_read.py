@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.disk import takes_direct
 from shardengine.checkpoint import index, loading, tensor_file
+from shardengine.offload import direct_io
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -66,8 +67,8 @@ def listening(reads: dict[str, list[Read]]) -> Iterator[None]:
     "direct": what of it was read past the page cache.
     """
     phase = ["verify"]
-    fill, preadv, opens = loading._fill, os.preadv, (builtins.open, io.open)
-    others = {name: getattr(os, name) for name in ("read", "pread", "sendfile")}
+    fill, preadv, opens = loading._fill, direct_io.preadv, (builtins.open, io.open)
+    others = {name: getattr(os, name) for name in ("read", "pread", "preadv", "sendfile")}
 
     def note(number: int, buffers: Any, offset: int, *flags: int) -> int:
         count = preadv(number, buffers, offset, *flags)
@@ -94,7 +95,7 @@ def listening(reads: dict[str, list[Read]]) -> Iterator[None]:
         return read
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "preadv", note)
+        patched.setattr(direct_io, "preadv", note)
         patched.setattr(loading, "_fill", filling)
         patched.setattr(builtins, "open", refuse_path)
         patched.setattr(io, "open", refuse_path)

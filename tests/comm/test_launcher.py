@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
+from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
+from shardengine.comm.rank_failure import describe_exit
 from shardengine.errors import ShardEngineError, UsageError
 from tests.support import HANG_S
 

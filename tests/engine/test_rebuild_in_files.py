@@ -14,8 +14,8 @@ import torch
 from shardengine import Engine
 from shardengine.engine import rebuild
 from shardengine.errors import MismatchError, OffloadError, ShardEngineError
-from shardengine.offload import disk
-from shardengine.offload.extents import ExtentFile
+from shardengine.offload import direct_io
+from shardengine.offload.nvme.extent_file import ExtentFile
 from tests.engine.test_rebuild import assert_same, begin, new_group, one_step, step_both
 from tests.offload.test_extent_faults import refusing
 from tests.offload.test_faults import full_disk, places
@@ -103,7 +103,7 @@ def without_room(stage: str, folder: Path, full: bool) -> Any:
         before = dict(new)
         with pytest.MonkeyPatch.context() as patch:
             if engine.rank == 1:
-                patch.setattr(disk, "fallocate", refusing(errno.ENOSPC))
+                patch.setattr(direct_io, "fallocate", refusing(errno.ENOSPC))
             with pytest.raises(OffloadError if engine.rank else MismatchError, match=r"rank 1: taking room for"):
                 engine.optimizer.add_param_group(new)
         assert len(engine.optimizer.param_groups) == 1 and new == before

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardengine.app.cli import main
-from shardengine.checkpoint import tensor_file
-from shardengine.interchange.aside import new_directory
+from shardengine.checkpoint import new_directory, tensor_file
+from shardengine.offload import direct_io
 from tests.interchange.test_export import saved_run  # noqa: F401
 from tests.support import cases
 
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: An
 
     from torch.distributed.checkpoint import filesystem
 
-    monkeypatch.setattr(tensor_file.Stream, "_write", full)
+    monkeypatch.setattr(direct_io, "write", full)
     monkeypatch.setattr(filesystem, "_write_item", full)
     assert main(["export", str(saved), str(tmp_path / "out"), "--format", form]) == 1
     said = capsys.readouterr().err

@@ -310,3 +310,22 @@ def test_a_crc32_of_what_has_no_address() -> None:
         for view in (memoryview(data), memoryview(bytearray(data))):
             assert operations.crc32(view, 7) == expected
     assert operations.crc32(memoryview(b"123456789")) == 0xCBF43926
+
+
+@pytest.mark.parametrize("isal", [True, False])
+def test_who_takes_a_crc32(monkeypatch: pytest.MonkeyPatch, isal: bool) -> None:
+    """isal where it is installed, because it is the fastest, the library where it is not."""
+    asked: list[str] = []
+
+    def noting(name: str) -> Any:
+        def crc32(data: memoryview, value: int) -> int:
+            asked.append(name)
+            return zlib.crc32(data, value)
+
+        return crc32
+
+    monkeypatch.setattr(checksums, "FASTEST", isal)
+    monkeypatch.setattr(checksums, "crc32", noting("isal"))
+    monkeypatch.setattr(native, "crc32", noting("library"))
+    assert operations.crc32(memoryview(bytearray(b"123456789"))) == 0xCBF43926
+    assert asked == ["isal" if isal else "library"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shardengine.errors import OffloadError
-from shardengine.offload import disk
-from shardengine.offload.extents import Aio, Extent, ExtentFile
+from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
 from tests.offload.test_extents import random_bytes, read
 from tests.support.forks import NO_FILE_SYSTEM, Forks
 
@@ -62,7 +62,7 @@ def test_a_failed_write(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, code:
     other, extent = file.allocate(9000), file.allocate(30_000)
     file.write(extent, random_bytes(30_000, seed=1)).wait()
     fault = Fault(os.pwritev, code, extent.offset + 20_000)
-    monkeypatch.setattr(disk, "pwritev", fault)
+    monkeypatch.setattr(direct_io, "pwritev", fault)
     source = random_bytes(30_000, seed=2)
     transfer = file.write(extent, source)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_failed_write(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, code:
 def test_a_failed_read(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
     extent = file.allocate(30_000)
     fault = Fault(os.preadv, errno.EIO, extent.offset + 29_000)
-    monkeypatch.setattr(disk, "preadv", fault)
+    monkeypatch.setattr(direct_io, "preadv", fault)
     with pytest.raises(OffloadError, match=r"reading 30000 bytes at offset 0 .* Input/output error.*last checkpoint"):
         read(file, extent)
     fault.on = False
@@ -114,8 +114,8 @@ def test_short_transfers_are_continued(file: ExtentFile, monkeypatch: pytest.Mon
         return moved
 
     monkeypatch.setattr(file._disk, "_file", file._disk._plain)  # the system takes these lengths from the page cache
-    monkeypatch.setattr(disk, "pwritev", short(os.pwrite))
-    monkeypatch.setattr(disk, "preadv", short(os.pread))
+    monkeypatch.setattr(direct_io, "pwritev", short(os.pwrite))
+    monkeypatch.setattr(direct_io, "preadv", short(os.pread))
     extent, source = file.allocate(30_001), random_bytes(30_001)
     file.write(extent, source).wait()
     assert torch.equal(read(file, extent), source) and len(calls) == 2 * 8
@@ -124,7 +124,7 @@ def test_short_transfers_are_continued(file: ExtentFile, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_a_system_that_moves_nothing(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     extent = file.allocate(8192)
-    monkeypatch.setattr(disk, name, lambda *_: 0)
+    monkeypatch.setattr(direct_io, name, lambda *_: 0)
     with pytest.raises(OffloadError, match=r"the file ends before byte 8192|wrote nothing and named no reason"):
         (file.read if name == "preadv" else file.write)(extent, staging(8192)).wait()
 
@@ -226,7 +226,7 @@ def test_a_mapping_that_cannot_be_flushed(file: ExtentFile, monkeypatch: pytest.
     for extent, old in zip(extents, lost, strict=True):
         changed(file, extent.offset, old)
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "fsync", refusing(errno.EIO))
+        patch.setattr(direct_io, "fsync", refusing(errno.EIO))
         with pytest.raises(OffloadError, match=r"ing 20000 bytes at offset .* Input/output error"):
             getattr(file, name)(extents[0], random_bytes(20_000)).wait()
     assert torch.equal(read(file, never), random_bytes(20_000))
@@ -296,14 +296,14 @@ def test_a_file_that_is_cut_during_a_read(file: ExtentFile, monkeypatch: pytest.
 
 def test_no_room_at_allocation(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
     first = file.allocate(5000)
-    system = disk.fallocate
+    system = direct_io.fallocate
 
     def full(number: int, start: int, count: int) -> None:
         system(number, start, count // 2)
         raise error(errno.ENOSPC)
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "fallocate", full)
+        patch.setattr(direct_io, "fallocate", full)
         text = rf"rank 3: taking room for 100000 bytes at offset 8192 of {file.path} failed: No space left.* make room"
         with pytest.raises(OffloadError, match=text):
             file.allocate(100_000)
@@ -313,7 +313,7 @@ def test_no_room_at_allocation(file: ExtentFile, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_system_that_reserves_nothing(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "fallocate", refusing(errno.EOPNOTSUPP))
+    monkeypatch.setattr(direct_io, "fallocate", refusing(errno.EOPNOTSUPP))
     extent = file.allocate(20_000)
     assert file.path.stat().st_size == 20_480 and not read(file, extent).any()
 
@@ -327,7 +327,7 @@ def on_a_small_disk(say: Say, _: int, place: str) -> None:
         except OffloadError as caught:
             say(str(caught))
     file.write(small, random_bytes(300_000)).wait()
-    disk.fallocate = refusing(errno.EOPNOTSUPP)
+    direct_io.fallocate = refusing(errno.EOPNOTSUPP)
     large, source = file.allocate(1 << 20), random_bytes(1 << 20)
     try:
         file.write(large, source).wait()
@@ -381,7 +381,7 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "pwritev", refusing(errno.EIO))
+    monkeypatch.setattr(direct_io, "pwritev", refusing(errno.EIO))
     with pytest.raises(OffloadError, match=r"rank 3: .*extents cannot be made: Input/output error"):
         ExtentFile(tmp_path, "rank 3")
     assert list(tmp_path.iterdir()) == []

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.offload import claims, disk
-from shardengine.offload.extents import Aio, Extent, ExtentFile
+from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme import lease
+from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile
 from tests.support import HANG_S
 
 SMALL = Aio(block_size=8192, queue_depth=3, thread_count=2)
@@ -48,7 +49,7 @@ def read(file: ExtentFile, extent: Extent) -> Tensor:
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_is_written_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if not direct:
-        monkeypatch.setattr(disk, "_DIRECT", 0)
+        monkeypatch.setattr(direct_io, "_DIRECT", 0)
     file = ExtentFile(tmp_path, "rank 3", SMALL)
     assert direct or not file._disk.direct
     extents = [file.allocate(count) for count in COUNTS]
@@ -87,7 +88,7 @@ def test_transfers_of_one_extent_follow_each_other(file: ExtentFile, monkeypatch
         assert go_on.wait(20)
         return os.pwritev(number, parts, offset)
 
-    monkeypatch.setattr(disk, "pwritev", slow)
+    monkeypatch.setattr(direct_io, "pwritev", slow)
     first = file.write(extent, random_bytes(8192, seed=1))
     assert started.wait(20) and not first.done()
     found: list[Tensor] = []
@@ -124,8 +125,8 @@ def test_block_size_and_queue_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = ExtentFile(tmp_path, "rank 3", Aio(block_size=12288, queue_depth=depth))
     extent, source = file.allocate(12288 * 5 + 4000), random_bytes(12288 * 5 + 4000)
     reads, writes = Watch(os.preadv, depth), Watch(os.pwritev, depth)
-    monkeypatch.setattr(disk, "preadv", reads)
-    monkeypatch.setattr(disk, "pwritev", writes)
+    monkeypatch.setattr(direct_io, "preadv", reads)
+    monkeypatch.setattr(direct_io, "pwritev", writes)
     file.write(extent, source).wait()
     assert torch.equal(read(file, extent), source)
     for watch in (reads, writes):
@@ -138,7 +139,7 @@ def test_thread_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: in
     """So many checksums at once, though more requests are in flight."""
     file = ExtentFile(tmp_path, "rank 3", Aio(block_size=4096, queue_depth=4, thread_count=count))
     extent, watch = file.allocate(16 * 4096), Watch(lambda _, parts, __: zlib.crc32(parts[0]), count)
-    monkeypatch.setattr("shardengine.offload.extents.crc32", lambda data: watch(0, [data], 0))
+    monkeypatch.setattr("shardengine.offload.nvme.extent_file.crc32", lambda data: watch(0, [data], 0))
     file.write(extent, random_bytes(16 * 4096)).wait()
     assert len(watch.lengths) == 16 and watch.most == count
     file.close()
@@ -220,7 +221,7 @@ def test_an_edit_is_seen_by_whoever_looks(file: ExtentFile) -> None:
 def test_a_look_is_verified_once(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it is there; what is written over is verified again."""
     extent, reads = file.allocate(20_000), Watch(os.preadv, 1)
-    monkeypatch.setattr(disk, "preadv", reads)
+    monkeypatch.setattr(direct_io, "preadv", reads)
     views = [file.look(extent), file.look(extent), file.edit(extent)]
     assert sum(reads.lengths) == 20_480
     del views[:2]
@@ -288,11 +289,13 @@ def test_it_says_once_that_there_is_no_direct_io(
             raise OSError(22, "Invalid argument")
         return system_open(path, flags, *rest, **more)
 
-    def refuse_write(*_: Any) -> int:
-        raise OSError(22, "Invalid argument")
+    def refuse_write(number: int, *rest: Any) -> int:
+        if direct_io.is_direct(number):
+            raise OSError(22, "Invalid argument")
+        return os.pwritev(number, *rest)
 
     caplog.set_level(logging.INFO, "shardengine.offload")
-    for place, name, refuse in ((os, "open", refuse_open), (disk, "pwritev", refuse_write)):
+    for place, name, refuse in ((os, "open", refuse_open), (direct_io, "pwritev", refuse_write)):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, refuse)
             file = ExtentFile(tmp_path, "rank 3", SMALL)
@@ -314,5 +317,5 @@ def test_directories_are_made_and_shared(tmp_path: Path) -> None:
     for rank, (file, extent) in enumerate(zip(files, extents, strict=True)):
         assert torch.equal(read(file, extent), random_bytes(5000, seed=rank))
         file.close()
-        assert len(list(folder.glob(claims.PREFIX + "*"))) == 2 - rank
+        assert len(list(folder.glob(lease.PREFIX + "*"))) == 2 - rank
     assert (folder / "mine.txt").exists()

@@ -15,7 +15,7 @@ import torch
 
 from shardengine import Engine, kernels
 from shardengine.errors import MismatchError, OffloadError, ShardEngineError, UsageError
-from shardengine.offload import disk as disk_module
+from shardengine.offload import direct_io
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -56,7 +56,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @contextmanager
 def full_disk(writes: float) -> Iterator[None]:
     """That many writes fail."""
-    plain, left = disk_module.pwritev, writes
+    plain, left = direct_io.pwritev, writes
 
     def refuse(*args: Any) -> int:
         nonlocal left
@@ -66,7 +66,7 @@ def full_disk(writes: float) -> Iterator[None]:
         return plain(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_module, "pwritev", refuse)
+        patch.setattr(direct_io, "pwritev", refuse)
         yield
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
 from shardengine.offload import Shelf
-from shardengine.offload.extents import Aio, ExtentFile
-from shardengine.offload.file_tier import FileTier
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.file_tier import FileTier
 from tests.offload.test_faults import full_disk
 
 LENGTH = 5000
@@ -89,7 +89,7 @@ def test_a_hint_raises_no_error_of_others(tier: FileTier) -> None:
     first, second, third = (shelf_with(tier, value) for value in (1.0, 2.0, 3.0))
     with full_disk(1):
         step(first, 4.0)
-        for transfer in first._transfers:  # type: ignore[attr-defined]
+        for transfer in first._requests:  # type: ignore[attr-defined]
             transfer.wait_quietly()
         second.fetch()
         third.fetch()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardengine import Engine, errors
-from shardengine.offload import disk
+from shardengine.offload import direct_io
 from shardengine.optim import in_backward, update
 from shardengine.optim.in_backward import StepsInBackward
 from tests.parity.test_step_in_backward import SMALL, config_of, count_early
@@ -278,7 +278,7 @@ def test_a_disk_that_fails_in_backward_is_told_in_step(tmp_path: Path, monkeypat
         def fails(*_: Any) -> int:
             raise OSError(5, "Input/output error")
 
-        patch.setattr(disk, "preadv", fails)
+        patch.setattr(direct_io, "preadv", fails)
         backward(engine, 2)
         with pytest.raises(errors.OffloadError, match="Input/output error"):
             engine.step()

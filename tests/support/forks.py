@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from shardengine.offload import direct_io
 from tests.support import HANG_S
 from tests.support.ranks import fork_context
 
@@ -229,11 +230,11 @@ def operations(folder: str, last: int | None = None) -> Iterator[list[str]]:
         if active and event in _EVENTS and folder in str(values[0]) and count(event):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def pwrite(file: int, block: Any, offset: int) -> int:
-        if count("pwrite"):
-            original[0](file, block[: len(block) // 2], offset)
+    def pwritev(file: int, parts: Any, offset: int) -> int:
+        if count("pwritev"):
+            original[0](file, [part[: len(part) // 2] for part in parts], offset)
             os.kill(os.getpid(), signal.SIGKILL)
-        return original[0](file, block, offset)
+        return int(original[0](file, parts, offset))
 
     def fsync(file: Any) -> None:
         if count("fsync"):
@@ -241,11 +242,12 @@ def operations(folder: str, last: int | None = None) -> Iterator[list[str]]:
         original[1](file)
 
     system: Any = os
-    original: tuple[Any, Any] = (os.pwrite, os.fsync)
+    moving: Any = direct_io
+    original: tuple[Any, Any] = (moving.pwritev, system.fsync)
     sys.addaudithook(hook)
-    system.pwrite, system.fsync = pwrite, fsync
+    moving.pwritev, system.fsync = pwritev, fsync
     try:
         yield done
     finally:
         active = False
-        system.pwrite, system.fsync = original
+        moving.pwritev, system.fsync = original

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Room:
+class FreeList:
     """Free bytes, as intervals that touch no other."""
 
     def __init__(self) -> None:

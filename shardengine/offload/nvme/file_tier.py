@@ -1,7 +1,7 @@
 """The disk as a tier: shelves whose tensors rest in one file, and pass through a few host buffers to be stepped.
 
 Owns: which shelf is in which buffer, and what becomes of it when a write fails. Must not know: how a file is read and
-written (extents), what the tensors mean.
+written (extent_file), what the tensors mean.
 
 [Note: A shelf in a file]
 
@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
-from shardengine.offload.extents import Extent, ExtentFile
+from shardengine.offload.direct_io import whole_pages
 from shardengine.offload.host_memory import HUGE_PAGE, staging
+from shardengine.offload.nvme.extent_file import Extent, ExtentFile
+from shardengine.offload.nvme.io_request import IORequest
 from shardengine.offload.shelf import HOST, Forms, Shelf
-from shardengine.offload.transfer import Transfer
 
-_PAGE = 4096
 _ALIGNMENT = 64
 
 
@@ -163,7 +163,7 @@ class FileShelf(Shelf):
         self._parts: list[_Part] = []
         self._state = _Rest.RESTING
         self._buffer: Tensor | None = None
-        self._transfers: list[Transfer] = []
+        self._requests: list[IORequest] = []
         self._unwritten = False
         self._verified: dict[str, Tensor] = {}
         """What a load was shown first: so long as it is here nothing is verified twice."""
@@ -171,12 +171,12 @@ class FileShelf(Shelf):
     @property
     def written(self) -> bool:
         """Whether ``land`` returns, or raises, at once."""
-        return all(transfer.done() for transfer in self._transfers)
+        return all(request.done() for request in self._requests)
 
     @property
     def failed(self) -> bool:
         """Whether ``land`` raises."""
-        return any(transfer.failed for transfer in self._transfers)
+        return any(request.failed for request in self._requests)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """See ``Shelf``."""
@@ -221,11 +221,11 @@ class FileShelf(Shelf):
         if self._state is _Rest.READING:
             self._tier.forget(self)
             try:
-                for transfer in self._transfers:
-                    transfer.wait()
+                for request in self._requests:
+                    request.wait()
             except BaseException:
-                for transfer in self._transfers:
-                    transfer.wait_quietly()  # into the buffer that somebody else gets now
+                for request in self._requests:
+                    request.wait_quietly()  # into the buffer that somebody else gets now
                 self._release()
                 raise
         self._state = _Rest.TAKEN
@@ -234,7 +234,7 @@ class FileShelf(Shelf):
     def put(self) -> None:
         """See ``Shelf``: the write begins."""
         memories = zip(self._parts, self._in_buffer(), strict=True)
-        self._transfers = [self._tier.file.write(part.extent, memory) for part, memory in memories]
+        self._requests = [self._tier.file.write(part.extent, memory) for part, memory in memories]
         self._state, self._unwritten = _Rest.WRITING, False
         self._tier.follow(self, writing=True)
 
@@ -289,16 +289,16 @@ class FileShelf(Shelf):
 
     def give_up(self) -> None:
         """It was fetched and nobody took it: its buffer is needed."""
-        for transfer in self._transfers:
-            transfer.wait_quietly()
+        for request in self._requests:
+            request.wait_quietly()
         self._tier.forget(self)
         self._release()
 
     def land(self) -> None:
         """The write is over: rest. OffloadError, once, where it has failed; the buffer keeps the bytes."""
         try:
-            for transfer in self._transfers:
-                transfer.wait()
+            for request in self._requests:
+                request.wait()
         except BaseException:
             self._state = _Rest.UNWRITTEN
             self._tier.keep(self)
@@ -311,8 +311,8 @@ class FileShelf(Shelf):
 
     def drop(self) -> None:
         """See ``Shelf``. Its room in the file is used again."""
-        for transfer in self._transfers:
-            transfer.wait_quietly()
+        for request in self._requests:
+            request.wait_quietly()
         self._tier.forget(self)
         if self._buffer is not None:
             self._release()
@@ -351,17 +351,17 @@ class FileShelf(Shelf):
         self._settle()
         places, end = _places(forms)
         last = self._parts[-1] if self._parts else None
-        start = 0 if last is None else last.start + -(-last.extent.count // _PAGE) * _PAGE
+        start = 0 if last is None else last.start + whole_pages(last.extent.count)
         part = _Part(self._tier.file.allocate(end), start, places)
         self._parts.append(part)
-        self._tier.hold(start + -(-end // _PAGE) * _PAGE)
+        self._tier.hold(start + whole_pages(end))
         return part
 
     def _read(self, buffer: Tensor) -> None:
         self._buffer, self._state, self._verified = buffer, _Rest.READING, {}
         self._tier.follow(self, writing=False)
         memories = zip(self._parts, self._in_buffer(), strict=True)
-        self._transfers = [self._tier.file.read(part.extent, memory) for part, memory in memories]
+        self._requests = [self._tier.file.read(part.extent, memory) for part, memory in memories]
 
     def _own_buffer(self) -> Tensor:
         assert self._buffer is not None, self._state
@@ -369,7 +369,7 @@ class FileShelf(Shelf):
 
     def _release(self) -> None:
         buffer, self._buffer = self._own_buffer(), None
-        self._state, self._transfers = _Rest.RESTING, []
+        self._state, self._requests = _Rest.RESTING, []
         self._tier.give_buffer(buffer)
 
 

@@ -1,7 +1,9 @@
-"""A directory that appears whole or not at all. Must not know: what is written into it.
+"""Texts and directories that appear whole or not at all, and durably. Must not know: what is written into them.
 
-It is written as ``.<name>.partial/<name>`` beside its place and renamed. What raises inside, and SIGTERM, Ctrl-C and a
-closed terminal, remove it; what a killed program left is removed by the next one that writes the same directory.
+A text is written as ``.<name>.partial`` beside its place and renamed. So is a directory that one process writes, as
+``.<name>.partial/<name>``: what raises inside, and SIGTERM, Ctrl-C and a closed terminal, remove it; what a killed
+program left is removed by the next one that writes the same directory. Directories of checkpoints, which many ranks
+write and which take the place of others, have rules of their own (directory, [Note: Atomic directories]).
 """
 
 from __future__ import annotations
@@ -12,12 +14,35 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
-from shardengine.checkpoint import sync_directory
 from shardengine.errors import UsageError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and fsync a text file beside ``path`` and move it there."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file durable, or the renames and new files in a directory."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():  # some network file systems refuse it
+            os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def check_free(out: Path) -> None:
@@ -55,11 +80,10 @@ def new_directory(out: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir()
                 yield work
-                for path in sorted(work.rglob("*"), reverse=True):
-                    _sync(path)
-                sync_directory(work)
+                for path in [*sorted(work.rglob("*"), reverse=True), work]:
+                    sync(path)
                 os.rename(work, target)
-                sync_directory(target.parent)
+                sync(target.parent)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
                 with suppress(OSError):
@@ -94,14 +118,3 @@ def _ended_by_exception() -> Iterator[None]:
     finally:
         for number in ending:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir():
-        return sync_directory(path)
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-    return None

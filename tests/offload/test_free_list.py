@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardengine.errors import OffloadError, UsageError
-from shardengine.offload import disk
-from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
-from shardengine.offload.room import Room
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.free_list import FreeList
 from tests.offload.test_extent_faults import Fault
 from tests.offload.test_extents import random_bytes, read
 
@@ -26,19 +26,19 @@ def file(tmp_path: Path) -> Iterator[ExtentFile]:
     file.close()
 
 
-def test_room() -> None:
+def test_free_list() -> None:
     """What touches is one; what is asked for comes from the smallest that holds it."""
-    room = Room()
-    assert room.take(1) is None and room.count == 0
+    free = FreeList()
+    assert free.take(1) is None and free.count == 0
     for start in (40, 0, 20, 10):
-        room.give(start, 10)
-    room.give(99, 0)
-    assert room.count == 40 and room.take(31) is None and room.take(0) is None
-    assert [room.take(count) for count in (5, 6, 20, 5, 4)] == [40, 0, 6, 45, 26]
-    assert room.count == 0
+        free.give(start, 10)
+    free.give(99, 0)
+    assert free.count == 40 and free.take(31) is None and free.take(0) is None
+    assert [free.take(count) for count in (5, 6, 20, 5, 4)] == [40, 0, 6, 45, 26]
+    assert free.count == 0
     for start in (30, 10, 20):
-        room.give(start, 10)
-    assert room.take(30) == 10
+        free.give(start, 10)
+    assert free.take(30) == 10
 
 
 def test_what_is_freed_is_used_again(file: ExtentFile) -> None:
@@ -96,7 +96,7 @@ def test_room_that_no_zeros_can_be_written_to(file: ExtentFile, monkeypatch: pyt
     file.write(first, random_bytes(20_000)).wait()
     file.free(first)
     fault = Fault(os.pwritev, code, 9000)
-    monkeypatch.setattr(disk, "pwritev", fault)
+    monkeypatch.setattr(direct_io, "pwritev", fault)
     if code == errno.ENOSPC:
         with pytest.raises(OffloadError, match=r"taking room for 20000 bytes .* make room there"):
             file.allocate(20_000)

@@ -1,8 +1,8 @@
-"""Bytes between aligned memory and one open file. Owns: O_DIRECT, short transfers, threads.
+"""One new file and the threads that read and write it. Owns: its size, whether it is still there, jobs under way.
 
-Must not know: extents, claims, sentences for users. Whatever goes wrong is an OSError or ``Damage``.
+Must not know: extents, leases, sentences for users. Whatever goes wrong is an OSError or ``Damage``.
 
-[Note: Threads] A request in flight is a thread that waits in a system call, without the interpreter's lock. io_uring,
+[Note: Threads] A block under way is a thread that waits in a system call, without the interpreter's lock. io_uring,
 tried with the same blocks and as many in flight, moved no more bytes per second and would save a few hundredths of a
 core, for a second path that many containers forbid.
 """
@@ -14,20 +14,16 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from torch import Tensor
-
 from shardengine.errors import UsageError
+from shardengine.offload import direct_io
+from shardengine.offload.direct_io import ALIGNMENT
 
-ALIGNMENT = 4096
-"""Of places in the file and in memory: what O_DIRECT needs on every disk that is known."""
-preadv, pwritev, fallocate, fsync = os.preadv, os.pwritev, os.posix_fallocate, os.fdatasync
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
@@ -41,7 +37,7 @@ class Damage(Exception):
 class Aio:
     """How a file is read and written.
 
-    block_size: bytes of one request, a multiple of 4096 · queue_depth: requests in flight, of reads and of writes
+    block_size: bytes of one system call, a multiple of 4096 · queue_depth: calls in flight, of reads and of writes
     each · thread_count: threads that take checksums at one time.
     """
 
@@ -61,26 +57,29 @@ class DiskFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
-        self._plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = self._plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            direct = _open_direct(path)
+            self._file = direct_io.open_direct(path, os.O_RDWR)
+            page = memoryview(mmap.mmap(-1, ALIGNMENT))
+            direct_io.write(self._file, [page], 0)  # which tells whether it can do that, too
+            direct_io.read(self._file, [page], 0, ALIGNMENT)
+            os.ftruncate(self._plain, 0)
         except OSError:
-            os.close(self._plain)
+            self.close()
             raise
-        self._file = self._plain if direct is None else direct
-        if direct is None and os.environ.get("RANK", "0") == "0":
+        if not self.direct and os.environ.get("RANK", "0") == "0":
             _log.warning("%s: its file system has no O_DIRECT: transfers go through the page cache", path)
 
     @property
     def direct(self) -> bool:
         """Whether the page cache is passed by."""
-        return self._file != self._plain
+        return direct_io.is_direct(self._file)
 
     def grow(self, count: int) -> int:
         """Take room for ``count`` bytes (a multiple of the alignment) at the end, zeros; where they begin."""
         start = self.size
         try:
-            fallocate(self._plain, start, count)
+            direct_io.fallocate(self._plain, start, count)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._plain, start)
@@ -104,14 +103,16 @@ class DiskFile:
     def read(self, data: memoryview, offset: int, *, cached: bool = False) -> None:
         """Fill ``data`` from ``offset`` on, a multiple of the alignment. cached: through the page cache."""
         whole, page = _parts(data)
-        self._move(True, self._plain if cached else self._file, [whole, page], offset)
+        file, total = self._plain if cached else self._file, len(whole) + len(page)
+        if direct_io.read(file, [whole, page], offset, total) < total:
+            raise Damage(f"the file ends before byte {offset + total}")
         data[len(whole) :] = page[: len(data) - len(whole)]
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write ``data``; what lies between its end and the next multiple of the alignment becomes zero."""
         whole, page = _parts(data)
         page[: len(data) - len(whole)] = data[len(whole) :]
-        self._move(False, self._file, [whole, page], offset)
+        direct_io.write(self._file, [whole, page], offset)
 
     def mapped(self, count: int, offset: int, *, shared: bool) -> mmap.mmap:
         """A mapping of ``count`` bytes. shared: what is written to it is written to the file."""
@@ -119,7 +120,7 @@ class DiskFile:
 
     def flush(self) -> None:
         """Whatever was written through mappings is on the disk."""
-        fsync(self._plain)
+        direct_io.fsync(self._plain)
 
     def close(self) -> None:
         """No more reads and writes; mappings stay."""
@@ -127,19 +128,6 @@ class DiskFile:
         self._file = self._plain = -1
         for number in numbers:
             os.close(number)
-
-    def _move(self, reading: bool, file: int, parts: list[memoryview], offset: int) -> None:
-        """All of ``parts``, in as many calls as the system wants."""
-        done, total = 0, sum(len(part) for part in parts)
-        while done < total:
-            left = _after(parts, done)
-            count = preadv(file, left, offset + done) if reading else pwritev(file, left, offset + done)
-            count -= count % ALIGNMENT  # O_DIRECT goes on at no other place; a file that ends within a page is cut
-            if count <= 0 and reading:
-                raise Damage(f"the file ends before byte {offset + total}")
-            if count <= 0:
-                raise OSError(errno.EIO, "the system wrote nothing and named no reason")
-            done += count
 
 
 class Lane:
@@ -185,11 +173,6 @@ class Lane:
                 self._threads.append(thread)
 
 
-def bytes_of(data: Tensor) -> memoryview:
-    """The memory of ``data``, which is uint8 on the CPU."""
-    return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
-
-
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
@@ -200,36 +183,3 @@ def _parts(data: memoryview) -> tuple[memoryview, memoryview]:
     """The whole pages of ``data``, and one page for the rest of it, empty where there is none."""
     whole = len(data) - len(data) % ALIGNMENT
     return data[:whole], memoryview(mmap.mmap(-1, ALIGNMENT) if whole < len(data) else bytearray())
-
-
-def _after(parts: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What follows the first ``done`` bytes of ``parts``."""
-    left = []
-    for part in parts:
-        if done < len(part):
-            left.append(part[done:])
-        done = max(0, done - len(part))
-    return left
-
-
-def _open_direct(path: Path) -> int | None:
-    """``path`` opened with O_DIRECT, if a page can be written and read so; it is empty again then."""
-    if not _DIRECT:
-        return None
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
-    page, works = memoryview(mmap.mmap(-1, ALIGNMENT)), False
-    try:
-        works = pwritev(number, [page], 0) == preadv(number, [page], 0) == ALIGNMENT
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.ftruncate(number, 0)
-        if not works:
-            os.close(number)
-    return number if works else None

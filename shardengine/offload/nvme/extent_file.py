@@ -1,16 +1,16 @@
 """One file per process for what does not fit into memory, cut into extents that are read and written asynchronously.
 
-Owns: extents and their checksums, the order of transfers, what is said when something fails. Must not know: what the
+Owns: extents and their checksums, the order of requests, what is said when something fails. Must not know: what the
 bytes mean.
 
 [Note: Checksums of extents] For each block of an extent (``Aio.block_size`` bytes) a CRC-32 is kept in memory: taken
 from the caller's memory before it is written, compared with what was read before the caller gets it. A lost write, a
 block from another place and a flipped bit are seen alike. A new extent holds zeros, and is compared with zeros. Memory
 that a caller only looks at (``look``) was compared when he got it, and changes nothing. What he writes to memory that
-is the file (``edit``) nobody sees: the next transfer takes the sums anew from what it finds, and so does every one as
+is the file (``edit``) nobody sees: the next request takes the sums anew from what it finds, and so does every one as
 long as that memory lives.
 
-[Note: Order of transfers] Transfers of one extent follow each other: asking for one waits for the one before it, which
+[Note: Order of requests] Requests of one extent follow each other: asking for one waits for the one before it, which
 is usually long done. Reads have threads of their own, and so have writes: a disk that can do both at once does.
 
 [Note: Room that is used again] A file does not shrink. What is freed is used again for what is allocated later, once
@@ -20,7 +20,6 @@ written to is left alone.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -36,15 +35,15 @@ from torch import Tensor
 
 from shardengine.errors import OffloadError, UsageError
 from shardengine.kernels import crc32
-from shardengine.offload.claims import DATA, Claim
-from shardengine.offload.disk import ALIGNMENT, Aio, Damage, DiskFile, Lane, bytes_of
+from shardengine.offload.direct_io import ALIGNMENT, FULL, bytes_of, whole_pages
 from shardengine.offload.host_memory import staging
-from shardengine.offload.room import Room
-from shardengine.offload.transfer import Transfer
+from shardengine.offload.nvme.disk import Aio, Damage, DiskFile, Lane
+from shardengine.offload.nvme.free_list import FreeList
+from shardengine.offload.nvme.io_request import IORequest
+from shardengine.offload.nvme.lease import DATA, Lease
 
-__all__ = ["Aio", "Extent", "ExtentFile", "Transfer"]
+__all__ = ["Aio", "Extent", "ExtentFile", "IORequest"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ZEROS = memoryview(bytearray(1 << 16))
 
 
@@ -64,14 +63,14 @@ class _Torn(Exception):
 class _State:
     """Of an extent. sums: a checksum per block · torn: a write of it failed, and none came after · edited: given out
     to be written to since the sums were taken (the object may be gone) · looked: given out to be read, and not written
-    over since · views: all memory of it that somebody has · last: the transfer that was asked for last."""
+    over since · views: all memory of it that somebody has · last: the request that came last."""
 
     sums: array[int]
     torn: bool = False
     edited: weakref.ref[mmap.mmap] | None = None
     looked: weakref.ref[mmap.mmap] | None = None
     views: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)
-    last: Transfer = field(default_factory=lambda: Transfer(0))
+    last: IORequest = field(default_factory=lambda: IORequest(0))
 
     @property
     def shown(self) -> bool:
@@ -88,19 +87,19 @@ class ExtentFile:
 
     def __init__(self, directory: Path, label: str, aio: Aio = Aio()) -> None:  # noqa: B008  # it is frozen
         self._label, self._aio = label, aio
-        self._claim = Claim(Path(directory), label)
+        self._lease = Lease(Path(directory), label)
         try:
-            self._disk = DiskFile(self._claim.path / DATA)
+            self._disk = DiskFile(self._lease.path / DATA)
         except OSError as error:
-            self._claim.release()
-            text = f"{label}: {self._claim.path / DATA} cannot be made: {error.strerror or error}"
+            self._lease.release()
+            text = f"{label}: {self._lease.path / DATA} cannot be made: {error.strerror or error}"
             raise OffloadError(f"{text}. Name another directory, on a disk that works and has room") from error
         self._summing = threading.Semaphore(aio.thread_count)
         self._reads, self._writes = Lane(aio.queue_depth, "offload-read"), Lane(aio.queue_depth, "offload-write")
         self._states: dict[Extent, _State] = {}
-        self._room, self._freed = Room(), list[tuple[Extent, _State]]()
+        self._free, self._freed = FreeList(), list[tuple[Extent, _State]]()
         self._reserved: dict[int, list[Extent]] = {}
-        self._end = weakref.finalize(self, _end, self._claim, self._disk, (self._reads, self._writes))
+        self._end = weakref.finalize(self, _end, self._lease, self._disk, (self._reads, self._writes))
         _FILES.add(self)
 
     @property
@@ -122,7 +121,7 @@ class ExtentFile:
             raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, came {count}")
         try:
             self._disk.check()
-            extent = Extent(self._place(_pages(count)), count)
+            extent = Extent(self._place(whole_pages(count)), count)
         except (OSError, Damage) as error:
             wanted = Extent(self._disk.size, count)
             raise OffloadError(_sentence(self._label, "taking room for", self.path, wanted, error)) from error
@@ -142,7 +141,7 @@ class ExtentFile:
         state.last.wait_quietly()
         self._freed.append((extent, state))
 
-    def read(self, extent: Extent, into: Tensor) -> Transfer:
+    def read(self, extent: Extent, into: Tensor) -> IORequest:
         """Fill ``into``: uint8 [count] on the CPU from a page on (``host_memory.staging``).
 
         It fails where the system says so, where the file was removed, replaced or cut, where other bytes come than
@@ -150,7 +149,7 @@ class ExtentFile:
         """
         return self._begin(extent, into, reading=True)
 
-    def write(self, extent: Extent, source: Tensor) -> Transfer:
+    def write(self, extent: Extent, source: Tensor) -> IORequest:
         """Write ``source``, memory as ``read`` wants it. The extent is torn where it fails, until another succeeds."""
         return self._begin(extent, source, reading=False)
 
@@ -167,7 +166,7 @@ class ExtentFile:
         return self._mapped(extent, shared=True)
 
     def close(self) -> None:
-        """Wait for all transfers and remove the file. A mapping stays, as memory that is nobody else's."""
+        """Wait for all requests and remove the file. A mapping stays, as memory that is nobody else's."""
         self._end()
 
     def _place(self, count: int) -> int:
@@ -177,20 +176,20 @@ class ExtentFile:
             if state.views:
                 self._freed.append((extent, state))
             else:
-                self._room.give(extent.offset, _pages(extent.count))
-        while (start := self._room.take(count)) is not None:
+                self._free.give(extent.offset, whole_pages(extent.count))
+        while (start := self._free.take(count)) is not None:
             try:
                 zeros = bytes_of(staging(min(count, self._aio.block_size)))
                 for first, end in _segments(count, self._aio.block_size):
                     self._disk.write(zeros[: end - first], start + first)
                 return start
             except OSError as error:
-                if error.errno in _FULL:
-                    self._room.give(start, count)
+                if error.errno in FULL:
+                    self._free.give(start, count)
                     raise
         return self._disk.grow(count) if count else self._disk.size
 
-    def _begin(self, extent: Extent, data: Tensor, *, reading: bool) -> Transfer:
+    def _begin(self, extent: Extent, data: Tensor, *, reading: bool) -> IORequest:
         aligned = data.is_cpu and data.is_contiguous() and data.data_ptr() % ALIGNMENT == 0
         if data.dtype is not torch.uint8 or data.shape != (extent.count,) or (extent.count and not aligned):
             raise UsageError(
@@ -198,21 +197,21 @@ class ExtentFile:
                 f"CPU, contiguous, at a multiple of {ALIGNMENT} in memory (host_memory.staging), came {data.dtype} "
                 f"{list(data.shape)} on {data.device}"
             )
-        request = self._request(extent, bytes_of(data), reading=reading)
+        blocks = self._blocks(extent, bytes_of(data), reading=reading)
         state = self._states[extent]
-        state.last = request.transfer
+        state.last = blocks.request
         if not reading:
             state.looked = None
-        (self._reads if reading else self._writes).put(request.carry_out, len(state.sums))
-        return request.transfer
+        (self._reads if reading else self._writes).put(blocks.carry_out, len(state.sums))
+        return blocks.request
 
     def _mapped(self, extent: Extent, *, shared: bool) -> Tensor:
         scratch = staging(min(extent.count, self._aio.block_size))
-        request = self._request(extent, bytes_of(scratch), reading=True, cached=True)
+        blocks = self._blocks(extent, bytes_of(scratch), reading=True, cached=True)
         state = self._states[extent]
-        if request.failed or not state.shown:
-            request.carry_out()
-            request.transfer.wait()
+        if blocks.failed or not state.shown:
+            blocks.carry_out()
+            blocks.request.wait()
         if not extent.count:
             return scratch
         area = state.edited() if shared and state.edited is not None else None
@@ -225,14 +224,14 @@ class ExtentFile:
             state.looked = weakref.ref(area)
         return torch.frombuffer(area, dtype=torch.uint8)
 
-    def _request(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Request:
-        """A transfer of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
+    def _blocks(self, extent: Extent, data: memoryview, *, reading: bool, cached: bool = False) -> _Blocks:
+        """A request of ``extent`` that follows the one before it; what it cannot overcome has failed already."""
         self._check_held()
         state = self._states.get(extent)
         if state is None:
             raise UsageError(f"{self._label}: offload: expected an extent of {self.path}, came one of another file")
         state.last.wait_quietly()
-        request = _Request(self, extent, state, data, reading=reading, cached=cached)
+        blocks = _Blocks(self, extent, state, data, reading=reading, cached=cached)
         try:
             self._disk.check()
             if reading and state.torn:
@@ -240,8 +239,8 @@ class ExtentFile:
             if state.edited is not None:
                 self._flush()
         except (OSError, Damage, _Torn) as error:
-            request.fail(error)
-        return request
+            blocks.fail(error)
+        return blocks
 
     def _flush(self) -> None:
         """What was written through mappings is on the disk. The system tells a failure once, for the whole file."""
@@ -253,15 +252,15 @@ class ExtentFile:
             raise
 
     def _check_held(self) -> None:
-        if not self._claim.held:
+        if not self._lease.held:
             raise UsageError(
                 f"{self._label}: offload: {self.path} is closed, or belongs to the parent of this forked process: "
                 "make an ExtentFile of its own in a child"
             )
 
 
-class _Request:
-    """The blocks of a transfer. It knows no ExtentFile, which may be collected before the last block is done."""
+class _Blocks:
+    """The blocks of an I/O request. It knows no ExtentFile, which may be collected before the last block is done."""
 
     def __init__(
         self, file: ExtentFile, extent: Extent, state: _State, data: memoryview, *, reading: bool, cached: bool
@@ -273,7 +272,7 @@ class _Request:
         self._size = file._aio.block_size
         self._left = iter(range(0, extent.count, self._size))
         self._gone = state.edited is not None and state.edited() is None
-        self.transfer = Transfer(len(state.sums))
+        self.request = IORequest(len(state.sums))
 
     def carry_out(self) -> None:
         """Block after block, until all have been begun: by any number of threads. None after one has failed."""
@@ -281,19 +280,19 @@ class _Request:
             if not self.failed:
                 try:
                     (self._read if self._reading else self._write)(start)
-                except Exception as error:  # whatever it is, somebody waits for this transfer
+                except Exception as error:  # whatever it is, somebody waits for this request
                     self.fail(error)
-            self.transfer.count_down(self._last_words)
+            self.request.count_down(self._last_words)
 
     @property
     def failed(self) -> bool:
         """Whether there is nothing more to carry out."""
-        return self.transfer.failed
+        return self.request.failed
 
     def fail(self, error: Exception) -> None:
-        """Keep the first error, for ``Transfer.wait``."""
+        """Keep the first error, for ``IORequest.wait``."""
         doing = "reading" if self._reading else "writing"
-        self.transfer.fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
+        self.request.fail(_sentence(self._label, doing, self._disk.path, self._extent, error), error)
 
     def _read(self, start: int) -> None:
         end, sums = min(start + self._size, self._extent.count), self._state.sums
@@ -332,7 +331,7 @@ def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Excepti
             "again from the last checkpoint"
         )
     else:
-        full = isinstance(error, OSError) and error.errno in _FULL
+        full = isinstance(error, OSError) and error.errno in FULL
         advice = (
             "make room there, or name a directory on a larger disk" if full else "see the system's log for its disk"
         )
@@ -343,11 +342,6 @@ def _sentence(label: str, doing: str, path: Path, extent: Extent, error: Excepti
         advice += after.get(doing, "")
     what = f"{doing} {extent.count} bytes at offset {extent.offset} of {path}"
     return f"{label}: {what} failed: {cause}. What to do: {advice}"
-
-
-def _pages(count: int) -> int:
-    """The bytes of the pages that ``count`` bytes lie in."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _segments(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -363,17 +357,17 @@ def _sum_of_zeros(count: int) -> int:
     return found
 
 
-def _end(claim: Claim, disk: DiskFile, lanes: Sequence[Lane]) -> None:
+def _end(lease: Lease, disk: DiskFile, lanes: Sequence[Lane]) -> None:
     """Close and remove. Nothing in a forked child."""
-    if not claim.held:
+    if not lease.held:
         return
     if any(lane.has_current_thread for lane in lanes):  # the garbage collector came by in a job
-        threading.Thread(target=_end, args=(claim, disk, lanes), name="offload-end").start()
+        threading.Thread(target=_end, args=(lease, disk, lanes), name="offload-end").start()
         return
     for lane in lanes:
         lane.end()
     disk.close()
-    claim.release()
+    lease.release()
 
 
 _FILES: weakref.WeakSet[ExtentFile] = weakref.WeakSet()
@@ -381,8 +375,8 @@ _FILES: weakref.WeakSet[ExtentFile] = weakref.WeakSet()
 
 def _leave_to_the_parent() -> None:
     for file in list(_FILES):
-        if file._claim.held:  # of a closed one the numbers of its files are others' by now
-            file._claim.forget()
+        if file._lease.held:  # of a closed one the numbers of its files are others' by now
+            file._lease.forget()
             file._disk.close()
 
 

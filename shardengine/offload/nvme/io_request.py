@@ -1,4 +1,4 @@
-"""A transfer between memory and a disk that is under way. Owns: when it is done, the error that it ends with.
+"""A read or a write of an extent that was asked for. Owns: when it is done, the error that it ends with.
 
 Must not know: who carries it out, what is moved.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shardengine.errors import OffloadError, UsageError
 
 
-class Transfer:
+class IORequest:
     """A read or a write under way. Until it is done its memory belongs to it."""
 
     def __init__(self, blocks: int) -> None:
@@ -41,7 +41,7 @@ class Transfer:
             raise OffloadError(text) from cause
 
     def wait_quietly(self) -> None:
-        """``wait`` without the error of the transfer."""
+        """``wait`` without the error."""
         if not self._ended.is_set() and os.getpid() != self._process:
             raise UsageError("offload: this transfer was under way at a fork: only the parent can wait for it")
         self._ended.wait()

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from shardengine.errors import UsageError
-from shardengine.offload import claims, disk
-from shardengine.offload.claims import DATA, LOCK, PREFIX, Claim, remove_abandoned
-from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
+from shardengine.offload.nvme import disk, lease
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
+from shardengine.offload.nvme.lease import DATA, LOCK, PREFIX, Lease, remove_abandoned
 from tests.offload.test_extents import random_bytes, read
 from tests.support import HANG_S
 
@@ -32,10 +33,10 @@ SMALL = Aio(block_size=8192, queue_depth=3)
 
 def abandoned(directory: Path) -> Path:
     """A sub-directory as a killed process leaves it."""
-    claim = Claim(directory, "rank 0")
-    (claim.path / DATA).write_bytes(b"states")
-    claim.forget()
-    return claim.path
+    lease = Lease(directory, "rank 0")
+    (lease.path / DATA).write_bytes(b"states")
+    lease.forget()
+    return lease.path
 
 
 def test_what_the_dead_left_goes_and_nothing_else(tmp_path: Path) -> None:
@@ -103,26 +104,26 @@ def test_a_new_directory_that_is_taken_for_a_dead_one(
 
     monkeypatch.setattr(os, "open", open_later)
     monkeypatch.setattr(fcntl, "flock", lock_later)
-    claim = Claim(tmp_path, "rank 3")
+    lease = Lease(tmp_path, "rank 3")
     monkeypatch.undo()
-    assert len(tries) >= 2 and claim.path not in tries[:2] and (claim.path / LOCK).exists()
-    claim.release()
+    assert len(tries) >= 2 and lease.path not in tries[:2] and (lease.path / LOCK).exists()
+    lease.release()
     remove_abandoned(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def claims_and_dies(directory: Path, seed: int) -> int:
+def takes_a_lease_and_dies(directory: Path, seed: int) -> int:
     """Many lives in one, of which some end without tidying up. How many were not whole until their end?"""
     signal.alarm(int(HANG_S))  # no life is longer
     chance, lost = random.Random(seed), 0
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
-        claim = Claim(directory, "rank 3")
-        (claim.path / DATA).write_bytes(b"states")
+        lease = Lease(directory, "rank 3")
+        (lease.path / DATA).write_bytes(b"states")
         for _ in range(chance.randrange(3)):
             os.sched_yield()
-        lost += not ((claim.path / LOCK).exists() and (claim.path / DATA).exists())
-        claim.forget() if chance.random() < 0.5 else claim.release()
+        lost += not ((lease.path / LOCK).exists() and (lease.path / DATA).exists())
+        lease.forget() if chance.random() < 0.5 else lease.release()
     return lost
 
 
@@ -133,7 +134,7 @@ def test_many_that_start_and_die_at_once(tmp_path: Path) -> None:
         if children[-1] == 0:
             code = 100
             try:
-                code = min(claims_and_dies(tmp_path, seed), 99)
+                code = min(takes_a_lease_and_dies(tmp_path, seed), 99)
             finally:
                 os._exit(code)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == 5 * [0]
@@ -197,7 +198,7 @@ def test_a_forked_child(tmp_path: Path) -> None:
             os._exit(code)
     assert os.read(answer[0], 1) == b"\0"
     assert read(file, extent).equal(random_bytes(50_000))
-    file._claim.forget()  # as if the parent had died: the child, which lives, holds nothing
+    file._lease.forget()  # as if the parent had died: the child, which lives, holds nothing
     remove_abandoned(tmp_path)
     assert list(tmp_path.iterdir()) == []
     os.write(ask[1], b"1")
@@ -222,7 +223,7 @@ def test_a_fork_after_a_close_closes_nobodys_files(tmp_path: Path) -> None:
     assert all((tmp_path / f"{name}.txt").read_text() == "word" for name in "abcd")
     for number in numbers:
         os.close(number)
-    assert not file._claim.held
+    assert not file._lease.held
     with pytest.raises(UsageError, match="is closed"):
         file.allocate(1)
 
@@ -234,7 +235,7 @@ def test_a_fork_with_a_transfer_under_way(tmp_path: Path, monkeypatch: pytest.Mo
         assert go_on.wait(20)
         return os.pwritev(number, parts, offset)
 
-    monkeypatch.setattr(disk, "pwritev", slow)
+    monkeypatch.setattr(direct_io, "pwritev", slow)
     extent, memory = file.allocate(50_000), random_bytes(50_000)
     transfer = file.write(extent, memory)
     child = os.fork()
@@ -268,7 +269,7 @@ def test_collected_in_one_of_its_own_threads(tmp_path: Path, monkeypatch: pytest
         closed.set()
 
     holder.append(ExtentFile(tmp_path, "rank 3", SMALL))
-    monkeypatch.setattr(disk, "preadv", last)
+    monkeypatch.setattr(direct_io, "preadv", last)
     monkeypatch.setattr(disk.DiskFile, "close", close)
     memory = staging(8192).fill_(1)
     transfer = holder[0].read(holder[0].allocate(8192), memory)
@@ -285,7 +286,7 @@ LIVES = """
 import os, sys
 from pathlib import Path
 from shardengine.offload import staging
-from shardengine.offload.extents import Aio, ExtentFile
+from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 for name, end in {ends!r}.items():
     if life := os.fork():
         print(name, os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]), flush=True)
@@ -317,10 +318,10 @@ def test_the_end_of_an_interpreter(tmp_path: Path) -> None:
 def test_an_end_by_a_signal_leaves_it_to_the_next(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        Claim(tmp_path, "rank 3")
+        Lease(tmp_path, "rank 3")
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 1
-    claims.remove_abandoned(tmp_path)
+    lease.remove_abandoned(tmp_path)
     assert list(tmp_path.iterdir()) == []

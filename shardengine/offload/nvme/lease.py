@@ -2,7 +2,7 @@
 
 Must not know: what the files hold.
 
-[Note: Claims] A process's files lie in a sub-directory of its own, with a lock file that it holds locked for life. The
+[Note: Leases] A process's files lie in a sub-directory of its own, with a lock file that it holds locked for life. The
 system drops a lock when its process ends, however that happens; so whoever gets the lock of a sub-directory may remove
 it, and nobody else may: neither names nor process numbers nor times say anything. A sub-directory is there before its
 lock is held. Somebody may take it for a dead one in between: then he has the lock file, or has removed it, and the
@@ -24,7 +24,7 @@ PREFIX = "shardengine-offload-"
 LOCK, DATA = "lock", "extents"
 
 
-class Claim:
+class Lease:
     """The sub-directory ``path`` of ``directory`` (made where it is missing), this process's until ``release``.
 
     What dead processes left in ``directory`` is removed. Raises OffloadError where nothing can be made; ``label`` says
@@ -36,7 +36,7 @@ class Claim:
             directory = directory.absolute()
             directory.mkdir(parents=True, exist_ok=True)
             remove_abandoned(directory)
-            self.path, self._lock = _claimed(directory)
+            self.path, self._lock = _leased(directory)
         except (OSError, ValueError) as error:
             cause = getattr(error, "strerror", None) or error
             raise OffloadError(
@@ -77,7 +77,7 @@ def remove_abandoned(directory: Path) -> None:
                 os.close(lock)
 
 
-def _claimed(directory: Path) -> tuple[Path, int]:
+def _leased(directory: Path) -> tuple[Path, int]:
     """A new sub-directory and its lock, an open file."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
