@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,21 @@ from shardengine.comm import Collectives, Mesh, meeting, together
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
 from shardengine.ddp import Window
-from shardengine.engine import arguments, assembly, closing, gathered, monitors, overflow, rebuild, recovery, whole
+from shardengine.engine import (
+    arguments,
+    assembly,
+    closing,
+    gathered,
+    monitors,
+    offload_states,
+    overflow,
+    rebuild,
+    recovery,
+    whole,
+)
 from shardengine.engine.core import Core
-from shardengine.engine.inspection import Report, attached
+from shardengine.engine.inspection import Inspection, Report, attached
 from shardengine.engine.monitors import Monitor, Monitors
-from shardengine.engine.offload_states import Phases, unpark
 from shardengine.engine.recovery import ForWith, announced, announced_with
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
@@ -40,6 +50,9 @@ from shardengine.optim import (
     state_names,
 )
 from shardengine.runtime import casting
+
+if TYPE_CHECKING:
+    from shardengine.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 _OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
@@ -75,7 +88,7 @@ def initialize(
     return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors)
 
 
-class Engine(Phases):
+class Engine(Inspection):
     """Trains one module. Not an ``nn.Module``: names have no prefix; unknown attributes are read from the module."""
 
     def __init__(
@@ -402,6 +415,80 @@ class Engine(Phases):
         """
         return gathered.traced(self._need_core(), path)
 
+    # Checkpoints: nothing is read or written here; `checkpoint/` is loaded at the first call
+
+    @announced("save_checkpoint")
+    def save_checkpoint(
+        self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> Path:
+        """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
+
+        Between steps only. tag: default ``step-<global_steps>``; one that is there is replaced once the new one is
+        whole. client_state: JSON, rank 0's is kept. A failure raises on every rank and leaves the previous one intact.
+        With ``"checkpoint": {"async_save": true}`` it returns when weights and buffers are copied to host memory, and
+        the next step waits until the optimizer's states are; a failure is then raised by the next call that saves (when
+        its own is under way), loads or waits, or by ``close()``.
+        """
+        from shardengine import checkpoint
+
+        self._need_core()
+        return checkpoint.save(self, directory, tag, client_state)
+
+    @announced("wait_for_checkpoint")
+    def wait_for_checkpoint(self) -> None:
+        """Return when everything that was saved is on disk; CheckpointError if it is not; collective."""
+        if self._saves is not None:
+            from shardengine import checkpoint
+
+            self._need_core()
+            checkpoint.finish(self)
+
+    @announced("load_checkpoint")
+    def load_checkpoint(
+        self, directory: str | Path, tag: str | None = None, *, strict: bool = True, weights_only: bool = False
+    ) -> Checkpoint:
+        """Go on from a checkpoint of any number of ranks, stage and precision; collective.
+
+        tag: default what ``latest`` names; where that one is damaged, the newest that is whole, with a warning.
+        At the same number of ranks training goes on bit for bit; at another one weights and states are the same bits.
+        strict: UsageError lists everything that the model and the checkpoint do not have in common. False takes what
+        fits, the rest keeps its values, and states of what was not stepped before begin at zero; another shape, kind of
+        dtype or optimizer is refused all the same. weights_only: no optimizer, scheduler, counters and random states.
+
+        CheckpointError: damaged. An engine that has trained is not changed by either; one that has not may be partly
+        loaded by a damaged checkpoint, and refuses to train until a whole one is. Also the way on where ``reset()``
+        says that it has none.
+        """
+        from shardengine import checkpoint
+
+        self._need_core()
+        return checkpoint.load(self, directory, tag, strict=strict, weights_only=weights_only)
+
+    # Freeing the device between two phases of a program
+
+    @announced("offload_states")
+    def offload_states(self, include: Iterable[str] = offload_states.STATES, *, pin_memory: bool = True) -> None:
+        """Move what rests on the device to host memory until ``reload_states``, and free transient buffers. Local.
+
+        include: "optimizer" (master weights and optimizer state), "weights", or both. Between two steps. The engine
+        refuses to work meanwhile; so does the module where the weights are away, and its parameters show NaN. What
+        rests in another tier stays there; module buffers and frozen parameters that are not sharded stay on the device,
+        and so does memory that somebody else holds a view of (``module.state_dict()``). On a GPU what was freed is
+        given back to the system. pin_memory: page-locked, so that a GPU copies it fast.
+        """
+        core = self._open_core()
+        core.schedule.finish_open_backward()
+        offload_states.offload(core, self.optimizer, self.module, include, pinned=pin_memory)
+
+    def reload_states(self) -> None:
+        """Everything that ``offload_states`` moved is back where it rests. Local; nothing happens where it is there."""
+        offload_states.reload(self._open_core())
+
+    def _need_core(self) -> Core:
+        core = self._open_core()
+        offload_states.require_back(core)
+        return core
+
     # Mode, end
 
     def train(self, mode: bool = True) -> Engine:
@@ -422,7 +509,7 @@ class Engine(Phases):
             return
         alone = closing.part(self._core, saves=self._saves is not None)
         try:
-            unpark(self._core)
+            offload_states.reload(self._core)
             if not alone:
                 self.wait_for_checkpoint()
         finally:

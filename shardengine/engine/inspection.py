@@ -205,7 +205,7 @@ class Inspection:
         states = Counter() if self.optimizer is None else self.optimizer.state_bytes()
         return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
 
-    def _need_core(self) -> Core:
+    def _open_core(self) -> Core:
         if self.module not in attached:
             raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
         return self._core

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardengine.checkpoint import BUFFER, DTYPES, WEIGHT, Reader, directory, index
 from shardengine.errors import CheckpointError, UsageError
-from shardengine.interchange import kinds
 
 PIECE_BYTES = 8 << 20
 RUN, FOLDER = "run.json", "checkpoints"
@@ -50,7 +49,7 @@ def find(path: Path) -> Found:
             return Found(None, path / FOLDER, path if (path / RUN).is_file() else None)
     except OSError as error:
         raise UsageError(f"{str(path)[:200]}: {wanted}: {error.strerror}") from None
-    kind = kinds.describe(path)
+    kind = describe_directory(path)
     raise UsageError(f"{path}: {wanted}, found {kind or 'a directory with nothing of the kind'}")
 
 
@@ -211,3 +210,25 @@ def model_of(saved: dict[str, Any]) -> dict[str, Any]:
 def weight_of(stored: Stored, row: dict[str, Any]) -> tuple[str, str]:
     """(first name, state) of a row of ``stored.parameters`` or ``stored.buffers``."""
     return (row["names"][0], WEIGHT) if "names" in row else (row["name"], BUFFER)
+
+
+_KINDS = (
+    ("*.distcp", "a checkpoint of torch.distributed.checkpoint (`shardengine import` reads it)"),
+    ("*model_states.pt", "a checkpoint of DeepSpeed (`shardengine import` reads it)"),
+    ("*/*model_states.pt", "a directory of DeepSpeed checkpoints (`shardengine import` reads them)"),
+    ("adapter_config.json", "adapters of peft (PeftModel.from_pretrained loads them)"),
+    ("config.json", "a Hugging Face model (from_pretrained loads it)"),
+    ("*.safetensors", "a directory with safetensors, but without index.json"),
+    ("*.bin", "a directory with PyTorch files"),
+    ("*.pt", "a directory with PyTorch files"),
+)
+
+
+def describe_directory(directory: Path) -> str:
+    """A phrase for what ``directory`` is; "" where nothing in it is known."""
+    try:
+        if not any(directory.iterdir()):
+            return "an empty directory"
+    except OSError as error:
+        return f"a directory that cannot be read ({error.strerror})"
+    return next((phrase for pattern, phrase in _KINDS if next(directory.glob(pattern), None) is not None), "")

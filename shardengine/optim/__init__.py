@@ -2,7 +2,7 @@
 
 optimizer          torch's surface over shards
 resolve            an optimizer in any form that initialize takes, checked
-update, segments   one step, and the segments of one group in a bucket
+update             one step, and which elements of a bucket are stepped together
 in_backward        steps during backward
 loss_scale         fp16's scale, and steps that are left out
 lr_schedules       the schedules of the config

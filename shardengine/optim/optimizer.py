@@ -31,8 +31,7 @@ from shardengine.errors import MismatchError, UsageError
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.offload import HOST
 from shardengine.optim.in_backward import StepsInBackward
-from shardengine.optim.segments import Label, Segments
-from shardengine.optim.update import Part, Settings, Update, step_bucket
+from shardengine.optim.update import Label, Part, Segments, Settings, Update, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, Bucket, Layout
 from shardengine.stages import Placement
