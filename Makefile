@@ -32,7 +32,7 @@ WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup  ## the promises, in about 3 minutes; ALL=1: every test, lint and types included, in about 20
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest $(TOGETHER) $(if $(ALL),,-m quick)
+	$(PY) -m pytest $(TOGETHER) $(if $(ALL),,-m quick) $(if $(RECORD),--record-durations)
 else
 	$(PY) -m pytest $(ARGS)
 endif
