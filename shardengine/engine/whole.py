@@ -132,7 +132,7 @@ def full_optimizer_state(
     specs = core.layout.parameters
     index_of = {name: index for name, index in _indices(core).items() if specs[index].group >= 0}
     wanted = {index_of[name] for name in chosen if name in index_of}
-    sources = _sources(core, wanted, optimizer.held())
+    sources = _sources(core, wanted, _stepped(core, optimizer))
     flats: Flats = {}
     for source in sources:
         _read(core, source, torch.float32, flats)
@@ -163,7 +163,8 @@ def full_optimizer_state(
         with torch.no_grad():
             core.schedule.rest()
             optimizer.await_reader()
-            sources = _sources(core, wanted, optimizer.held(writable=True))  # a backward inside may have fetched some
+            stepped = _stepped(core, optimizer, writable=True)  # a backward inside may have fetched some
+            sources = _sources(core, wanted, stepped)
             _send(core, sources, flats)
             for source in sources:
                 _store(source, flats, source.held, source.bucket.state_interval[0])
@@ -173,6 +174,12 @@ def full_optimizer_state(
         for index, step in zip(entries, rank0.view(torch.int64).tolist(), strict=True):
             optimizer.steps[index] = step
         core.note_stepped()
+
+
+def _stepped(core: Core, optimizer: ShardedOptimizer, *, writable: bool = False) -> dict[int, dict[str, Tensor]]:
+    """Per bucket index what this rank steps."""
+    buckets = (state.bucket for state in core.reducer.buckets)
+    return {bucket.layout.index: optimizer.held(bucket, writable=writable) for bucket in buckets}
 
 
 def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any]) -> None:
