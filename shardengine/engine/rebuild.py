@@ -26,6 +26,7 @@ from shardengine.config import Config
 from shardengine.engine import formulas
 from shardengine.engine.assembly import succeed
 from shardengine.engine.core import Core
+from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.offload import Forms, Homes, Tier
 from shardengine.optim import ShardedOptimizer, check_options, check_owned, lr_schedules
@@ -290,16 +291,9 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
 
 def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Targets) -> None:
     """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
-    full_size = Placement.REPLICATED
     stepped = {spec.name for spec in core.layout.parameters if spec.group >= 0}
     for key, held in tensors.items():
-        full = held
-        if bucket.layout.elements(placement) < bucket.layout.length:
-            full = core.pool.take(bucket.layout.length, held.dtype, core.mesh.device)
-            bucket.own_slice(full).copy_(held)
-            core.collectives.move(full, placement, full_size, bucket.layout, Purpose.REBUILD).wait()
-        for part in slices_of(core.layout, bucket.layout, bucket.layout.interval(full_size, bucket.rank), {key: full}):
-            if key == "weight" or part.name in stepped:
-                target.receive(part)
-        if full is not held:
-            core.pool.give(full)
+        with gathered(core, bucket, {key: held}, placement, Purpose.REBUILD, held.dtype) as slices:
+            for part in slices:
+                if key == "weight" or part.name in stepped:
+                    target.receive(part)
