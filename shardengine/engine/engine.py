@@ -21,12 +21,13 @@ from shardengine.comm import Collectives, Mesh, meeting, together
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
 from shardengine.ddp import Window
-from shardengine.engine import arguments, assembly, closing, gathered, monitors, overflow, rebuild, recovery, whole
+from shardengine.engine import arguments, assembly, closing, export, full_access, monitors, overflow, rebuild, recovery
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Report, attached
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.offload_states import Phases, unpark
 from shardengine.engine.recovery import ForWith, announced, announced_with
+from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
 from shardengine.optim import EngineCalls, Settings, ShardedOptimizer, groups_for, lend, lr_schedules, state_names
@@ -347,7 +348,7 @@ class Engine(Phases):
 
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
-        return gathered.full_params(self._need_core(), names, writable=writable)
+        return full_access.full_params(self._need_core(), names, writable=writable)
 
     @announced_with("full_grads")
     def full_grads(
@@ -362,7 +363,7 @@ class Engine(Phases):
         and the norm is taken again. An exception inside, on any rank, then leaves all as it was and raises on all.
         """
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
-        return whole.full_grads(self._need_core(), names, writable=writable, scale=scale)
+        return full_access.full_grads(self._need_core(), names, writable=writable, scale=scale)
 
     @announced_with("full_optimizer_state")
     def full_optimizer_state(
@@ -375,17 +376,17 @@ class Engine(Phases):
         ``full_grads``; the weights follow, and a graph from before refuses backward as it does after a step.
         """
         optimizer = self._need_optimizer("full_optimizer_state()")
-        return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
+        return full_access.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
     @announced("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
-        return gathered.full_state_dict(self._need_core(), self.module)
+        return export.full_state_dict(self._need_core(), self.module)
 
     @announced("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
-        gathered.save_pretrained(self._need_core(), self.module, directory)
+        export.save_pretrained(self._need_core(), self.module, directory)
 
     @announced_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
@@ -393,7 +394,7 @@ class Engine(Phases):
 
         Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
         """
-        return gathered.traced(self._need_core(), path)
+        return traced(self._need_core().collectives, path)
 
     # Mode, end
 

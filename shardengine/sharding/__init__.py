@@ -23,7 +23,7 @@ from shardengine.sharding.bucket import (
     restore_poison,
     shaped,
 )
-from shardengine.sharding.flat_slices import FlatSlice, Targets, slices_of
+from shardengine.sharding.flat_slices import FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
 from shardengine.sharding.precision import Precision, ScalePolicy
@@ -37,6 +37,7 @@ __all__ = [
     "FlatBuffer",
     "FlatBufferLayout",
     "FlatSlice",
+    "FullTensors",
     "Layout",
     "ParameterSpec",
     "Partition",
@@ -48,6 +49,7 @@ __all__ = [
     "holds_weights",
     "in_memory_order",
     "is_lookup",
+    "join",
     "layout",
     "mark_weights",
     "memory_order",

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from shardengine.sharding.layout import BucketLayout, Layout
+from shardengine.sharding.layout import BucketLayout, Layout, ParameterSpec
 
 
 class FlatSlice(NamedTuple):
@@ -62,3 +63,19 @@ class Targets:
             common = target.cut(source.first, source.end)
             if common.values.numel():
                 common.values.copy_(source.cut(common.first, common.end).values)
+
+
+FullTensors = dict[str, dict[str, Tensor]]
+"""Parameter's name → key → all elements of that tensor, in memory order."""
+
+
+def join(
+    slices: Iterable[FlatSlice], full: FullTensors, specs: Mapping[str, ParameterSpec], device: torch.device
+) -> None:
+    """Copy the slices of ``specs``' parameters, by name, into ``full``. A tensor is made on ``device`` at its first."""
+    for part in slices:
+        if part.name in specs:
+            tensors = full.setdefault(part.name, {})
+            if part.key not in tensors:
+                tensors[part.key] = torch.empty(specs[part.name].numel, dtype=part.values.dtype, device=device)
+            tensors[part.key][part.first : part.end].copy_(part.values)
