@@ -2,7 +2,7 @@
 
 saving     write aside, fsync, rename                                  loading    choose, verify, fill
 background the same behind training
-contents   what an engine holds, by name and flat interval             fit        what of it is where in a checkpoint
+contents   what an engine holds, in flat slices                        fit        what of it is where in a checkpoint
 index      the JSON form, checked before it is believed                state      what is no tensor
 tensor_file, reader   writing a file, reading ranges of many          directory  names on disk
 model_facts   what Hugging Face wants to know                         atomic     whole or not at all

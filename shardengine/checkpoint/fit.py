@@ -16,6 +16,7 @@ from shardengine.checkpoint import contents, index, state
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.engine import Core, Inspection
 from shardengine.optim import ShardedOptimizer
+from shardengine.sharding import FlatSlice
 
 Source = tuple[str, int, int, int]
 """(file, byte offset, first and one past the last element in the part that is filled)."""
@@ -25,7 +26,7 @@ Source = tuple[str, int, int, int]
 class Filling:
     """A part of what the engine holds, and where its elements come from, in which dtype."""
 
-    part: contents.Part
+    part: FlatSlice
     dtype: torch.dtype
     sources: list[Source]
 
@@ -44,17 +45,17 @@ class Plan:
     unexpected: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     fillings: list[Filling] = field(default_factory=list)
-    fresh: list[contents.Part] = field(default_factory=list)
+    fresh: list[FlatSlice] = field(default_factory=list)
     groups: list[dict[str, Any] | None] = field(default_factory=list)
     origins: list[int | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     scheduler: bool = False
 
-    def onto(self, parts: Iterable[contents.Part]) -> Plan:
+    def onto(self, parts: Iterable[FlatSlice]) -> Plan:
         """The same for ``parts``, which may be written to; it was made of views that may only be read."""
-        found = {part.key: part for part in parts}
-        fillings = [replace(filling, part=found[filling.part.key]) for filling in self.fillings]
-        return replace(self, fillings=fillings, fresh=[found[part.key] for part in self.fresh])
+        found = {(part.name, part.key, part.first): part for part in parts}
+        fillings = [replace(filling, part=found[filling.part[:3]]) for filling in self.fillings]
+        return replace(self, fillings=fillings, fresh=[found[part[:3]] for part in self.fresh])
 
 
 class _Saved:
@@ -86,20 +87,20 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
         found.problems += _ties(there, core) if strict else []
         _compare_optimizers(there, engine, found, sources, strict=strict)
     for part in contents.held(core, engine.optimizer):
-        if part.name not in sources or (weights_only and part.state not in (WEIGHT, BUFFER)):
+        if part.name not in sources or (weights_only and part.key not in (WEIGHT, BUFFER)):
             continue
-        entry = there.tensors.get((sources[part.name], part.state))
+        entry = there.tensors.get((sources[part.name], part.key))
         if entry is None:
             _without_source(part, sources[part.name], there, found)
             continue
         dtype, pieces = entry
-        if part.state == BUFFER and there.own_buffers:
+        if part.key == BUFFER and there.own_buffers:
             pieces = [piece for piece in pieces if piece.file == index.file_of(core.mesh.rank % there.ranks)]
         filling = Filling(part, dtype, list(_overlaps(part, pieces, dtype)))
         if _covers(filling):
             found.fillings.append(filling)
         else:
-            found.problems.append(f"{part.name} ({part.state}): some of its elements are in no file of the checkpoint")
+            found.problems.append(f"{part.name} ({part.key}): some of its elements are in no file of the checkpoint")
     return found
 
 
@@ -157,17 +158,15 @@ def _order(row: dict[str, Any]) -> list[int]:
     return [dimension for dimension in dimensions if row["shape"][dimension] != 1]
 
 
-def _without_source(part: contents.Part, origin: str, there: _Saved, found: Plan) -> None:
+def _without_source(part: FlatSlice, origin: str, there: _Saved, found: Plan) -> None:
     """The checkpoint has the parameter, but not this state of it: it was frozen, or there was no momentum."""
-    if part.state in (BUFFER, WEIGHT) or (there.rows[origin]["trainable"] and part.state in there.states):
-        found.problems.append(f"{part.name} ({part.state}): the checkpoint names {origin}, but has nothing of it")
+    if part.key in (BUFFER, WEIGHT) or (there.rows[origin]["trainable"] and part.key in there.states):
+        found.problems.append(f"{part.name} ({part.key}): the checkpoint names {origin}, but has nothing of it")
     else:
         found.fresh.append(part)
 
 
-def _overlaps(
-    part: contents.Part, pieces: list[index.Stored], dtype: torch.dtype
-) -> Iterator[tuple[str, int, int, int]]:
+def _overlaps(part: FlatSlice, pieces: list[index.Stored], dtype: torch.dtype) -> Iterator[tuple[str, int, int, int]]:
     for piece in pieces:
         start, stop = max(piece.first, part.first), min(piece.end, part.end)
         if start < stop:

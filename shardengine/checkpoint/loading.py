@@ -282,8 +282,8 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     if optimizer is not None:
         optimizer.end_window(lost=True)  # until load() knows better
     fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)
-    weights = [filling for filling in fillings if filling.part.state in (WEIGHT, BUFFER)]
-    states = [filling for filling in fillings if filling.part.state not in (WEIGHT, BUFFER)]
+    weights = [filling for filling in fillings if filling.part.key in (WEIGHT, BUFFER)]
+    states = [filling for filling in fillings if filling.part.key not in (WEIGHT, BUFFER)]
     what = f"loading checkpoint {chosen.place} (the engine is partly loaded)"
     files, direct = chosen.saved["files"], way.at_once and alone
     with Reader(chosen.place, files, chosen.saved["chunk_bytes"], direct=direct) as reader:

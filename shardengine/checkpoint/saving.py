@@ -138,8 +138,8 @@ def _describe(engine: Inspection) -> dict[str, Any]:
 def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> Job:
     core = engine._core
     owned = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
-    model = [part for part in owned if part.state in (contents.WEIGHT, contents.BUFFER)]  # loaded first
-    stepped = [part for part in owned if part.state not in (contents.WEIGHT, contents.BUFFER)]
+    model = [part for part in owned if part.key in (contents.WEIGHT, contents.BUFFER)]  # loaded first
+    stepped = [part for part in owned if part.key not in (contents.WEIGHT, contents.BUFFER)]
     parts = model + stepped
     random = [(f"random/{name}", values) for name, values in state.random_states(core.mesh.device)]
     return Job(
@@ -148,9 +148,9 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> J
         rank=core.mesh.rank,
         ranks=core.mesh.ranks,
         facts=facts,
-        tensors=random + [(part.key, part.values) for part in parts],
+        tensors=random + [(contents.name_in_file(p.name, p.key, p.first, p.end), p.values) for p in parts],
         behind=len(stepped),
-        parts=[(p.name, p.state, str(p.values.dtype).removeprefix("torch."), p.first, p.end) for p in parts],
+        parts=[(p.name, p.key, str(p.values.dtype).removeprefix("torch."), p.first, p.end) for p in parts],
         random=[key for key, _ in random],
         keep_last=engine.config.checkpoint.keep_last,
     )
@@ -208,7 +208,7 @@ def _write_file(job: Job) -> None:
     entry = {
         "file": {"bytes": done.bytes, "chunks": done.chunks},
         "parts": [
-            [name, kind, dtype, [file, first, end, done.offsets[contents.key_of(name, kind, first, end)]]]
+            [name, kind, dtype, [file, first, end, done.offsets[contents.name_in_file(name, kind, first, end)]]]
             for name, kind, dtype, first, end in job.parts
         ],
         "random": {key.removeprefix("random/"): [file, done.offsets[key], sizes[key]] for key in job.random},

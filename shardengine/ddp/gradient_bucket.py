@@ -98,7 +98,7 @@ class LocalSum:
         self._layout = layout
         self._pool = pool
         pieces, start = layout.pieces(bucket.layout), bucket.layout.start
-        self._parts = {piece.parameter: (piece.offset, piece.offset + piece.end - piece.start) for piece in pieces}
+        self._parts = {piece.parameter: (piece.offset, piece.offset_end) for piece in pieces}
         self._places = {piece.parameter: piece.start - start for piece in pieces}  # ascending
 
     def add(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
@@ -169,8 +169,9 @@ def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
 class GradientBucket:
     """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent.
 
-    leaves: what is summed over ranks rests with the optimizer's state, which is away · spill: brings it there, where
-    that is another device ([Note: Away]).
+    own: parameter → where its elements begin and end in this rank's slice, if any are there · leaves: what is summed
+    over ranks rests with the optimizer's state, which is away · spill: brings it there, where that is another device
+    ([Note: Away]).
     """
 
     def __init__(
@@ -187,6 +188,9 @@ class GradientBucket:
         self.wire = wire
         self.names = bucket.layout.names
         self.pieces = {piece.parameter: piece for piece in layout.pieces(bucket.layout)}
+        first, last = bucket.layout.interval(Placement.SHARDED, bucket.rank)
+        own = layout.pieces_within(bucket.layout, (first, last))
+        self.own = {piece.parameter: (piece.start - first, piece.end - first) for piece in own}
         self.partial = LocalSum(bucket, layout, pool)
         self.late = LocalSum(bucket, layout, pool)
         self.ready: set[int] = set()
@@ -349,12 +353,9 @@ class GradientBucket:
 
     def _own_parts(self, parameters: Collection[int], other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The elements of ``parameters`` in this rank's slice, of ``complete`` and of ``other``."""
-        first, last = self.bucket.layout.interval(Placement.SHARDED, self.bucket.rank)
-        for parameter in self.pieces.keys() & parameters:
-            start, end = max(self.pieces[parameter].start, first), min(self.pieces[parameter].end, last)
-            if start < end and self.complete is not None:
-                part = other[start - first : end - first].to(self.complete.device)
-                yield self.complete[start - first : end - first], part
+        if (complete := self.complete) is not None:
+            for start, end in (self.own[parameter] for parameter in self.own.keys() & parameters):
+                yield complete[start:end], other[start:end].to(complete.device)
 
     def drop_complete(self) -> None:
         """Give back what the complete gradient lies in, each storage once: some of these are views of others."""

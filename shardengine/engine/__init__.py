@@ -5,7 +5,10 @@ arguments           what initialize is called with
 core                the parts
 assembly, closing   the parts put together, and taken apart
 rebuild             a new layout between steps: unfreezing, add_param_group
-gathered, whole     full parameters; full gradients and optimizer states
+gathering           one bucket's tensors whole on every rank
+full_access         full parameters, gradients and optimizer states inside a with
+export              the whole model: state dict, Hugging Face directories
+tracing             the events of all ranks in one file
 recovery            after a fault
 formulas            what the stage's formulas say of an engine
 overflow            what a step that was left out says

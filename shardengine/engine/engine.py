@@ -25,18 +25,19 @@ from shardengine.engine import (
     arguments,
     assembly,
     closing,
-    gathered,
+    export,
+    full_access,
     monitors,
     offload_states,
     overflow,
     rebuild,
     recovery,
-    whole,
 )
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, announced, announced_with
+from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
 from shardengine.optim import (
@@ -367,7 +368,7 @@ class Engine(Inspection):
 
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
-        return gathered.full_params(self._need_core(), names, writable=writable)
+        return full_access.full_params(self._need_core(), names, writable=writable)
 
     @announced_with("full_grads")
     def full_grads(
@@ -382,7 +383,7 @@ class Engine(Inspection):
         and the norm is taken again. An exception inside, on any rank, then leaves all as it was and raises on all.
         """
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
-        return whole.full_grads(self._need_core(), names, writable=writable, scale=scale)
+        return full_access.full_grads(self._need_core(), names, writable=writable, scale=scale)
 
     @announced_with("full_optimizer_state")
     def full_optimizer_state(
@@ -395,17 +396,17 @@ class Engine(Inspection):
         ``full_grads``; the weights follow, and a graph from before refuses backward as it does after a step.
         """
         optimizer = self._need_optimizer("full_optimizer_state()")
-        return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
+        return full_access.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
     @announced("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
-        return gathered.full_state_dict(self._need_core(), self.module)
+        return export.full_state_dict(self._need_core(), self.module)
 
     @announced("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
-        gathered.save_pretrained(self._need_core(), self.module, directory)
+        export.save_pretrained(self._need_core(), self.module, directory)
 
     @announced_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
@@ -413,7 +414,7 @@ class Engine(Inspection):
 
         Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
         """
-        return gathered.traced(self._need_core(), path)
+        return traced(self._need_core().collectives, path)
 
     # Checkpoints: nothing is read or written here; `checkpoint/` is loaded at the first call
 

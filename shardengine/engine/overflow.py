@@ -9,7 +9,6 @@ import torch
 from shardengine.engine.core import Core
 from shardengine.errors import LossScaleError, NonfiniteGradientError
 from shardengine.optim import LossScaler
-from shardengine.stages import Placement
 
 _SHOWN = 5
 _log = logging.getLogger(__name__)
@@ -19,11 +18,9 @@ def describe(core: Core) -> str:
     """The first parameters whose complete gradient is not finite, the same text on every rank; collective."""
     mine = []
     for state in core.reducer.buckets:
-        first, last = state.bucket.layout.interval(Placement.SHARDED, state.bucket.rank)
-        for piece in core.layout.pieces_within(state.bucket.layout, (first, last)):
-            values = None if state.complete is None else state.complete[piece.start - first : piece.end - first]
-            if values is not None and not bool(torch.isfinite(values).all()):
-                mine.append(piece.parameter)
+        if (complete := state.complete) is not None:
+            own = state.own.items()
+            mine += [index for index, (start, end) in own if not bool(torch.isfinite(complete[start:end]).all())]
     found = sorted({index for rank in core.collectives.exchange_objects(mine) for index in rank})
     names = ", ".join(repr(core.layout.parameters[index].name) for index in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

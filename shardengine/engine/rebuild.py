@@ -4,9 +4,9 @@ Owns: when that is allowed, the agreement of the ranks on it, and moving weights
 into the new buckets. Must not know: forward, backward, the step.
 
 [Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
-one buffer, cut into spans (elements [first, last) of one parameter), and each span is copied to where the new layout
-has the same elements on this rank. Parameters belong to the same unit before and after, so a unit's old memory is free
-before the next unit begins: in memory there is never more beside the model state than one unit's and one bucket's.
+one buffer, and each flat slice of it is copied to where the new layout has the same elements on this rank. Parameters
+belong to the same unit before and after, so a unit's old memory is free before the next unit begins: in memory there is
+never more beside the model state than one unit's and one bucket's.
 What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
 a disk without room is no loss, and what the old one leaves is used by the next.
 A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
@@ -14,7 +14,7 @@ A parameter that no optimizer stepped before has no past there: its master weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,42 +26,26 @@ from shardengine.config import Config
 from shardengine.engine import formulas
 from shardengine.engine.assembly import succeed
 from shardengine.engine.core import Core
+from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.offload import Forms, Homes, Tier
 from shardengine.optim import ShardedOptimizer, check_options, check_owned, lr_schedules
 from shardengine.planner import tell_choice
 from shardengine.runtime import Unit, placing
-from shardengine.sharding import MASTER, SHARD, Bucket, Layout, Partition, in_memory_order, layout, partition
+from shardengine.sharding import (
+    MASTER,
+    SHARD,
+    Bucket,
+    FlatSlice,
+    Layout,
+    Partition,
+    Targets,
+    in_memory_order,
+    layout,
+    partition,
+    slices_of,
+)
 from shardengine.stages import Placement
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements from ``first`` on of parameter ``name``, in memory order. key: "weight", "master" or a state's name."""
-
-    name: str
-    key: str
-    first: int
-    values: Tensor
-
-
-class Destination:
-    """Where elements go: spans whose ``values`` are written to."""
-
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self._spans: dict[tuple[str, str], list[Span]] = {}
-        for span in spans:
-            self._spans.setdefault((span.name, span.key), []).append(span)
-
-    def receive(self, span: Span) -> None:
-        """Copy the elements of ``span`` that have a place here."""
-        for own in self._spans.get((span.name, span.key), ()):
-            start = max(own.first, span.first)
-            end = min(own.first + own.values.numel(), span.first + span.values.numel())
-            if start < end:
-                own.values[start - own.first : end - own.first].copy_(
-                    span.values[start - span.first : end - span.first]
-                )
 
 
 def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer | None) -> Core:
@@ -273,12 +257,12 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
         flat_buffers.append(flat_buffer)
         members += shown
     buckets = [bucket for flat_buffer in flat_buffers for bucket in flat_buffer.buckets]
-    weights = Destination(span for b in buckets for span in _spans(plan, b, {"weight": b.full}, Placement.REPLICATED))
+    weights = Targets(s for b in buckets for s in slices_of(plan, b.layout, b.interval, {"weight": b.full}))
     inside = {id(parameter) for parameter in core.partition.inside}
     for member in members:
         if id(member.parameter) not in inside:
             spec = plan.parameters[member.index]
-            weights.receive(Span(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
+            weights.receive(FlatSlice(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
     for bucket in old.buckets():
         _carry(core, bucket, {"weight": bucket.weights()}, bucket.placement, weights)
     unit = Unit(old.index, old.name, flat_buffers, members, plan)
@@ -295,7 +279,7 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
     for bucket in buckets:
         if bucket.layout.index >= 0:
             bucket.begin_states(optimizer.state_names)
-    kept = Destination(span for b in buckets for span in _spans(plan, b, b.shelf.edit(), b.state))
+    kept = Targets(s for b in buckets for s in slices_of(plan, b.layout, b.state_interval, b.shelf.edit()))
     for bucket in old.buckets():
         _carry(core, bucket, bucket.shelf.look(), bucket.state, kept)
         bucket.shelf.drop()
@@ -304,27 +288,11 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
     return unit
 
 
-def _spans(plan: Layout, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement) -> Iterator[Span]:
-    """What ``tensors`` of ``bucket``, which are placed so, hold."""
-    interval = bucket.layout.interval(placement, bucket.rank)
-    for key, flat in tensors.items():
-        for piece in plan.pieces_within(bucket.layout, interval):
-            part = flat[piece.start - interval[0] : piece.end - interval[0]]
-            yield Span(plan.parameters[piece.parameter].name, key, piece.offset, part)
-
-
-def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Destination) -> None:
+def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Targets) -> None:
     """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
-    full_size = Placement.REPLICATED
     stepped = {spec.name for spec in core.layout.parameters if spec.group >= 0}
     for key, held in tensors.items():
-        full = held
-        if bucket.layout.elements(placement) < bucket.layout.length:
-            full = core.pool.take(bucket.layout.length, held.dtype, core.mesh.device)
-            bucket.own_slice(full).copy_(held)
-            core.collectives.move(full, placement, full_size, bucket.layout, Purpose.REBUILD).wait()
-        for span in _spans(core.layout, bucket, {key: full}, full_size):
-            if key == "weight" or span.name in stepped:
-                target.receive(span)
-        if full is not held:
-            core.pool.give(full)
+        with gathered(core, bucket, {key: held}, placement, Purpose.REBUILD, held.dtype) as slices:
+            for part in slices:
+                if key == "weight" or part.name in stepped:
+                    target.receive(part)

@@ -33,7 +33,7 @@ class _Entry:
 
     @property
     def key(self) -> str:
-        return contents.key_of(self.name, self.state, 0, prod(self.shape))
+        return contents.name_in_file(self.name, self.state, 0, prod(self.shape))
 
 
 def write(foreign: Foreign, folder: str | Path, tag: str | None = None) -> Path:

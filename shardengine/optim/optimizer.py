@@ -33,8 +33,7 @@ from shardengine.offload import HOST
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, step_bucket
 from shardengine.other_engines import read_from_optimizer
-from shardengine.sharding import MASTER, Bucket, Layout
-from shardengine.stages import Placement
+from shardengine.sharding import MASTER, Bucket, FlatSlice, Layout, slices_of
 
 _log = logging.getLogger(__name__)
 _RATES = (
@@ -109,7 +108,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
-        self._own_parts = [list(_own_parts(layout, bucket)) for bucket in buckets]
         self._segments = Segments(layout, buckets, numbered=self.settings.seed is not None)
         reducer.serve(self)
 
@@ -182,9 +180,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         and loss scale, 4 bytes."""
         found = [
             (parameter, kernels.sum_of_squares(complete[start:end]))
-            for state, parts in zip(self._reducer.buckets, self._own_parts, strict=True)
+            for state in self._reducer.buckets
             if (complete := state.complete) is not None
-            for parameter, start, end in parts
+            for parameter, (start, end) in state.own.items()
         ]
         device = self._reducer.buckets[0].bucket.full.device
         if all(square.device == HOST for _, square in found):
@@ -419,26 +417,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Tell torch's scheduler that the optimizer it was made for has stepped; otherwise it warns about the order."""
         scheduler.optimizer._opt_called = True
 
-    def held(self, *, writable: bool = False) -> dict[int, dict[str, Tensor]]:
-        """Per bucket index what this rank steps: "weight" (the master, where there is one) and the states.
+    def held(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
+        """What this rank steps of ``bucket``: "weight" (the master, where there is one) and the states.
 
         writable: to be written to, too; otherwise that may be lost.
         """
-        return {state.bucket.layout.index: self._kept(state.bucket, writable) for state in self._reducer.buckets}
-
-    def _kept(self, bucket: Bucket, writable: bool) -> dict[str, Tensor]:
         states = dict(bucket.shelf.edit() if writable else bucket.shelf.look())
         if bucket.has_master:
             return {"weight": states.pop(MASTER), **states}
         return {"weight": bucket.stepped_weights(writable=writable), **states}
 
-    def parameter_state(self, *, writable: bool = False) -> Iterator[tuple[int, str, int, Tensor]]:
-        """What this rank holds: (parameter, "weight" or state name, first element, values) per piece, as ``held``."""
-        for state in self._reducer.buckets:
-            kept, (first, last) = self._kept(state.bucket, writable), state.bucket.state_interval
-            for piece in self._layout.pieces_within(state.bucket.layout, (first, last)):
-                for name, flat in kept.items():
-                    yield piece.parameter, name, piece.offset, flat[piece.start - first : piece.end - first]
+    def parameter_state(self, *, writable: bool = False) -> Iterator[FlatSlice]:
+        """What this rank holds of every bucket, as ``held``."""
+        for bucket in (state.bucket for state in self._reducer.buckets):
+            held = self.held(bucket, writable=writable)
+            yield from slices_of(self._layout, bucket.layout, bucket.state_interval, held)
 
     def _counted(self, parameter: int) -> int | None:
         """Label for the norm: parameters that some optimizer group steps."""
@@ -480,13 +473,6 @@ def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = Fa
     """What an optimizer keeps of each element. scheduled: a scheduler may yet raise SGD's momentum from 0."""
     accelerates = kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
     return STATE_NAMES[kind] if accelerates else ()
-
-
-def _own_parts(layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
-    """(parameter, first, end) of what lies in this rank's slice of ``bucket``, counted from the slice's start."""
-    interval = bucket.layout.interval(Placement.SHARDED, bucket.rank)
-    for piece in layout.pieces_within(bucket.layout, interval):
-        yield piece.parameter, piece.start - interval[0], piece.end - interval[0]
 
 
 _STEPPED_WITH = (

@@ -3,6 +3,7 @@
 partition, wrapping   the parameters of a model, and which modules are units
 layout                offsets, padding and slices, as integers
 bucket                flat storage, and views into it
+flat_slices           elements of parameters by name and position, in whatever layout
 precision             which dtype everything has, how the loss is scaled, when a step is left out
 
 Must not know: ranks at work, hooks, the step.
@@ -22,6 +23,7 @@ from shardengine.sharding.bucket import (
     restore_poison,
     shaped,
 )
+from shardengine.sharding.flat_slices import FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
 from shardengine.sharding.precision import Precision, ScalePolicy
@@ -34,16 +36,20 @@ __all__ = [
     "BucketLayout",
     "FlatBuffer",
     "FlatBufferLayout",
+    "FlatSlice",
+    "FullTensors",
     "Layout",
     "ParameterSpec",
     "Partition",
     "Piece",
     "Precision",
     "ScalePolicy",
+    "Targets",
     "dtype_of",
     "holds_weights",
     "in_memory_order",
     "is_lookup",
+    "join",
     "layout",
     "mark_weights",
     "memory_order",
@@ -51,4 +57,5 @@ __all__ = [
     "precision",
     "restore_poison",
     "shaped",
+    "slices_of",
 ]

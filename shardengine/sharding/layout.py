@@ -192,6 +192,11 @@ class Piece:
     end: int
     offset: int
 
+    @property
+    def offset_end(self) -> int:
+        """One past the parameter's last element in it."""
+        return self.offset + self.end - self.start
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -165,9 +165,8 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
     """(parameter name, state name, first element, values) of everything this rank's optimizer holds."""
     optimizer = engine.optimizer
     assert optimizer is not None
-    names = [spec.name for spec in engine._core.layout.parameters]
     held = optimizer.parameter_state()
-    return [(names[i], key, first, copy_out(values).float().numpy()) for i, key, first, values in held]
+    return [(name, key, first, copy_out(values).float().numpy()) for name, key, first, values in held]
 
 
 def steps_of(engine: shardengine.Engine) -> list[int]:

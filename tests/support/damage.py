@@ -44,7 +44,7 @@ def train(engine: Any, count: int = 1) -> None:
 def tensors(engine: Any) -> list[Any]:
     """Everything that this rank holds, as bytes."""
     return [
-        (part.name, part.state, part.first, cases.copy_out(part.values).numpy().tobytes())
+        (part.name, part.key, part.first, cases.copy_out(part.values).numpy().tobytes())
         for part in contents.held(engine._core, engine.optimizer)
     ]
 

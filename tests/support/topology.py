@@ -153,8 +153,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
         names = engine._core.partition.first_names()
         specs = zip(engine._core.layout.parameters, engine.optimizer.steps, strict=True)
         pieces = engine.optimizer.parameter_state()
-        spec_of = engine._core.layout.parameters
-        found["state"] = [(spec_of[i].name, key, at, values.float().clone().numpy()) for i, key, at, values in pieces]
+        found["state"] = [(name, key, at, values.float().clone().numpy()) for name, key, at, values in pieces]
         found["steps"] = {spec.name: steps for spec, steps in specs if spec.trainable}
         found["groups"] = {
             tuple(names[id(p)] for p in group["params"]): {k: v for k, v in group.items() if k != "params"}

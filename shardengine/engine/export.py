@@ -1,0 +1,94 @@
+"""The whole model for others: its state dict on rank 0, and Hugging Face directories on disk.
+
+Must not know: steps, gradients, the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardengine.comm import Purpose, compare, together
+from shardengine.engine.core import Core
+from shardengine.engine.gathering import gathered
+from shardengine.offload import HOST
+from shardengine.sharding import FullTensors, join, shaped
+
+
+def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
+    """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
+    compare(core.collectives, {"call": ["state_dict"]})
+    values = _whole_values(core)
+    return together(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
+
+
+def _whole_values(core: Core) -> dict[int, Tensor]:
+    """id(parameter) → whole values on rank 0's CPU, {} elsewhere, gathered one bucket at a time; collective."""
+    core.await_weights()
+    specs = {spec.name: spec for spec in core.layout.parameters}
+    whole: FullTensors = {}
+    for bucket in (bucket for unit in core.units for bucket in unit.buckets()):
+        weights, place = {"weight": bucket.weights()}, bucket.placement
+        with gathered(core, bucket, weights, place, Purpose.WHOLE_WEIGHTS, bucket.full.dtype) as slices:
+            join(slices if core.mesh.rank == 0 else (), whole, specs, HOST)
+    inside = zip(core.partition.inside, core.layout.parameters, strict=True)
+    return {id(p): shaped(whole[spec.name]["weight"], spec) for p, spec in inside if spec.name in whole}
+
+
+def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+    """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
+    if core.mesh.rank != 0:
+        return {}
+    with core.attachments.state_dict_allowed():
+        shown = module.state_dict(keep_vars=True)
+    copies: dict[int, Any] = {}
+    for value in shown.values():
+        if isinstance(value, Tensor) and id(value) not in copies:
+            copies[id(value)] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
+    return {name: copies.get(id(value), value) for name, value in shown.items()}
+
+
+def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> None:
+    """Write ``module`` with whole weights into ``directory`` (safetensors) on rank 0; collective.
+
+    Written beside it first, and moved in file by file when all of it is written: a full disk leaves an existing
+    directory as it was. A failure raises on every rank.
+    """
+    compare(core.collectives, {"call": ["save_pretrained"]})
+    values = _whole_values(core)
+    target = Path(directory)
+
+    def write() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _write(module, _assemble(core, module, values), work)
+            target.mkdir(exist_ok=True)
+            for path in work.iterdir():
+                os.replace(path, target / path.name)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    together(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
+
+
+def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
+    save = getattr(module, "save_pretrained", None)  # Hugging Face models have it, plain modules do not
+    if save is not None:
+        save(directory, state_dict=state)
+        return
+    from safetensors.torch import save_file
+
+    first_name: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and first_name.setdefault(value.data_ptr(), name) != name and value.numel():
+            tied[name] = first_name[value.data_ptr()]
+    tensors = {n: v.contiguous() for n, v in state.items() if isinstance(v, Tensor) and n not in tied}
+    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt", "tied": json.dumps(tied)})

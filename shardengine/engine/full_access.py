@@ -1,0 +1,330 @@
+"""Full tensors for the user inside a ``with``: parameters, complete gradients, master weights and optimizer state.
+
+Owns: which names ranks ask for, what is shown, and that what rank 0 has written is what every rank goes on with.
+Must not know: how gradients come to be complete, the arithmetic of a step, files.
+
+Parameters are shown by their units, which pin them. Of gradients and states, reading costs one all-gather per bucket
+that holds a wanted parameter (none where this rank has all of it), writing one broadcast per such bucket, of the wanted
+parameters alone. Memory, on the device: the wanted tensors, and one bucket on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.comm import Named, Purpose, compare, together
+from shardengine.config import nearest
+from shardengine.engine.core import Core
+from shardengine.engine.gathering import gathered
+from shardengine.errors import UsageError
+from shardengine.optim import ShardedOptimizer
+from shardengine.runtime import Unit
+from shardengine.sharding import Bucket, FullTensors, ParameterSpec, join, shaped, slices_of
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A bucket with wanted parameters in it. held: what this rank has of it, placed as optimizer state is · dtype: in
+    which it is shown."""
+
+    bucket: Bucket
+    held: dict[str, Tensor]
+    dtype: torch.dtype
+
+
+# Parameters
+
+
+@contextmanager
+def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
+    """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
+    core.await_weights()
+    every = names is None
+    chosen = _agree_on_names(core, "full_params", names, writable)
+    units = core.units if every else _units_of(core, chosen)
+    if writable and any(unit.summoned for unit in units):
+        raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
+    if writable:
+        core.reducer.early.require_none("full_params(writable=True)")
+    with core.reducer.early.suspended() if writable else nullcontext():  # what is written is what is stepped
+        yield from _shown(core, units, chosen, writable=writable)
+
+
+def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) -> Iterator[None]:
+    with core.attachments.summoning():
+        summoned = _summon(core, units) if core.stage.moves_weights else []
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                if writable:
+                    _broadcast_outside(core, chosen)
+                for unit in summoned:
+                    unit.release_summoned(core.collectives, writable=writable)
+                for unit in units if writable and not core.stage.moves_weights else ():
+                    for bucket in unit.buckets():
+                        core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)
+                        bucket.adopt_weights()
+
+
+def _summon(core: Core, units: list[Unit]) -> list[Unit]:
+    """Summon those of ``units`` that are not yet; after an error none is."""
+    summoned: list[Unit] = []
+    try:
+        for unit in units:
+            if not unit.summoned:
+                unit.summon(core.collectives)
+                summoned.append(unit)
+    except BaseException:
+        for unit in summoned:
+            unit.release_summoned(core.collectives, writable=False)
+        raise
+    return summoned
+
+
+def _units_of(core: Core, names: list[str]) -> list[Unit]:
+    known = core.partition.names
+    wanted = {id(known[name]) for name in names}
+    return [unit for unit in core.units if any(id(member.parameter) in wanted for member in unit.members)]
+
+
+def _broadcast_outside(core: Core, names: list[str]) -> None:
+    wanted = {id(core.partition.names[name]) for name in names}
+    for name, parameter in core.partition.named_outside():
+        if id(parameter) in wanted:
+            values = parameter.data.contiguous()
+            core.collectives.broadcast(values, Named([name]), Purpose.WHOLE_WEIGHTS)
+            if not parameter.is_contiguous():
+                parameter.data.copy_(values)
+
+
+# Gradients
+
+
+@contextmanager
+def full_grads(
+    core: Core, names: Iterable[str] | None, *, writable: bool, scale: float = 1.0
+) -> Iterator[dict[str, Tensor | None]]:
+    """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
+    core.schedule.finish_open_backward()
+    reducer = core.reducer
+    state_of_it = "complete" if reducer.window_complete else "not complete"
+    chosen = _agree_on_names(core, "full_grads", names, writable, {"state of the gradients": [state_of_it]})
+    if not reducer.window_complete:
+        raise UsageError(
+            f"full_grads: the window's gradients are not complete (rank {core.mesh.rank}; {core.window.micro_batches} "
+            f"of {core.window.size} micro-batches had their backward): call it between the backward on the boundary "
+            "and step()"
+        )
+    if writable and reducer.early.enabled:
+        raise UsageError(
+            "full_grads(writable=True): expected offload_optimizer.step_in_backward to be false: with it gradients are "
+            "stepped with before they can be written"
+        )
+    specs = _specs(core, chosen, reducer.touched)
+    wanted = {spec.name: spec for spec in specs.values()}
+    sources = [
+        _Source(state.bucket, {"gradient": state.gradient}, state.wire)
+        for state in reducer.buckets
+        if state.gradient is not None and not wanted.keys().isdisjoint(state.names)
+    ]
+    full = sent = _read(core, sources, wanted)
+    if scale != 1:
+        full = {name: {"gradient": of["gradient"].float() / scale} for name, of in sent.items()}
+    views = {name: shaped(of["gradient"], wanted[name]) for name, of in full.items()}
+    given = {name: views[specs[name].name] if name in specs else None for name in chosen}
+    shown = dict(given)
+    before = [state.complete for state in reducer.buckets]
+
+    def check() -> None:
+        if any(state.complete is not old for state, old in zip(reducer.buckets, before, strict=True)):
+            raise UsageError(
+                "full_grads(writable=True): expected step(), zero_grad() and backward after the `with` block, one of "
+                "them ran inside and its gradients are gone; nothing was written"
+            )
+        for name, tensor in given.items() if core.mesh.rank == 0 else ():
+            _take_over(f"full_grads, gradient of {name!r}", shown.get(name, tensor), tensor)
+
+    with _agreed_end(core, "full_grads(writable=True)", check if writable else None):
+        yield shown
+    if writable:
+        with torch.no_grad():
+            if scale != 1:
+                full = {name: _scaled(shown_of, sent[name], scale) for name, shown_of in full.items()}
+            _write(core, sources, full)
+        core.reducer.finish_gradients()
+
+
+def _scaled(shown: dict[str, Tensor], sent: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Gradients shown without the scale, with it and in the wire's dtype again. What is unchanged keeps its bits."""
+    after, before = shown["gradient"], sent["gradient"]
+    return {"gradient": torch.where(after == before.float() / scale, before, (after * scale).to(before.dtype))}
+
+
+# Optimizer state
+
+
+@contextmanager
+def full_optimizer_state(
+    core: Core, optimizer: ShardedOptimizer, names: Iterable[str] | None, *, writable: bool
+) -> Iterator[dict[str, dict[str, Any] | None]]:
+    """Whole master weights and states inside the ``with``; collective. See ``Engine.full_optimizer_state``."""
+    core.schedule.finish_open_backward()
+    optimizer.require_whole()
+    chosen = _agree_on_names(core, "full_optimizer_state", names, writable)
+    if core.summoned:
+        raise UsageError(
+            "full_optimizer_state inside full_params: expected one after the other; close full_params first"
+        )
+    core.await_weights()
+    core.adopt_written_weights()
+    number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters) if spec.group >= 0}
+    specs = _specs(core, chosen, number_of.values())
+    wanted = {spec.name: spec for spec in specs.values()}
+
+    def sources(*, writable: bool) -> list[_Source]:
+        buckets = [s.bucket for s in core.reducer.buckets if not wanted.keys().isdisjoint(s.names)]
+        return [_Source(bucket, optimizer.held(bucket, writable=writable), torch.float32) for bucket in buckets]
+
+    full = _read(core, sources(writable=False), wanted)
+    given: dict[str, dict[str, Any]] = {
+        name: {key: shaped(flat, wanted[name]) for key, flat in of.items()} for name, of in full.items()
+    }
+    for name in given:
+        given[name]["step"] = optimizer.steps[number_of[name]]
+    entries = {name: dict(entry) for name, entry in given.items()}
+    shown = {name: entries[specs[name].name] if name in specs else None for name in chosen}
+    steps = list(optimizer.steps)
+
+    def check() -> None:
+        if steps != optimizer.steps:
+            raise UsageError(
+                "full_optimizer_state(writable=True): expected step() after the `with` block, it ran inside and the "
+                "block's end would undo it; nothing was written"
+            )
+        for name, entry in shown.items() if core.mesh.rank == 0 else ():
+            if entry is not (entries[specs[name].name] if name in specs else None):
+                raise UsageError(f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors")
+        for name, entry in entries.items() if core.mesh.rank == 0 else ():
+            _check_entry(name, entry, given[name])
+
+    early = core.reducer.early.suspended() if writable else nullcontext()  # what is stepped inside would be lost
+    with early, _agreed_end(core, "full_optimizer_state(writable=True)", check if writable else None):
+        yield shown
+    if writable:
+        with torch.no_grad():
+            core.schedule.reshard_all()
+            optimizer.await_reader()
+            _write(core, sources(writable=True), full)  # a backward inside may have fetched some
+        chosen_steps = torch.tensor([entry["step"] for entry in entries.values()], dtype=torch.int64)
+        rank0 = core.collectives.exchange(chosen_steps.view(torch.uint8), "step counts")[0].contiguous()
+        for name, step in zip(entries, rank0.view(torch.int64).tolist(), strict=True):
+            optimizer.steps[number_of[name]] = step
+        core.note_stepped()
+
+
+def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any]) -> None:
+    step = entry.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UsageError(f"full_optimizer_state: expected the step count of {name!r} to be 0 or more, came {step!r}")
+    if unknown := entry.keys() - given.keys():
+        raise UsageError(
+            f"full_optimizer_state: {name!r} has no {sorted(unknown)[0]!r}; it has {', '.join(map(repr, given))}"
+        )
+    for key, tensor in given.items():
+        if key != "step":
+            _take_over(f"full_optimizer_state, {key!r} of {name!r}", entry.get(key, tensor), tensor)
+
+
+# All of them
+
+
+def _agree_on_names(
+    core: Core, call: str, names: Iterable[str] | None, writable: bool, facts: dict[str, list[str]] | None = None
+) -> list[str]:
+    """The names that ``call`` is asked for, None: all. Ranks must ask for the same and have the same ``facts``."""
+    chosen = None if names is None else [names] if isinstance(names, str) else list(names)
+    asked = {f"list of names given to {call}": ["every name"] if chosen is None else chosen}
+    compare(core.collectives, {**asked, f"writable flag of {call}": [str(writable)], **(facts or {})})
+    known = core.partition.names
+    for name in chosen or ():
+        if name not in known:
+            raise UsageError(f"{call}: the model has no parameter {name!r}; the nearest is {nearest(name, known)!r}")
+    return list(known) if chosen is None else chosen
+
+
+def _specs(core: Core, chosen: list[str], numbers: Iterable[int]) -> dict[str, ParameterSpec]:
+    """The ``chosen`` names of the parameters ``numbers`` of the layout."""
+    known = {name: spec for spec in (core.layout.parameters[number] for number in numbers) for name in spec.names}
+    return {name: known[name] for name in chosen if name in known}
+
+
+def _read(core: Core, sources: list[_Source], wanted: Mapping[str, ParameterSpec]) -> FullTensors:
+    """The tensors of ``wanted`` parameters, by first name; collective."""
+    full: FullTensors = {}
+    for source in sources:
+        bucket, held = source.bucket, source.held
+        with gathered(core, bucket, held, bucket.state, Purpose.WHOLE_STATE, source.dtype) as slices:
+            join(slices, full, wanted, bucket.full.device)
+    return full
+
+
+def _write(core: Core, sources: list[_Source], full: FullTensors) -> None:
+    """Rank 0's ``full`` become every rank's, with one broadcast per bucket, and what each of them holds; weights follow
+    what is stepped, rounded to their dtype, wherever they rest on this rank."""
+    for layout in (source.bucket.layout for source in sources):
+        parts = [
+            flat[piece.offset : piece.offset_end]
+            for piece in core.layout.pieces(layout)
+            for flat in full.get(core.layout.parameters[piece.parameter].name, {}).values()
+        ]
+        message = torch.cat(parts)
+        core.collectives.broadcast(message, layout, Purpose.WHOLE_STATE)
+        for part, sent in zip(parts, message.split([part.numel() for part in parts]), strict=True):
+            part.copy_(sent)
+    for bucket, held in ((source.bucket, source.held) for source in sources):
+        own = list(slices_of(core.layout, bucket.layout, bucket.state_interval, held))
+        if "weight" in held:
+            own += slices_of(core.layout, bucket.layout, bucket.interval, {"weight": bucket.weights(writable=True)})
+        for target in (target for target in own if target.name in full):
+            target.values.copy_(full[target.name][target.key][target.first : target.end])
+
+
+@contextmanager
+def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iterator[None]:
+    """With a ``check``: what raises inside the block, or in it, on one rank, raises on all of them at the end."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if check is None:
+            raise
+        failure = error
+
+    def end() -> None:
+        if failure is not None:
+            raise failure
+        if check is not None:
+            check()
+
+    if check is not None:
+        together(core.collectives, what, end)
+
+
+def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:
+    """``now`` stands where ``tensor`` was handed out: the same one, written in place, or one to copy from."""
+    if now is tensor:
+        return
+    if tensor is None:
+        raise UsageError(f"{what}: no rank has one, so that the step leaves the parameter alone; expected None to stay")
+    if not isinstance(now, Tensor) or now.shape != tensor.shape:
+        came = tuple(now.shape) if isinstance(now, Tensor) else type(now).__name__
+        raise UsageError(f"{what}: expected a tensor of shape {tuple(tensor.shape)}, came {came}; nothing was written")
+    with torch.no_grad():
+        tensor.copy_(now)

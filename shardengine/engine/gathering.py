@@ -1,0 +1,46 @@
+"""One bucket's tensors whole on every rank, for as long as somebody looks at them.
+
+Must not know: what they are gathered for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from shardengine.comm import Purpose
+from shardengine.engine.core import Core
+from shardengine.sharding import Bucket, FlatSlice, slices_of
+from shardengine.stages import Placement
+
+
+@contextmanager
+def gathered(
+    core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, purpose: Purpose, dtype: torch.dtype
+) -> Iterator[Iterator[FlatSlice]]:
+    """All elements of ``bucket``'s ``tensors`` by key, which are placed so, in ``dtype``; valid inside the ``with``.
+
+    Collective: one all-gather for all of them, none where this rank has everything.
+    """
+    plan, layout = core.layout, bucket.layout
+    if layout.elements(placement) == layout.length:
+        found = slices_of(plan, layout, layout.interval(placement, bucket.rank), tensors)
+        yield (FlatSlice(part.name, part.key, part.first, part.values.to(dtype)) for part in found)
+        return
+    length = layout.length * len(tensors)
+    lent = len(tensors) == 1  # a buffer as long as the step's; one of another length would stay in the pool for good
+    full = core.pool.take(length, dtype, bucket.full.device) if lent else bucket.full.new_empty(length, dtype=dtype)
+    slices = full.view(layout.ranks, len(tensors), layout.slice_length)
+    for own, tensor in zip(slices[bucket.rank], tensors.values(), strict=True):
+        own.copy_(tensor)
+    core.collectives.move(full, placement, Placement.REPLICATED, layout, purpose).wait()
+    yield chain.from_iterable(
+        slices_of(plan, layout, layout.interval(placement, rank), dict(zip(tensors, held, strict=True)))
+        for rank, held in enumerate(slices)
+    )
+    if lent:
+        core.pool.give(full)

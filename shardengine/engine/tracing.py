@@ -1,0 +1,27 @@
+"""``engine.trace()``: the events of all ranks, as one file. Must not know: what the events are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardengine import trace
+from shardengine.comm import Collectives, compare, together
+
+
+@contextmanager
+def traced(collectives: Collectives, path: str | Path) -> Iterator[None]:
+    """Write down what happens inside the ``with`` on all ranks, as one file; collective. See ``Engine.trace``."""
+    compare(collectives, {"call": ["trace"]})
+    collectives.trace.begin()
+    try:
+        yield
+    finally:
+        mine = collectives.trace.end()
+    ranks = collectives.exchange_objects(mine)
+
+    def write() -> None:
+        trace.write(Path(path), ranks)
+
+    together(collectives, f"writing {path}", write if collectives.mesh.rank == 0 else lambda: None)
