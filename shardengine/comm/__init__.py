@@ -3,6 +3,7 @@
 mesh, rendezvous     process groups, and which rank this is
 launcher             ranks from a script
 collectives          the data operations, the only file that calls them
+work                 a collective in flight, and waiting for it
 flight_recorder      what was issued, and where ranks differ
 faults, positions    what ranks tell each other, and who waits for whom
 store_board          the texts of ranks in the process group's store
@@ -16,23 +17,24 @@ from __future__ import annotations
 
 from shardengine.comm import agreement, meeting, mesh, rendezvous
 from shardengine.comm.agreement import compare, describe, settle_kernels, together
-from shardengine.comm.collectives import Collectives, Land, Named, Pending, Subject
+from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
 from shardengine.comm.faults import Faults
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.work import Work
 
 __all__ = [
     "STEP",
     "Collectives",
     "Faults",
-    "Land",
     "Mesh",
     "Named",
-    "Pending",
+    "OnComplete",
     "Purpose",
     "Store",
     "Subject",
+    "Work",
     "agreement",
     "compare",
     "cores",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Pending, Purpose
+from shardengine.comm import Collectives, Purpose, Work
 from shardengine.errors import InternalError
 from shardengine.offload import Shelf
 from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
@@ -75,7 +75,7 @@ class Unit:
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = Weights.FULL
-        self._pending: list[Pending] = []
+        self._in_flight: list[Work] = []
         self._pins: list[Tensor] | None = None
 
     def name_of(self, parameter: int) -> str:
@@ -133,7 +133,7 @@ class Unit:
         try:
             for bucket in self.buckets():
                 bucket.load_shard()
-                self._pending.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
+                self._in_flight.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
         except BaseException:
             self._abandon_gather()
             raise
@@ -145,9 +145,9 @@ class Unit:
 
     def await_full(self) -> None:
         """GATHERING → FULL: wait, and show the weights to the user's parameters."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        for work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
         self._move(Weights.FULL)
         if not self.pinned:
             self.show()
@@ -169,7 +169,7 @@ class Unit:
 
     def _abandon_gather(self) -> None:
         """The only way back from GATHERING."""
-        self._pending.clear()
+        self._in_flight.clear()
         self.state = Weights.SHARDED
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=True)

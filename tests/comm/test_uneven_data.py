@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine.comm import collectives, faults, store_board
+from shardengine.comm import faults, store_board, work
 from shardengine.comm.positions import Waiting, ring
 from shardengine.comm.store_board import StoreBoard
 from shardengine.errors import CommunicationError, MismatchError
@@ -45,7 +45,7 @@ def listening_closely() -> Iterator[None]:
         patch.setattr(faults, "STANDS_S", 0.3)
         patch.setattr(faults, "POST_AFTER_S", 0.2)
         patch.setattr(faults, "LINGER_S", 0.5)
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=0.1))
+        patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 
 
@@ -494,7 +494,7 @@ def train_and_count() -> int:
     asked: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreBoard, "_submit", lambda *_: asked.append(0))
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=50))  # a busy machine is not what this is about
+        patch.setattr(work, "_SLICE", timedelta(seconds=50))  # a busy machine is not what this is about
         engine = make_engine("3", TIMEOUT_S)
         train(engine, 0, 3)
     engine.close()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import shardengine
 from shardengine import kernels
-from shardengine.comm import collectives, faults
+from shardengine.comm import faults, work
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests.support import cases
@@ -110,7 +110,7 @@ def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "STANDS_S", 0.3)
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=0.1))
+        patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 
 
