@@ -5,7 +5,7 @@ launcher             ranks from a script
 collectives          the data operations, the only file that calls them
 work                 a collective in flight, and waiting for it
 flight_recorder      what was issued, and where ranks differ
-faults, positions    what ranks tell each other, and who waits for whom
+failures, positions  what ranks tell each other, and who waits for whom
 store_board          the texts of ranks in the process group's store
 agreement            compare facts, and fail together
 meeting              before an engine's groups are made
@@ -18,7 +18,7 @@ from __future__ import annotations
 from shardengine.comm import agreement, meeting, mesh, rendezvous
 from shardengine.comm.agreement import compare, describe, settle_kernels, together
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
-from shardengine.comm.faults import Faults
+from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store
@@ -27,7 +27,7 @@ from shardengine.comm.work import Work
 __all__ = [
     "STEP",
     "Collectives",
-    "Faults",
+    "Failures",
     "Mesh",
     "Named",
     "OnComplete",

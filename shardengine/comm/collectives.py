@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardengine.comm.faults import Faults
+from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import EVALUATE, CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.work import Work, wait_for
@@ -84,12 +84,12 @@ class Collectives:
 
     def use(self, mesh: Mesh) -> None:
         """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
-        before: Faults | None = getattr(self, "faults", None)
+        before: Failures | None = getattr(self, "failures", None)
         self.mesh = mesh
-        self.faults = Faults(mesh)
+        self.failures = Failures(mesh)
         if before is not None:
-            self.faults.succeed(before)
-        self._places = self.faults.issued
+            self.failures.succeed(before)
+        self._places = self.failures.issued
         self.flight_recorder = FlightRecorder(("gather", "reduce"))
 
     @property
@@ -273,16 +273,16 @@ class Collectives:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
         if self.trace.recording:
             self._trace_end(works, record, start)
-        work = Work(works, functools.partial(self._wait, record, self.faults), on_complete)
+        work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)
         if not self._overlap and is_data:
             work.wait_data()
         return work
 
-    def _wait(self, record: CollectiveRecord, faults: Faults, works: Sequence[dist.Work]) -> None:
-        """Until the data of ``works`` may be used. faults: of the time at which they were issued."""
+    def _wait(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> None:
+        """Until the data of ``works`` may be used. failures: of the time at which they were issued."""
         start = now()
         for work in works:
-            wait_for(work, record, faults)
+            wait_for(work, record, failures)
         self.trace.waited(record.title, start)
 
     def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: int) -> None:

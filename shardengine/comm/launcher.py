@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardengine.comm.faults import say_goodbyes
+from shardengine.comm.failures import say_goodbyes
 from shardengine.comm.rendezvous import LAUNCHED, loopback
 from shardengine.errors import CommunicationError, MismatchError, ShardEngineError, UsageError
 

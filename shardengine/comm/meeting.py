@@ -4,7 +4,7 @@ Must not know: what the groups are for, engines.
 
 torch waits in the store until every rank makes a group, without a word, and then raises an error about a key. So the
 ranks count their meetings first. A rank that waits says so to those that still use an older engine, as a wait of any
-collective does (faults: [Note: Notices]); that it waits for them and they for it is then found as any other ring.
+collective does (failures: [Note: Notices]); that it waits for them and they for it is then found as any other ring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardengine.comm import faults
+from shardengine.comm import failures
 from shardengine.comm.positions import Waiting
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -41,11 +41,11 @@ def meet(timeout_s: float) -> None:
             store.add(f"of/{rank}", -1)
             store.add("all", -1)
         raise
-    if faults.voices():
+    if failures.voices():
         gc.collect()  # engines that nobody has any more, on every rank, before there are more groups
 
 
-def _wait(store: Any, number: int, timeout_s: float, watches: list[faults.Watch]) -> None:
+def _wait(store: Any, number: int, timeout_s: float, watches: list[failures.Watch]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     started, pause = time.monotonic(), 0.001
     while True:
@@ -55,12 +55,12 @@ def _wait(store: Any, number: int, timeout_s: float, watches: list[faults.Watch]
             lasted = time.monotonic() - started
             missing = {other for other in range(ranks) if lasted > timeout_s and store.add(f"of/{other}", 0) < number}
         if missing:
-            said = [voice.describe(missing) for voice in faults.voices()[-1:]]
+            said = [voice.describe(missing) for voice in failures.voices()[-1:]]
             raise CommunicationError(
                 f"initialize on rank {rank}: expected every rank to call it within {timeout_s:g} s. "
                 f"{said[0] if said else f'Missing: ranks {sorted(missing)}'}. Call it on every rank"
             )
-        if lasted > faults.POST_AFTER_S:
+        if lasted > failures.POST_AFTER_S:
             for watch in watches:
                 watch.look_before_groups()
         time.sleep(pause)
@@ -68,18 +68,18 @@ def _wait(store: Any, number: int, timeout_s: float, watches: list[faults.Watch]
 
 
 @contextmanager
-def _told(number: int) -> Iterator[list[faults.Watch]]:
+def _told(number: int) -> Iterator[list[failures.Watch]]:
     """Watches of older engines, one each. Their ranks hear of an error inside; these engines may go on all the same."""
     what = "the meeting of all ranks before new process groups"
-    come = {faults.MEETING: number}
-    waiting = Waiting(what, faults.MEETING, faults.MEETING, number, issued=come, where="initialize")
-    voices = faults.voices()
+    come = {failures.MEETING: number}
+    waiting = Waiting(what, failures.MEETING, failures.MEETING, number, issued=come, where="initialize")
+    voices = failures.voices()
     watches = [voice.watch(waiting) for voice in voices]
     try:
         yield watches
     except (CommunicationError, MismatchError) as error:
         for voice in voices:
-            voice.tell(faults.Notice(str(error), gave_up=True))
+            voice.tell(failures.Notice(str(error), gave_up=True))
         raise
     finally:
         for watch in watches:

@@ -88,7 +88,7 @@ class Mesh:
             self._keep()
         if orderly and self.made_default_group:
             dist.barrier()
-            _orderly.set()  # not after a fault: a group in the middle of a collective may never come back
+            _orderly.set()  # not after a failure: a group in the middle of a collective may never come back
         self._drop_groups()
 
     def leave_behind(self) -> None:
@@ -206,7 +206,7 @@ def build(
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
         _join("nccl" if nccl else "gloo", timedelta(seconds=timeout_s))
-        atexit.register(_leave)  # before that of faults, which needs the store and so comes first at the end
+        atexit.register(_leave)  # before that of failures, which needs the store and so comes first at the end
         made = True
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))

@@ -143,7 +143,7 @@ def _serve(mesh: Mesh, jobs: _Jobs, published: Published) -> None:
                 store = store or mesh.store()
                 if store is not None:
                     published.put(store)
-            except Exception:  # it only helps to describe a fault, and whoever asks hears of the store
+            except Exception:  # it only helps to describe a failure, and whoever asks hears of the store
                 pass
             continue
         if task is None:

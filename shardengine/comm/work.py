@@ -3,7 +3,7 @@
 Must not know: what is sent, why and over which operation.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
-slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the
+slices this rank looks at what the others say (failures: [Note: Notices]). On NCCL ``wait`` only orders streams and the
 host never blocks there; it learns of a failure in the next exchange, which is always gloo's.
 """
 
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardengine.comm.faults import Faults
+from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -55,32 +55,32 @@ class Work:
             on_complete()
 
 
-def wait_for(work: dist.Work, record: CollectiveRecord, faults: Faults) -> None:
+def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
     """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on."""
-    if faults.mesh.backend != "nccl" or record.group == "control":
-        _wait_under_watchdog(work, record, faults)
+    if failures.mesh.backend != "nccl" or record.group == "control":
+        _wait_under_watchdog(work, record, failures)
         return
     try:
         work.wait()
     except RuntimeError as error:
-        raise CommunicationError(f"{record.describe(faults.mesh.rank)} failed: {error}") from error
+        raise CommunicationError(f"{record.describe(failures.mesh.rank)} failed: {error}") from error
 
 
-def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, faults: Faults) -> None:
+def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
     """Wait for ``work`` ([Note: Waiting in slices])."""
     try:
         work.wait(_SLICE)
         return
     except RuntimeError:
         pass  # the slice is over, or the work has failed: then it is completed
-    rank = faults.mesh.rank
-    watch = faults.watch(record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
+    rank = failures.mesh.rank
+    watch = failures.watch(record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
     try:
         while not work.is_completed():
             watch.look()
             if watch.overdue:
                 raise CommunicationError(
-                    f"{record.describe(rank)} did not end within {faults.mesh.timeout_s:g} s. {watch.verdict()}"
+                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. {watch.verdict()}"
                 )
             try:
                 work.wait(_SLICE)
@@ -92,6 +92,6 @@ def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, faults: Faul
             watch.look_for_goodbyes()
             raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
     except (CommunicationError, MismatchError) as error:
-        faults.give_up(str(error))
+        failures.give_up(str(error))
         raise
     watch.end()

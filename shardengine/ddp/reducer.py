@@ -303,7 +303,7 @@ class Reducer:
         self.touched = frozenset()
 
     def drop(self) -> None:
-        """After a fault: forget the window, what is in flight and the order of launches. The pool must forget, too."""
+        """After a failure: forget the window, the order of launches and what is in flight. The pool must, too."""
         self._in_flight.clear()
         self._spill.drop()
         self.way_back.drop()

@@ -6,7 +6,7 @@ core                the parts
 assembly, closing   the parts put together, and taken apart
 rebuild             a new layout between steps: unfreezing, add_param_group
 gathered, whole     full parameters; full gradients and optimizer states
-recovery            after a fault
+recovery            after a failure
 formulas            what the stage's formulas say of an engine
 overflow            what a step that was left out says
 monitors            where the numbers of every step go

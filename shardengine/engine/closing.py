@@ -1,4 +1,4 @@
-"""The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a fault.
+"""The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a failure.
 
 Must not know: what the engine was used for.
 
@@ -23,12 +23,12 @@ def part(core: Core, *, saves: bool) -> str:
 
     "" where all that follows may be collective; otherwise why not. saves: some are to tell.
     """
-    faults = core.collectives.faults
-    faults.leave("has closed its engine", closes=True)
+    failures = core.collectives.failures
+    failures.leave("has closed its engine", closes=True)
     together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
-    if not together and not faults.gave_up:
+    if not together and not failures.gave_up:
         return ""
-    said = f"this one gave up: {faults.gave_up}" if faults.gave_up else faults.await_leaving()
+    said = f"this one gave up: {failures.gave_up}" if failures.gave_up else failures.await_leaving()
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
 
 
@@ -47,11 +47,11 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
         if ends_groups and core.mesh.owned:
             last.callback(lambda: core.mesh.destroy(orderly=orderly))
         last.callback(core.attachments.unmark)
-        last.callback(core.collectives.faults.close)
+        last.callback(core.collectives.failures.close)
         last.callback(core.pool.forget)
         last.callback(core.reducer.drop)
         try:
-            with core.collectives.faults.announced("close", lambda error: "gathering the weights"):
+            with core.collectives.failures.announced("close", lambda error: "gathering the weights"):
                 if alone and core.stage.moves_weights:
                     raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
                 _leave_weights(core)
@@ -60,7 +60,7 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
         if alone:
             _log.warning("%s", alone)
             return
-        core.reducer.release()  # what is in flight after a fault may have no end but the timeout
+        core.reducer.release()  # what is in flight after a failure may have no end but the timeout
         orderly = True
 
 

@@ -306,7 +306,7 @@ class Engine(Phases):
             self.zero_grad()
 
     def reset(self) -> None:
-        """After a fault: every rank returns to the last completed step, over new process groups; collective.
+        """After a failure: every rank returns to the last completed step, over new process groups; collective.
 
         The window is dropped, unless some rank had begun to update weights: then all ranks finish that step (see
         ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint. CommunicationError

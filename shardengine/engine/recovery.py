@@ -1,8 +1,8 @@
-"""After a fault: telling the other ranks, and the way back to one completed step on all of them (``engine.reset()``).
+"""After a failure: telling the other ranks, and the way back to one completed step on all of them (``engine.reset()``).
 
-Must not know: how ranks tell each other (faults), which collectives were under way.
+Must not know: how ranks tell each other (comm/failures), which collectives were under way.
 
-[Note: Back to one step] A fault finds the ranks at different places, but never further apart than one update, because
+[Note: Back to one step] A failure finds the ranks at different places, but never further apart than one update, because
 the norm's exchange lies between two updates. So there are two ways back:
 
 - no rank has begun the update of a step that another rank has not completed: the window is dropped everywhere
@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.comm import Collectives, Faults, compare, describe, together
+from shardengine.comm import Collectives, Failures, compare, describe, together
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, attached
 from shardengine.errors import CommunicationError, UsageError
@@ -141,19 +141,19 @@ def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T
 
 @contextmanager
 def _telling(engine: Inspection, call: str) -> Iterator[None]:
-    """``Faults.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
+    """``Failures.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
     if engine.module not in attached:
         yield  # closed: the call says so, and nobody waits for it
         return
     core = engine._core
     kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
     where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
-    faults = core.collectives.faults
+    failures = core.collectives.failures
     try:
-        with faults.announced(where, lambda error: _raised_in(error, core, engine.module), kind):
+        with failures.announced(where, lambda error: _raised_in(error, core, engine.module), kind):
             yield
     finally:
-        faults.note(engine.global_steps, engine._window.micro_batches)
+        failures.note(engine.global_steps, engine._window.micro_batches)
 
 
 def say_when_let_go(collectives: Collectives) -> None:
@@ -161,13 +161,13 @@ def say_when_let_go(collectives: Collectives) -> None:
 
     The module's hooks use its collectives without the engine, so these are what has to be gone.
     """
-    weakref.finalize(collectives, _let_go, collectives.faults).atexit = False  # that is told apart
+    weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # that is told apart
 
 
-def _let_go(faults: Faults) -> None:
-    if faults.is_open and not faults.is_closing:
-        faults.leave("has let go of its engine", wait=False)  # in the midst of anything
-        faults.mesh.leave_behind()
+def _let_go(failures: Failures) -> None:
+    if failures.is_open and not failures.is_closing:
+        failures.leave("has let go of its engine", wait=False)  # in the midst of anything
+        failures.mesh.leave_behind()
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
 
 
 def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
-    """``MismatchError`` where ranks have other optimizer options, which a fault may have left behind; collective."""
+    """``MismatchError`` where ranks have other optimizer options, which a failure may have left behind; collective."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
     options += [] if optimizer is None else [describe(optimizer.scaling)]
@@ -237,8 +237,8 @@ def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
 
 def _renew_groups(core: Core) -> None:
     collectives = core.collectives
-    collectives.faults.meet("engine.reset()")
-    before = collectives.faults
+    collectives.failures.meet("engine.reset()")
+    before = collectives.failures
     try:
         collectives.use(collectives.mesh.renew())
         collectives.barrier()
@@ -249,7 +249,7 @@ def _renew_groups(core: Core) -> None:
         ) from error
     finally:
         before.part()
-        if before is not collectives.faults:
+        if before is not collectives.failures:
             before.close()
             say_when_let_go(collectives)
 

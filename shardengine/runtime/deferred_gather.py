@@ -51,7 +51,7 @@ class DeferredGather:
             self._await(self._members)
 
     def drop(self) -> None:
-        """After a fault: forget what is in flight."""
+        """After a failure: forget what is in flight."""
         self._flights.clear()
         self._hidden.clear()
 

@@ -452,7 +452,7 @@ class Schedule:
         self._rest(spare_kept=False)
 
     def recover(self) -> None:
-        """After a fault: nothing is in flight or predicted (ranks may have recorded other orders); then ``rest``."""
+        """After a failure: nothing is in flight or predicted (ranks may have recorded other orders); then ``rest``."""
         self._backward = Backward.NONE
         for unit in self.units:
             unit.recover()

@@ -161,7 +161,7 @@ class Unit:
             flat_buffer.release(abandon=abandon)
 
     def recover(self) -> None:
-        """After a fault: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
+        """After a failure: unpinned, and not GATHERING. What is in flight keeps the storage that it writes into."""
         self._pins = None
         if self.state is Weights.GATHERING:
             self._abandon_gather()

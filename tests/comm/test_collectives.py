@@ -214,10 +214,10 @@ def wait_for_a_slow_rank(late_s: float) -> list[Any]:
     said: list[int] = []
     if link.mesh.rank == 1:
         time.sleep(late_s)
-        said.append(len(link.faults.waits()))
+        said.append(len(link.failures.waits()))
     link.move(full, SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS).wait()
     link.barrier()
-    said.append(len(link.faults.waits()))
+    said.append(len(link.failures.waits()))
     return [full.tolist() == [0.0] * WIDTH + [1.0] * WIDTH, said]
 
 

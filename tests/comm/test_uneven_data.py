@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine.comm import faults, store_board, work
+from shardengine.comm import failures, store_board, work
 from shardengine.comm.positions import Waiting, ring
 from shardengine.comm.store_board import StoreBoard
 from shardengine.errors import CommunicationError, MismatchError
-from tests.comm.test_faults import look_twice, voices
+from tests.comm.test_failures import look_twice, voices
 from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool, fork_context
@@ -42,9 +42,9 @@ SAME = "Give every rank the same number of batches, and make the same calls on e
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "STANDS_S", 0.3)
-        patch.setattr(faults, "POST_AFTER_S", 0.2)
-        patch.setattr(faults, "LINGER_S", 0.5)
+        patch.setattr(failures, "STANDS_S", 0.3)
+        patch.setattr(failures, "POST_AFTER_S", 0.2)
+        patch.setattr(failures, "LINGER_S", 0.5)
         patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 
@@ -630,7 +630,7 @@ def test_a_ring_of_three_is_found_and_a_tail_is_not_in_it() -> None:
 
 def test_a_ring_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
-    monkeypatch.setattr(faults, "POST_AFTER_S", 0.0)
+    monkeypatch.setattr(failures, "POST_AFTER_S", 0.0)
     one.issued.update(reduce=4, control=2)
     two.issued.update(reduce=3, control=3)
     mine = Waiting("a reduce", "reduce 4", "reduce", 4)

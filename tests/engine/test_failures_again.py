@@ -57,7 +57,7 @@ def tear_and_load(stage: str, folder: str, **options: Any) -> dict[str, Any]:
                 call()
         engine.load_checkpoint(folder)
         if engine.world_size > 1:
-            engine._core.collectives.faults.news()  # as in a long wait: the new groups have a thread, too
+            engine._core.collectives.failures.news()  # as in a long wait: the new groups have a thread, too
 
     with listening_closely():
         result = train_through(engine, go_wrong, recover)
@@ -94,7 +94,7 @@ def fail_again(stage: str) -> dict[str, Any]:
         nonlocal started
         said.append(f"{type(error).__name__}: {error}")
         if len(said) > 1:
-            board = engine._core.collectives.faults
+            board = engine._core.collectives.failures
             while engine.rank == 1 and time.monotonic() - started < SOON_S:  # reset() would tell it, too
                 if any(notice.gave_up for notice in board.notices().values()):
                     break

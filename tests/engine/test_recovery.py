@@ -1,4 +1,4 @@
-"""Faults in training: what ranks say when one raises, hangs, dies or goes another way; and ``engine.reset()``."""
+"""Failures in training: what ranks say when one raises, hangs, dies or goes another way; and ``engine.reset()``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import shardengine
 from shardengine import kernels
-from shardengine.comm import faults, work
+from shardengine.comm import failures, work
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests.support import cases
@@ -109,7 +109,7 @@ def raise_in(engine: Any, place: str) -> None:
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "STANDS_S", 0.3)
+        patch.setattr(failures, "STANDS_S", 0.3)
         patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 

@@ -1,4 +1,4 @@
-"""faults.py: what ranks tell each other, what counts, and a store that does not answer."""
+"""failures.py: what ranks tell each other, what counts, and a store that does not answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from shardengine.comm import faults, store_board
-from shardengine.comm.faults import Faults, Notice
+from shardengine.comm import failures, store_board
+from shardengine.comm.failures import Failures, Notice
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Waiting
 from shardengine.comm.rendezvous import LAUNCHED
@@ -54,23 +54,23 @@ class FakeStore:
             time.sleep(1000)
 
 
-def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5) -> tuple[list[Faults], FakeStore]:
-    """One ``Faults`` per rank over one store."""
+def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5) -> tuple[list[Failures], FakeStore]:
+    """One ``Failures`` per rank over one store."""
     store = FakeStore()
     monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
-    monkeypatch.setattr(faults, "STANDS_S", 0.1)
+    monkeypatch.setattr(failures, "STANDS_S", 0.1)
     monkeypatch.setattr(store_board, "OPERATION_S", 0.2)
-    monkeypatch.setattr(faults, "_GRACE_S", 0.2)
+    monkeypatch.setattr(failures, "_GRACE_S", 0.2)
     meshes = [Mesh(rank, ranks, torch.device("cpu"), backend="gloo", timeout_s=timeout_s) for rank in range(ranks)]
-    return [Faults(mesh) for mesh in meshes], store
+    return [Failures(mesh) for mesh in meshes], store
 
 
-def raises_in(voice: Faults, where: str) -> None:
+def raises_in(voice: Failures, where: str) -> None:
     with pytest.raises(Boom), voice.announced(where, lambda error: "unit 'block'"):
         raise Boom("loud")
 
 
-def look_twice(voice: Faults) -> None:
+def look_twice(voice: Failures) -> None:
     watch = voice.watch(Waiting("a gather", "gather 1"))
     watch.look()
     time.sleep(0.15)

@@ -78,7 +78,7 @@ class Notice:
         return "gave up" if self.gave_up else "raised"
 
 
-class Faults:
+class Failures:
     """This rank's side of [Note: Notices] over one mesh. At one rank nothing is told."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -116,7 +116,7 @@ class Faults:
         try:
             yield
         except (CommunicationError, MismatchError):
-            raise  # the consequence of another rank's fault, or raised on every rank
+            raise  # the consequence of another rank's failure, or raised on every rank
         except BaseException as error:
             if self._known not in (id(error), id(error.__cause__)):
                 self._raised.add((where, attempt))
@@ -132,7 +132,7 @@ class Faults:
             self._progress = (steps, micro_batches)
             self._board.publish(self._after())
 
-    def succeed(self, before: Faults) -> None:
+    def succeed(self, before: Failures) -> None:
         """This rank is as far as it was with ``before``, whose mesh this one's replaces."""
         if before._progress is not None:
             self.note(*before._progress)
@@ -151,7 +151,7 @@ class Faults:
         if self._mesh.ranks == 1:
             return
         self._told = replace(notice, text=notice.text[:_TEXT_LIMIT])
-        self._write("fault", json.dumps(asdict(self._told)))
+        self._write("failure", json.dumps(asdict(self._told)))
 
     def withdraw(self) -> None:
         """This rank goes on: what it told, and what it said that it waits for, stands no longer.
@@ -342,7 +342,7 @@ class Faults:
 
     def notices(self) -> dict[int, Notice]:
         """What the other ranks told."""
-        return {rank: Notice(**json.loads(text)) for rank, text in self._board.read("fault").items()}
+        return {rank: Notice(**json.loads(text)) for rank, text in self._board.read("failure").items()}
 
     def standing(self) -> dict[int, Notice]:
         """Those of them that count ([Note: Notices]), whatever their age."""
@@ -398,8 +398,8 @@ class Faults:
 class Watch:
     """One long wait of this rank: what it says meanwhile, and what it makes of what the others say."""
 
-    def __init__(self, faults: Faults, waiting: Waiting, lasted: float) -> None:
-        self._faults = faults
+    def __init__(self, failures: Failures, waiting: Waiting, lasted: float) -> None:
+        self._failures = failures
         self._waiting = waiting
         self._started = time.monotonic() - lasted
         self._posted: float | None = None
@@ -411,7 +411,7 @@ class Watch:
     @property
     def overdue(self) -> bool:
         """Whether the wait has lasted for ``timeout_s``."""
-        return time.monotonic() - self._started > self._faults.mesh.timeout_s
+        return time.monotonic() - self._started > self._failures.mesh.timeout_s
 
     def look(self) -> None:
         """Between two slices: raise where what another rank said means that the wait is in vain.
@@ -421,7 +421,7 @@ class Watch:
         if time.monotonic() - self._started > POST_AFTER_S:
             self._post()
         try:
-            news = self._faults.news()
+            news = self._failures.news()
             if news == self._news and not self._seen and not self._ring:
                 return
             left = self._left()
@@ -441,7 +441,7 @@ class Watch:
         self._post()
         with suppress(Unreachable):
             self._say_stuck(self._stuck())
-            self._say_left({rank: bye for rank, bye in self._faults.goodbyes().items() if bye.ends})
+            self._say_left({rank: bye for rank, bye in self._failures.goodbyes().items() if bye.ends})
 
     def stuck_before_groups(self) -> str:
         """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
@@ -459,19 +459,19 @@ class Watch:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
         with suppress(Unreachable):
             left = self._left()
-            told = self._faults.standing() if left else {}
+            told = self._failures.standing() if left else {}
             self._say_left({rank: bye for rank, bye in left.items() if rank not in told})
 
     def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, Notice]:
         """The notices that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
         now = time.monotonic()
-        self._seen = {item: self._seen.get(item, now) for item in self._faults.standing().items()}
+        self._seen = {item: self._seen.get(item, now) for item in self._failures.standing().items()}
         return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
 
     def _left(self) -> dict[int, Goodbye]:
         """Who will not issue what this rank waits for."""
-        return {rank: bye for rank, bye in self._faults.goodbyes().items() if self._waiting.needs(bye.issued)
-                and not (bye.closes and self._faults.is_closing)}  # fmt: skip
+        return {rank: bye for rank, bye in self._failures.goodbyes().items() if self._waiting.needs(bye.issued)
+                and not (bye.closes and self._failures.is_closing)}  # fmt: skip
 
     def _say(self, told: dict[int, Notice]) -> None:
         for rank, notice in sorted(told.items()):
@@ -485,30 +485,30 @@ class Watch:
             same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
             cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else same
             said = _list({rank: bye.text for rank, bye in left.items()})
-            place = self._faults.place
+            place = self._failures.place
             if self._waiting.group == MEETING:
-                place = f"this rank ({self._faults.mesh.rank}) is in {self._waiting.where}"
+                place = f"this rank ({self._failures.mesh.rank}) is in {self._waiting.where}"
             raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
 
     def _stuck(self) -> dict[int, Waiting]:
         """The ring in which this rank has stood for ``STANDS_S``."""
-        rank, now = self._faults.mesh.rank, time.monotonic()
-        found = ring(rank, {**self._faults.waits(), rank: self._faults.placed(self._waiting)})
+        rank, now = self._failures.mesh.rank, time.monotonic()
+        found = ring(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
         if found != self._ring:
             self._ring, self._ring_since = found, now
         return found if now - self._ring_since >= STANDS_S else {}
 
     def verdict(self) -> str:
         """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
-        faults = self._faults
+        failures = self._failures
         deadline = self._post() + _GRACE_S
-        missing = set(range(faults.mesh.ranks)) - {faults.mesh.rank}
+        missing = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
         waits: dict[int, Waiting] = {}
         while missing:
             try:
-                waits = faults.waits()
+                waits = failures.waits()
                 missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
-                silent = missing - set(waits) - set(faults.notices())
+                silent = missing - set(waits) - set(failures.notices())
             except Unreachable:
                 break  # ``describe`` says so
             if not silent or time.monotonic() > deadline:
@@ -516,18 +516,18 @@ class Watch:
             time.sleep(0.1)
         if not missing:
             return "every rank waits for it: the connection between them is broken"
-        return faults.describe(missing, waits)
+        return failures.describe(missing, waits)
 
     def end(self) -> None:
         """It was only slow."""
         if self._posted is not None:
-            self._faults.post(None)
+            self._failures.post(None)
 
     def _post(self) -> float:
         """Say, once, what this rank waits for. When it did."""
         if self._posted is None:
             self._posted = time.monotonic()
-            self._faults.post(self._waiting)
+            self._failures.post(self._waiting)
         return self._posted
 
 
@@ -553,14 +553,14 @@ def _list(said: dict[int, str]) -> str:
 
 # The end of the process
 
-_open: weakref.WeakSet[Faults] = weakref.WeakSet()
-_last: list[Faults] = []
+_open: weakref.WeakSet[Failures] = weakref.WeakSet()
+_last: list[Failures] = []
 """The one that was closed last, where this process hosts the store."""
 _registered: list[int] = []
 """The process that says goodbye at its end; one that it forks does not."""
 
 
-def voices() -> list[Faults]:
+def voices() -> list[Failures]:
     """Those of this process that have not been closed."""
     return [voice for voice in list(_open) if voice.is_of_this_process]
 
