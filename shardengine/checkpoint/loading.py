@@ -204,7 +204,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
 
 def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
     """Raise what every rank raises now, so that nobody needs to be told."""
-    collectives.failures.know(error)
+    collectives.failures.mark_known(error)
     raise error
 
 

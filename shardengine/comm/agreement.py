@@ -38,12 +38,12 @@ def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
     if any(flags):
         texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
-            collectives.failures.know(failure)
+            collectives.failures.mark_known(failure)
             raise failure
         rank = flags.index(1)
         text = f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})"
         raised = (CheckpointError if texts[rank].startswith("CheckpointError: ") else MismatchError)(text)
-        collectives.failures.know(raised)  # every rank raises
+        collectives.failures.mark_known(raised)  # every rank raises
         raise raised
     return result[0]
 

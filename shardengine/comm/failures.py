@@ -1,14 +1,14 @@
 """What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
 
-Owns: notices (a rank raised or gave up), waits and goodbyes, the sentences that a waiting rank makes of them, the
+Owns: reports (a rank raised or gave up), waits and goodbyes, the sentences that a waiting rank makes of them, the
 meetings in ``engine.reset()`` and before engines end. Must not know: which collectives there are, buckets, the engine.
 
-[Note: Notices] A rank that raises in forward, backward or step leaves the others waiting in a collective that it will
-never issue. So it tells them: it writes what happened under its number. A rank whose wait lasts longer than
-``POST_AFTER_S`` writes what it waits for, and looks at the others' notices between slices of its wait. One that has
-stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said. Shorter-lived
+[Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
+it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
+than ``POST_AFTER_S`` writes what it waits for, and looks at the others' reports between slices of its wait. One that
+has stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said. Shorter-lived
 ones do not count: an exception that happens on every rank may be caught on every rank, and the next call of the engine
-takes the notice back. Nor does a notice count of an attempt in which this rank raised, too. An attempt is a place and
+takes the report back. Nor does a report count of an attempt in which this rank raised, too. An attempt is a place and
 how many calls of its kind there were, since ranks make the same calls: a later failure at the same place counts again.
 
 When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
@@ -63,7 +63,7 @@ _EVALUATE = (
 
 
 @dataclass(frozen=True)
-class Notice:
+class FailureReport:
     """What a rank said. where, attempt: which call raised · gave_up: because of another rank · over: it went on"""
 
     text: str
@@ -79,7 +79,7 @@ class Notice:
 
 
 class Failures:
-    """This rank's side of [Note: Notices] over one mesh. At one rank nothing is told."""
+    """This rank's side of [Note: Failure reports] over one mesh. At one rank nothing is written."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -93,7 +93,7 @@ class Failures:
         self._posted = False
         self._farewell: Goodbye | None = None
         self.gave_up = ""
-        self._told: Notice | None = None
+        self._reported: FailureReport | None = None
         self._known = 0
         self._calls: Counter[str] = Counter()
         self._raised: set[tuple[str, int]] = set()
@@ -120,8 +120,10 @@ class Failures:
         except BaseException as error:
             if self._known not in (id(error), id(error.__cause__)):
                 self._raised.add((where, attempt))
-                self.tell(Notice(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where, attempt))
-                self.know(error)
+                self.report(
+                    FailureReport(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where, attempt)
+                )
+                self.mark_known(error)
             raise
         finally:
             self._place, self._inside = outer if outer[1] else (where, False)
@@ -137,35 +139,35 @@ class Failures:
         if before._progress is not None:
             self.note(*before._progress)
 
-    def know(self, error: BaseException) -> None:
-        """The others know of ``error``, which is raised now: there is nothing more to tell."""
+    def mark_known(self, error: BaseException) -> None:
+        """The others know of ``error``, which is raised now: there is nothing to report."""
         self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
 
     def give_up(self, reason: str) -> None:
         """A wait has failed, so that something is in flight which may never end."""
         self.gave_up = reason
-        self.tell(Notice(reason, gave_up=True))
+        self.report(FailureReport(reason, gave_up=True))
 
-    def tell(self, notice: Notice) -> None:
+    def report(self, report: FailureReport) -> None:
         """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
         if self._mesh.ranks == 1:
             return
-        self._told = replace(notice, text=notice.text[:_TEXT_LIMIT])
-        self._write("failure", json.dumps(asdict(self._told)))
+        self._reported = replace(report, text=report.text[:_TEXT_LIMIT])
+        self._write("failure", json.dumps(asdict(self._reported)))
 
     def withdraw(self) -> None:
-        """This rank goes on: what it told, and what it said that it waits for, stands no longer.
+        """This rank goes on: what it reported, and what it said that it waits for, stands no longer.
 
         After a goodbye it does not go on: that it waited for others to close stands, since some may wait elsewhere.
         """
         if self._posted and self._farewell is None:
             self.post(None)
-        if self._told is not None:
-            self.tell(replace(self._told, over=True))
-            self._told = None
+        if self._reported is not None:
+            self.report(replace(self._reported, over=True))
+            self._reported = None
 
     def close(self) -> None:
-        """Nobody speaks here any more: what this rank told stands no longer, and its connection ends."""
+        """Nobody speaks here any more: what this rank reported stands no longer, and its connection ends."""
         self.withdraw()
         self._board.close()
         _open.discard(self)
@@ -221,9 +223,9 @@ class Failures:
                     return _list({rank: f"{bye.text}, {counts} {bye.issued} there" for rank, bye in elsewhere.items()})
                 if byes.keys() == others:
                     return ""
-                ripe = {rank: notice for rank, notice in watch.ripe().items() if rank not in byes}
+                ripe = {rank: report for rank, report in watch.ripe().items() if rank not in byes}
                 if ripe:
-                    return _list({rank: f"{notice.verb}: {notice.text}" for rank, notice in ripe.items()})
+                    return _list({rank: f"{report.verb}: {report.text}" for rank, report in ripe.items()})
                 if met := watch.stuck_before_groups():
                     return met
                 heard = time.monotonic()
@@ -271,8 +273,9 @@ class Failures:
             return
         deadline = time.monotonic() + self._mesh.timeout_s
         pause, written = 0.02, False
-        told = self._told or Notice(f"it waits in {what}", gave_up=True)
-        self.tell(Notice(told.text, gave_up=told.gave_up))  # counts wherever it was: those who wait must come here, too
+        last = self._reported or FailureReport(f"it waits in {what}", gave_up=True)
+        # counts wherever it was: those who wait must come here, too
+        self.report(FailureReport(last.text, gave_up=last.gave_up))
         others = set(range(self._mesh.ranks)) - {self._mesh.rank}
         came: set[int] = set()
         while True:
@@ -302,7 +305,7 @@ class Failures:
     def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
         """Who is missing, and what each of them said last."""
         try:
-            waits, told = (self.waits() if waits is None else waits), self.notices()
+            waits, told = (self.waits() if waits is None else waits), self.reports()
             byes, passed = self.goodbyes(), self._board.read(f"at/{self._voice}")
         except Unreachable as error:
             return self._describe_unheard(missing, waits or {}, str(error))
@@ -340,13 +343,13 @@ class Failures:
         """What the other ranks that have left said."""
         return {rank: Goodbye(**json.loads(text)) for rank, text in self._board.read(f"bye/{self._voice}").items()}
 
-    def notices(self) -> dict[int, Notice]:
-        """What the other ranks told."""
-        return {rank: Notice(**json.loads(text)) for rank, text in self._board.read("failure").items()}
+    def reports(self) -> dict[int, FailureReport]:
+        """What the other ranks reported."""
+        return {rank: FailureReport(**json.loads(text)) for rank, text in self._board.read("failure").items()}
 
-    def standing(self) -> dict[int, Notice]:
-        """Those of them that count ([Note: Notices]), whatever their age."""
-        told = self.notices().items()
+    def standing(self) -> dict[int, FailureReport]:
+        """Those of them that count ([Note: Failure reports]), whatever their age."""
+        told = self.reports().items()
         return {rank: n for rank, n in told if not n.over and (n.where, n.attempt) not in self._raised}
 
     def news(self) -> int:
@@ -404,7 +407,7 @@ class Watch:
         self._started = time.monotonic() - lasted
         self._posted: float | None = None
         self._news = -1
-        self._seen: dict[tuple[int, Notice], float] = {}
+        self._seen: dict[tuple[int, FailureReport], float] = {}
         self._ring: dict[int, Waiting] = {}
         self._ring_since = 0.0
 
@@ -430,13 +433,13 @@ class Watch:
         except Unreachable:
             return  # said when the wait has failed
         self._news = news
-        self._say({rank: notice for rank, notice in ripe.items() if not notice.gave_up})
+        self._say({rank: report for rank, report in ripe.items() if not report.gave_up})
         self._say_stuck(stuck)
         self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
         self._say(ripe)
 
     def look_before_groups(self) -> None:
-        """As ``look``, for a wait outside of the engine that has this voice: its notices and goodbyes do not count,
+        """As ``look``, for a wait outside of the engine that has this voice: its reports and goodbyes do not count,
         but those of ranks whose processes end."""
         self._post()
         with suppress(Unreachable):
@@ -462,8 +465,8 @@ class Watch:
             told = self._failures.standing() if left else {}
             self._say_left({rank: bye for rank, bye in left.items() if rank not in told})
 
-    def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, Notice]:
-        """The notices that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
+    def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, FailureReport]:
+        """The reports that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
         now = time.monotonic()
         self._seen = {item: self._seen.get(item, now) for item in self._failures.standing().items()}
         return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
@@ -473,10 +476,10 @@ class Watch:
         return {rank: bye for rank, bye in self._failures.goodbyes().items() if self._waiting.needs(bye.issued)
                 and not (bye.closes and self._failures.is_closing)}  # fmt: skip
 
-    def _say(self, told: dict[int, Notice]) -> None:
-        for rank, notice in sorted(told.items()):
+    def _say(self, told: dict[int, FailureReport]) -> None:
+        for rank, report in sorted(told.items()):
             raise CommunicationError(
-                f"rank {rank} {notice.verb}: {notice.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
+                f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
                 "cause, then call engine.reset() on every rank, or start the ranks again"
             )
 
@@ -508,7 +511,7 @@ class Watch:
             try:
                 waits = failures.waits()
                 missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
-                silent = missing - set(waits) - set(failures.notices())
+                silent = missing - set(waits) - set(failures.reports())
             except Unreachable:
                 break  # ``describe`` says so
             if not silent or time.monotonic() > deadline:

@@ -4,7 +4,8 @@ Must not know: what the groups are for, engines.
 
 torch waits in the store until every rank makes a group, without a word, and then raises an error about a key. So the
 ranks count their meetings first. A rank that waits says so to those that still use an older engine, as a wait of any
-collective does (failures: [Note: Notices]); that it waits for them and they for it is then found as any other ring.
+collective does (failures: [Note: Failure reports]); that it waits for them and they for it is then found as any other
+ring.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def meet(timeout_s: float) -> None:
         number, came = store.add(f"of/{rank}", 1), store.add("all", 1)
     try:
         if came < number * ranks:
-            with _told(number) as watches:
+            with _watching(number) as watches:
                 _wait(store, number, timeout_s, watches)
     except BaseException:
         with suppress(RuntimeError):
@@ -68,7 +69,7 @@ def _wait(store: Any, number: int, timeout_s: float, watches: list[failures.Watc
 
 
 @contextmanager
-def _told(number: int) -> Iterator[list[failures.Watch]]:
+def _watching(number: int) -> Iterator[list[failures.Watch]]:
     """Watches of older engines, one each. Their ranks hear of an error inside; these engines may go on all the same."""
     what = "the meeting of all ranks before new process groups"
     come = {failures.MEETING: number}
@@ -79,7 +80,7 @@ def _told(number: int) -> Iterator[list[failures.Watch]]:
         yield watches
     except (CommunicationError, MismatchError) as error:
         for voice in voices:
-            voice.tell(failures.Notice(str(error), gave_up=True))
+            voice.report(failures.FailureReport(str(error), gave_up=True))
         raise
     finally:
         for watch in watches:

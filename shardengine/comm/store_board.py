@@ -106,7 +106,7 @@ class StoreBoard:
         self._jobs = SimpleQueue()
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._thread = threading.Thread(
-            target=_serve, args=(self._mesh, self._jobs, self._published), name="shardengine-notices", daemon=True
+            target=_serve, args=(self._mesh, self._jobs, self._published), name="shardengine-store", daemon=True
         )
         self._thread.start()
         ending_threads.add(self._thread)

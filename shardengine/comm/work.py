@@ -3,8 +3,8 @@
 Must not know: what is sent, why and over which operation.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
-slices this rank looks at what the others say (failures: [Note: Notices]). On NCCL ``wait`` only orders streams and the
-host never blocks there; it learns of a failure in the next exchange, which is always gloo's.
+slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
+and the host never blocks there; it learns of a failure in the next exchange, which is always gloo's.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from shardengine.comm import failures, store_board
-from shardengine.comm.failures import Failures, Notice
+from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Waiting
 from shardengine.comm.rendezvous import LAUNCHED
@@ -77,23 +77,23 @@ def look_twice(voice: Failures) -> None:
     watch.look()
 
 
-def test_a_notice_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     raises_in(two, "step 1")
     with pytest.raises(CommunicationError, match=r"rank 1 raised: Boom: loud \(in step 1, unit 'block'\).*a gather"):
         look_twice(one)
 
 
-def test_a_notice_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     raises_in(two, "step 1")
     one.watch(Waiting("a gather", "gather 1")).look()
     with two.announced("step 2", lambda error: "unit 'block'"):
         look_twice(one)
-    assert one.notices()[1].over
+    assert one.reports()[1].over
 
 
-def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     raises_in(one, "step 1")
     raises_in(two, "step 1")
@@ -124,25 +124,25 @@ def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.Monkey
     look_twice(one)
 
 
-def test_what_the_others_know_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_others_know_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), store = voices(monkeypatch)
     with pytest.raises(Boom), two.announced("saving", lambda *_: "block"):
         error = Boom("every rank raises")
-        two.know(error)
+        two.mark_known(error)
         raise error
     assert not store.texts
     with pytest.raises(Boom), two.announced("outer", lambda *_: "block"), two.announced("inner", lambda *_: "block"):
         raise Boom("loud")
-    assert one.notices()[1].where == "inner"
+    assert one.reports()[1].where == "inner"
 
 
-def notice_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "shardengine-notices"]
+def store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shardengine-store"]
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
 def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    before = set(notice_threads())
+    before = set(store_threads())
     (one, two), _ = voices(monkeypatch)
     connections: list[weakref.ref[FakeStore]] = []
 
@@ -153,7 +153,7 @@ def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) 
 
     monkeypatch.setattr(Mesh, "store", connect)
     raises_in(two, "step 1")
-    [thread] = set(notice_threads()) - before
+    [thread] = set(store_threads()) - before
     if how == "closed":
         two.close()
         two.close()
@@ -163,11 +163,11 @@ def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) 
     thread.join(20)
     assert not thread.is_alive() and connections[0]() is None
     if how == "closed":
-        assert two.notices() == {} and len(connections) == 2  # a late question has a connection of its own
+        assert two.reports() == {} and len(connections) == 2  # a late question has a connection of its own
         two.close()
 
 
-def test_closing_takes_back_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_takes_back_what_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     raises_in(two, "step 1")
     two.close()
@@ -185,7 +185,7 @@ def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two, three), _ = voices(monkeypatch, 3)
-    two.tell(Notice("because of rank 2", gave_up=True))
+    two.report(FailureReport("because of rank 2", gave_up=True))
     with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
         look_twice(one)
     raises_in(three, "step 1")

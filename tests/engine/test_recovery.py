@@ -248,7 +248,7 @@ def test_an_update_torn_inside_of_a_bucket_cannot_be_finished(pools: Pools, stag
 
 
 def raise_everywhere(stage: str) -> dict[str, Any]:
-    """On every rank at the same place, caught there; one rank takes longer than notices must stand to go on."""
+    """On every rank at the same place, caught there; one rank takes longer than reports must stand to go on."""
     engine = make_engine(stage, 20)
 
     def recover(engine: Any, error: Exception) -> None:
