@@ -6,9 +6,10 @@ collectives          the data operations, the only file that calls them
 work                 a collective in flight, and waiting for it
 flight_recorder      what was issued, and where ranks differ
 failures, positions  what ranks tell each other, and who waits for whom
+watchdog             a long wait: whether it can still end
 store_board          the texts of ranks in the process group's store
 agreement            compare facts, and fail together
-meeting              before an engine's groups are made
+meeting              before an engine's groups are made, in reset() and in close()
 
 Must not know: how modules, buckets and stages work.
 """

@@ -1,7 +1,7 @@
 """What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
 
-Owns: reports (a rank raised or gave up), waits and goodbyes, the sentences that a waiting rank makes of them, the
-meetings in ``engine.reset()`` and before engines end. Must not know: which collectives there are, buckets, the engine.
+Owns: what a rank reports (it raised or gave up), that it waits, that it leaves; how the others read and describe it.
+Must not know: which collectives there are, what a wait makes of it (watchdog), buckets, the engine.
 
 [Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
 it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
@@ -18,8 +18,8 @@ for the same collective. A wait shorter than one slice touches nothing of this.
 collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A goodbye is one
 voice's, of which ranks make the same ones over a mesh in the same order, so that engines beside and after each other do
 not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have stood
-so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before
-(store_board: [Note: How far a rank is]).
+so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a rank
+is]).
 """
 
 from __future__ import annotations
@@ -36,30 +36,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from shardengine.comm.flight_recorder import EVALUATE
 from shardengine.comm.mesh import Mesh, await_threads
-from shardengine.comm.positions import Goodbye, Waiting, ring
+from shardengine.comm.positions import Goodbye, Waiting
 from shardengine.comm.store_board import StoreBoard, Unreachable
 from shardengine.errors import CommunicationError, MismatchError
 
-POST_AFTER_S = 1.0
-STANDS_S = 3.0
 LINGER_S = 5.0
-_GRACE_S = 2.0
-_UNHEARD_S = 10.0
 _TEXT_LIMIT = 2000
-MEETING = "meeting"
-"""In the place of a group: the wait of `meeting.meet`."""
 _STORE = "the process group's store, through which ranks tell each other what happened"
-_BLOCKS = (
-    "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
-    "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
-)
-_SAME = "Give every rank the same number of batches, and make the same calls on every rank"
-_EVALUATE = (
-    "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
-    "inside of `with engine.full_params():` that every rank opens"
-)
 
 
 @dataclass(frozen=True)
@@ -85,13 +69,13 @@ class Failures:
         self._mesh = mesh
         self._process = os.getpid()
         self._voice = next(mesh.voices)
-        self._board = StoreBoard(mesh, f"at/{self._voice}")
+        self.board = StoreBoard(mesh, f"at/{self._voice}")
         self.issued: Counter[str] = Counter()
         self._progress: tuple[int, int] | None = None
         self._place = ""
         self._inside = False
         self._posted = False
-        self._farewell: Goodbye | None = None
+        self.farewell: Goodbye | None = None
         self.gave_up = ""
         self._reported: FailureReport | None = None
         self._known = 0
@@ -132,7 +116,7 @@ class Failures:
         """How far this rank is: steps that it has completed, micro-batches of the next one."""
         if (steps, micro_batches) != self._progress and self._mesh.ranks > 1:
             self._progress = (steps, micro_batches)
-            self._board.publish(self._after())
+            self.board.publish(self._after())
 
     def succeed(self, before: Failures) -> None:
         """This rank is as far as it was with ``before``, whose mesh this one's replaces."""
@@ -160,7 +144,7 @@ class Failures:
 
         After a goodbye it does not go on: that it waited for others to close stands, since some may wait elsewhere.
         """
-        if self._posted and self._farewell is None:
+        if self._posted and self.farewell is None:
             self.post(None)
         if self._reported is not None:
             self.report(replace(self._reported, over=True))
@@ -169,9 +153,9 @@ class Failures:
     def close(self) -> None:
         """Nobody speaks here any more: what this rank reported stands no longer, and its connection ends."""
         self.withdraw()
-        self._board.close()
+        self.board.close()
         _open.discard(self)
-        if self._farewell is not None and self._hosts:
+        if self.farewell is not None and self._hosts:
             _last[:] = [self]
 
     def leave(
@@ -188,7 +172,7 @@ class Failures:
         closes: it goes to ``await_leaving``, unless it gave up before · ends: this process ends · error: why ·
         wait: until it is said.
         """
-        said = self._farewell is not None and not self._farewell.closes
+        said = self.farewell is not None and not self.farewell.closes
         if self._mesh.ranks == 1 or not self.issued or said or self._process != os.getpid():
             return
         reason = "" if error is None else f" ({type(error).__name__}: {error})"
@@ -197,58 +181,23 @@ class Failures:
         after = self._after()
         text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
         counts = {group: self.issued[group] for group in self.issued if group != "all"}
-        self._farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts, ends)
+        self.farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts, ends)
         with suppress(Unreachable):
-            self._board.write(f"bye/{self._voice}", json.dumps(asdict(self._farewell)), wait=wait)
-
-    def await_leaving(self) -> str:
-        """After ``leave``: wait until every rank closes. "" where all do, otherwise who does not, and what it said."""
-        mine, others = self._farewell, set(range(self._mesh.ranks)) - {self._mesh.rank}
-        if mine is None or not others:
-            return ""
-        heard = time.monotonic()
-        deadline, pause = heard + self._mesh.timeout_s, 0.001
-        watch = self.watch(
-            Waiting("every rank's engine.close()", "close", "close", 1, issued={"close": 1}, where="close")
-        )
-        while True:
-            try:
-                byes = self.goodbyes()
-                gone = {rank: bye for rank, bye in byes.items() if not bye.closes}
-                elsewhere = {rank: bye for rank, bye in byes.items() if bye.issued != mine.issued}
-                if gone:
-                    return _list({rank: bye.text for rank, bye in gone.items()})
-                if elsewhere:
-                    counts = f"in the midst of other collectives: {mine.issued} here,"
-                    return _list({rank: f"{bye.text}, {counts} {bye.issued} there" for rank, bye in elsewhere.items()})
-                if byes.keys() == others:
-                    return ""
-                ripe = {rank: report for rank, report in watch.ripe().items() if rank not in byes}
-                if ripe:
-                    return _list({rank: f"{report.verb}: {report.text}" for rank, report in ripe.items()})
-                if met := watch.stuck_before_groups():
-                    return met
-                heard = time.monotonic()
-            except Unreachable:
-                byes = {}
-            if time.monotonic() > min(deadline, heard + _UNHEARD_S):
-                return self.describe(others - byes.keys())
-            time.sleep(pause)
-            pause = min(0.25, 1.5 * pause)
+            self.board.write(f"bye/{self._voice}", json.dumps(asdict(self.farewell)), wait=wait)
 
     def linger(self, deadline: float) -> None:
         """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
-        if self._farewell is None or not self._hosts:
+        if self.farewell is None or not self._hosts:
             return
         with suppress(Unreachable):
             while len(self.goodbyes()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
-        self._board.close(wait_s=1.0)
+        self.board.close(wait_s=1.0)
 
     def end_with_process(self, error: BaseException | None) -> None:
         """Say that the process ends; no thread is at work afterwards."""
         self.leave("has ended its process", ends=True, error=error)
-        self._board.close(wait_s=1.0)
+        self.board.close(wait_s=1.0)
 
     @property
     def _hosts(self) -> bool:
@@ -263,50 +212,16 @@ class Failures:
             return f"after micro-batch {micro_batches} of step {steps + 1}"
         return f"after step {steps}" if steps else "before its first step"
 
-    def watch(self, waiting: Waiting, lasted: float = 0.0) -> Watch:
-        """A wait that turned out to be a long one. lasted: seconds so far."""
-        return Watch(self, waiting, lasted)
-
-    def meet(self, what: str) -> None:
-        """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``."""
-        if self._mesh.ranks == 1:
-            return
-        deadline = time.monotonic() + self._mesh.timeout_s
-        pause, written = 0.02, False
+    def repeat_report(self, what: str) -> None:
+        """What this rank reported last counts wherever it was, because those who wait must come to ``what``, too."""
         last = self._reported or FailureReport(f"it waits in {what}", gave_up=True)
-        # counts wherever it was: those who wait must come here, too
         self.report(FailureReport(last.text, gave_up=last.gave_up))
-        others = set(range(self._mesh.ranks)) - {self._mesh.rank}
-        came: set[int] = set()
-        while True:
-            try:
-                if not written:
-                    self._board.write("here", what)
-                here, written = set(self._board.read("here")), True
-            except Unreachable:
-                here, written = set(), False
-            if here == others:
-                return
-            came |= here
-            if time.monotonic() > deadline:
-                self.part()
-                raise CommunicationError(
-                    f"{what} on rank {self._mesh.rank}: expected every rank to call it within {self._mesh.timeout_s:g} "
-                    f"s. {self.describe(others - came or others - here)}. Start the ranks again"
-                )
-            time.sleep(pause)
-            pause = min(0.5, 1.5 * pause)
-
-    def part(self) -> None:
-        """After ``meet``: this rank is not there any more."""
-        if self._mesh.ranks > 1:
-            self._write("here", "")
 
     def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
         """Who is missing, and what each of them said last."""
         try:
             waits, told = (self.waits() if waits is None else waits), self.reports()
-            byes, passed = self.goodbyes(), self._board.read(f"at/{self._voice}")
+            byes, passed = self.goodbyes(), self.board.read(f"at/{self._voice}")
         except Unreachable as error:
             return self._describe_unheard(missing, waits or {}, str(error))
         said = []
@@ -337,15 +252,15 @@ class Failures:
 
     def waits(self) -> dict[int, Waiting]:
         """What the other ranks say that they wait for."""
-        return {rank: Waiting(**json.loads(text)) for rank, text in self._board.read("waits").items()}
+        return {rank: Waiting(**json.loads(text)) for rank, text in self.board.read("waits").items()}
 
     def goodbyes(self) -> dict[int, Goodbye]:
         """What the other ranks that have left said."""
-        return {rank: Goodbye(**json.loads(text)) for rank, text in self._board.read(f"bye/{self._voice}").items()}
+        return {rank: Goodbye(**json.loads(text)) for rank, text in self.board.read(f"bye/{self._voice}").items()}
 
     def reports(self) -> dict[int, FailureReport]:
         """What the other ranks reported."""
-        return {rank: FailureReport(**json.loads(text)) for rank, text in self._board.read("failure").items()}
+        return {rank: FailureReport(**json.loads(text)) for rank, text in self.board.read("failure").items()}
 
     def standing(self) -> dict[int, FailureReport]:
         """Those of them that count ([Note: Failure reports]), whatever their age."""
@@ -354,7 +269,7 @@ class Failures:
 
     def news(self) -> int:
         """A number that changes when some rank says something."""
-        return self._board.news()
+        return self.board.news()
 
     def post(self, waiting: Waiting | None) -> None:
         """Say what this rank waits for (None: for nothing)."""
@@ -376,7 +291,7 @@ class Failures:
     @property
     def is_closing(self) -> bool:
         """Whether this rank closes its engine."""
-        return self._farewell is not None
+        return self.farewell is not None
 
     @property
     def is_open(self) -> bool:
@@ -395,163 +310,7 @@ class Failures:
 
     def _write(self, kind: str, text: str) -> None:
         with suppress(Unreachable):  # those who read say so
-            self._board.write(kind, text)
-
-
-class Watch:
-    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say."""
-
-    def __init__(self, failures: Failures, waiting: Waiting, lasted: float) -> None:
-        self._failures = failures
-        self._waiting = waiting
-        self._started = time.monotonic() - lasted
-        self._posted: float | None = None
-        self._news = -1
-        self._seen: dict[tuple[int, FailureReport], float] = {}
-        self._ring: dict[int, Waiting] = {}
-        self._ring_since = 0.0
-
-    @property
-    def overdue(self) -> bool:
-        """Whether the wait has lasted for ``timeout_s``."""
-        return time.monotonic() - self._started > self._failures.mesh.timeout_s
-
-    def look(self) -> None:
-        """Between two slices: raise where what another rank said means that the wait is in vain.
-
-        ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other.
-        """
-        if time.monotonic() - self._started > POST_AFTER_S:
-            self._post()
-        try:
-            news = self._failures.news()
-            if news == self._news and not self._seen and not self._ring:
-                return
-            left = self._left()
-            ripe = self.ripe(frozenset(left))
-            stuck = self._stuck() if self._posted is not None else {}
-        except Unreachable:
-            return  # said when the wait has failed
-        self._news = news
-        self._say({rank: report for rank, report in ripe.items() if not report.gave_up})
-        self._say_stuck(stuck)
-        self._say_left({rank: bye for rank, bye in left.items() if rank not in ripe})
-        self._say(ripe)
-
-    def look_before_groups(self) -> None:
-        """As ``look``, for a wait outside of the engine that has this voice: its reports and goodbyes do not count,
-        but those of ranks whose processes end."""
-        self._post()
-        with suppress(Unreachable):
-            self._say_stuck(self._stuck())
-            self._say_left({rank: bye for rank, bye in self._failures.goodbyes().items() if bye.ends})
-
-    def stuck_before_groups(self) -> str:
-        """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
-        if time.monotonic() - self._started <= POST_AFTER_S:
-            return ""
-        self._post()
-        stuck = self._stuck()
-        return _describe_ring(stuck) if any(each.group == MEETING for each in stuck.values()) else ""
-
-    def _say_stuck(self, stuck: dict[int, Waiting]) -> None:
-        if stuck:
-            raise MismatchError(_describe_ring(stuck))
-
-    def look_for_goodbyes(self) -> None:
-        """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
-        with suppress(Unreachable):
-            left = self._left()
-            told = self._failures.standing() if left else {}
-            self._say_left({rank: bye for rank, bye in left.items() if rank not in told})
-
-    def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, FailureReport]:
-        """The reports that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
-        now = time.monotonic()
-        self._seen = {item: self._seen.get(item, now) for item in self._failures.standing().items()}
-        return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
-
-    def _left(self) -> dict[int, Goodbye]:
-        """Who will not issue what this rank waits for."""
-        return {rank: bye for rank, bye in self._failures.goodbyes().items() if self._waiting.needs(bye.issued)
-                and not (bye.closes and self._failures.is_closing)}  # fmt: skip
-
-    def _say(self, told: dict[int, FailureReport]) -> None:
-        for rank, report in sorted(told.items()):
-            raise CommunicationError(
-                f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
-                "cause, then call engine.reset() on every rank, or start the ranks again"
-            )
-
-    def _say_left(self, left: dict[int, Goodbye]) -> None:
-        if left:
-            same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
-            cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else same
-            said = _list({rank: bye.text for rank, bye in left.items()})
-            place = self._failures.place
-            if self._waiting.group == MEETING:
-                place = f"this rank ({self._failures.mesh.rank}) is in {self._waiting.where}"
-            raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
-
-    def _stuck(self) -> dict[int, Waiting]:
-        """The ring in which this rank has stood for ``STANDS_S``."""
-        rank, now = self._failures.mesh.rank, time.monotonic()
-        found = ring(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
-        if found != self._ring:
-            self._ring, self._ring_since = found, now
-        return found if now - self._ring_since >= STANDS_S else {}
-
-    def verdict(self) -> str:
-        """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
-        failures = self._failures
-        deadline = self._post() + _GRACE_S
-        missing = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
-        waits: dict[int, Waiting] = {}
-        while missing:
-            try:
-                waits = failures.waits()
-                missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
-                silent = missing - set(waits) - set(failures.reports())
-            except Unreachable:
-                break  # ``describe`` says so
-            if not silent or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        if not missing:
-            return "every rank waits for it: the connection between them is broken"
-        return failures.describe(missing, waits)
-
-    def end(self) -> None:
-        """It was only slow."""
-        if self._posted is not None:
-            self._failures.post(None)
-
-    def _post(self) -> float:
-        """Say, once, what this rank waits for. When it did."""
-        if self._posted is None:
-            self._posted = time.monotonic()
-            self._failures.post(self._waiting)
-        return self._posted
-
-
-def _describe_ring(stuck: dict[int, Waiting]) -> str:
-    places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
-    evaluates = [each.group == EVALUATE for each in stuck.values()]
-    trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]
-    cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
-    if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
-        cure = _EVALUATE
-    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
-
-
-def _list(said: dict[int, str]) -> str:
-    """What ranks said, as one sentence; those that said the same together."""
-    texts = dict.fromkeys(said[rank] for rank in sorted(said))
-    parts = []
-    for text in texts:
-        ranks = [rank for rank in sorted(said) if said[rank] == text]
-        parts.append(f"rank {ranks[0]} {text}" + (f" (and so ranks {ranks[1:]})" if ranks[1:] else ""))
-    return "; ".join(parts)
+            self.board.write(kind, text)
 
 
 # The end of the process

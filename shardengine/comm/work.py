@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
+from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 _SLICE = timedelta(seconds=0.5)
@@ -74,13 +75,13 @@ def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Fa
     except RuntimeError:
         pass  # the slice is over, or the work has failed: then it is completed
     rank = failures.mesh.rank
-    watch = failures.watch(record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
+    watchdog = Watchdog(failures, record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
     try:
         while not work.is_completed():
-            watch.look()
-            if watch.overdue:
+            watchdog.look()
+            if watchdog.overdue:
                 raise CommunicationError(
-                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. {watch.verdict()}"
+                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. {watchdog.diagnosis()}"
                 )
             try:
                 work.wait(_SLICE)
@@ -89,9 +90,9 @@ def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Fa
         try:
             work.wait()
         except RuntimeError as error:
-            watch.look_for_goodbyes()
-            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
+            watchdog.look_for_goodbyes()
+            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
     except (CommunicationError, MismatchError) as error:
         failures.give_up(str(error))
         raise
-    watch.end()
+    watchdog.end()

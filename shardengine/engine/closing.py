@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from shardengine.comm import meeting
 from shardengine.engine.core import Core
 from shardengine.errors import CommunicationError
 
@@ -28,7 +29,7 @@ def part(core: Core, *, saves: bool) -> str:
     together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
     if not together and not failures.gave_up:
         return ""
-    said = f"this one gave up: {failures.gave_up}" if failures.gave_up else failures.await_leaving()
+    said = f"this one gave up: {failures.gave_up}" if failures.gave_up else meeting.meet_to_close(failures)
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
 
 

@@ -83,7 +83,7 @@ class Engine(Phases):
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
         timeout_s = timeout_of(config, _known(optimizer))
-        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet)
+        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet_before_groups)
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:

@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.comm import Collectives, Failures, compare, describe, together
+from shardengine.comm import Collectives, Failures, compare, describe, meeting, together
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, attached
 from shardengine.errors import CommunicationError, UsageError
@@ -237,7 +237,7 @@ def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
 
 def _renew_groups(core: Core) -> None:
     collectives = core.collectives
-    collectives.failures.meet("engine.reset()")
+    meeting.meet(collectives.failures, "engine.reset()")
     before = collectives.failures
     try:
         collectives.use(collectives.mesh.renew())
@@ -248,7 +248,7 @@ def _renew_groups(core: Core) -> None:
             "the ranks again"
         ) from error
     finally:
-        before.part()
+        meeting.end(before)
         if before is not collectives.failures:
             before.close()
             say_when_let_go(collectives)

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from shardengine.comm import failures, store_board
+from shardengine.comm import meeting, store_board, watchdog
 from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Waiting
 from shardengine.comm.rendezvous import LAUNCHED
+from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 
@@ -58,9 +59,9 @@ def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0
     """One ``Failures`` per rank over one store."""
     store = FakeStore()
     monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
-    monkeypatch.setattr(failures, "STANDS_S", 0.1)
+    monkeypatch.setattr(watchdog, "STANDS_S", 0.1)
     monkeypatch.setattr(store_board, "OPERATION_S", 0.2)
-    monkeypatch.setattr(failures, "_GRACE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
     meshes = [Mesh(rank, ranks, torch.device("cpu"), backend="gloo", timeout_s=timeout_s) for rank in range(ranks)]
     return [Failures(mesh) for mesh in meshes], store
 
@@ -71,10 +72,10 @@ def raises_in(voice: Failures, where: str) -> None:
 
 
 def look_twice(voice: Failures) -> None:
-    watch = voice.watch(Waiting("a gather", "gather 1"))
-    watch.look()
+    watching = Watchdog(voice, Waiting("a gather", "gather 1"))
+    watching.look()
     time.sleep(0.15)
-    watch.look()
+    watching.look()
 
 
 def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.
 def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     raises_in(two, "step 1")
-    one.watch(Waiting("a gather", "gather 1")).look()
+    Watchdog(one, Waiting("a gather", "gather 1")).look()
     with two.announced("step 2", lambda error: "unit 'block'"):
         look_twice(one)
     assert one.reports()[1].over
@@ -197,12 +198,12 @@ def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) 
     (one, two, three, four), _ = voices(monkeypatch, 4)
     two.post(Waiting("the same gather", "gather 1"))
     three.post(Waiting("another gather", "gather 2"))
-    verdict = one.watch(Waiting("a gather", "gather 1")).verdict()
-    assert verdict.startswith("Missing: rank 2 waits for another gather; rank 3 says nothing")
+    diagnosis = Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
+    assert diagnosis.startswith("Missing: rank 2 waits for another gather; rank 3 says nothing")
     three.post(Waiting("the same gather", "gather 1"))
     four.post(Waiting("the same gather", "gather 1"))
-    assert "every rank waits for it" in one.watch(Waiting("a gather", "gather 1")).verdict()
-    assert "Missing" in two.watch(Waiting("a scatter", "reduce 1")).verdict()
+    assert "every rank waits for it" in Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
+    assert "Missing" in Watchdog(two, Waiting("a scatter", "reduce 1")).diagnosis()
 
 
 def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +212,9 @@ def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pyt
     started = time.monotonic()
     raises_in(two, "step 1")
     look_twice(one)
-    assert "cannot be reached (no answer within 0.2 s)" in one.watch(Waiting("a gather", "gather 1")).verdict()
+    assert "cannot be reached (no answer within 0.2 s)" in Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
     with pytest.raises(CommunicationError, match="cannot be reached"):
-        one.meet("engine.reset()")
+        meeting.meet(one, "engine.reset()")
     assert time.monotonic() - started < 60
 
 
@@ -221,13 +222,13 @@ def test_the_rank_that_hosts_the_store_is_named_when_it_does_not_answer(monkeypa
     (one, _, three), store = voices(monkeypatch, 3)
     monkeypatch.setattr(Mesh, "store_host", lambda _mesh: 0)
     store.stuck.set()
-    verdict = three.watch(Waiting("a gather", "gather 1")).verdict()
-    assert verdict.startswith("Missing: rank 0 cannot be reached (no answer within 0.2 s), so it is gone or stopped")
-    assert verdict.endswith("nothing is known of ranks [1]")
+    diagnosis = Watchdog(three, Waiting("a gather", "gather 1")).diagnosis()
+    assert diagnosis.startswith("Missing: rank 0 cannot be reached (no answer within 0.2 s), so it is gone or stopped")
+    assert diagnosis.endswith("nothing is known of ranks [1]")
     assert "rank 1 waited for another gather" in three.describe({0, 1}, {1: Waiting("another gather", "gather 2")})
     with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 2: .*Missing: rank 0 cannot be reached"):
-        three.meet("engine.reset()")
-    assert "rank 0" not in one.watch(Waiting("a gather", "gather 1")).verdict(), "it is there itself"
+        meeting.meet(three, "engine.reset()")
+    assert "rank 0" not in Watchdog(one, Waiting("a gather", "gather 1")).diagnosis(), "it is there itself"
 
 
 def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
@@ -251,14 +252,14 @@ def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
 def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 0: .*within 0\.5 s.*rank 1 says nothing"):
-        one.meet("engine.reset()")
-    other = threading.Thread(target=two.meet, args=("engine.reset()",))
+        meeting.meet(one, "engine.reset()")
+    other = threading.Thread(target=meeting.meet, args=(two, "engine.reset()"))
     other.start()
-    one.meet("engine.reset()")
+    meeting.meet(one, "engine.reset()")
     other.join(5)
     assert not other.is_alive()
-    one.part()
+    meeting.end(one)
     with pytest.raises(CommunicationError):
-        two.meet("engine.reset()")
+        meeting.meet(two, "engine.reset()")
     with pytest.raises(CommunicationError, match="rank 1 gave up: it waits in engine"):
         look_twice(one)

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine.comm import failures, store_board, work
+from shardengine.comm import failures, meeting, store_board, watchdog, work
 from shardengine.comm.positions import Waiting, ring
 from shardengine.comm.store_board import StoreBoard
+from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 from tests.comm.test_failures import look_twice, voices
 from tests.support import HANG_S, cases
@@ -42,8 +43,8 @@ SAME = "Give every rank the same number of batches, and make the same calls on e
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "STANDS_S", 0.3)
-        patch.setattr(failures, "POST_AFTER_S", 0.2)
+        patch.setattr(watchdog, "STANDS_S", 0.3)
+        patch.setattr(watchdog, "POST_AFTER_S", 0.2)
         patch.setattr(failures, "LINGER_S", 0.5)
         patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
@@ -545,17 +546,17 @@ def test_a_goodbye_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) ->
     one.issued["gather"], two.issued["gather"] = 3, 3
     two.note(7, 0)
     two.leave("has closed its engine", closes=True)
-    one.watch(Waiting("the third gather", "gather 3", "gather", 3)).look()
-    one.watch(Waiting("a gather of others", "gather 1")).look()
+    Watchdog(one, Waiting("the third gather", "gather 3", "gather", 3)).look()
+    Watchdog(one, Waiting("a gather of others", "gather 1")).look()
     with pytest.raises(CommunicationError, match=r"rank 1 has closed its engine after step 7; rank 0 goes on, and the"):
-        one.watch(Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
     one.leave("has closed its engine", closes=True)
-    assert one.await_leaving() == "", "all close"
-    one.watch(Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    assert meeting.meet_to_close(one) == "", "all close"
+    Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
     two.leave("has ended its process", error=KeyError("x"))
     with pytest.raises(CommunicationError, match=r"ended its process after step 7, without .* \(KeyError: 'x'\)"):
-        one.watch(Waiting("the fourth gather", "gather 4", "gather", 4)).look()
-    assert one.await_leaving().startswith("rank 1 has ended its process")
+        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    assert meeting.meet_to_close(one).startswith("rank 1 has ended its process")
 
 
 def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,10 +565,10 @@ def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.Monk
         voice.issued["reduce"] = 4
     one.leave("has closed its engine", closes=True)
     two.leave("has closed its engine", closes=True)
-    assert "Missing: rank 2 says nothing" in one.await_leaving()
+    assert "Missing: rank 2 says nothing" in meeting.meet_to_close(one)
     three.issued["reduce"] = 5
     three.leave("has closed its engine", closes=True)
-    assert "rank 2 has closed its engine, in the midst of other collectives" in one.await_leaving()
+    assert "rank 2 has closed its engine, in the midst of other collectives" in meeting.meet_to_close(one)
 
 
 def test_who_gave_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +577,7 @@ def test_who_gave_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     two.give_up("no answer")
     two.leave("has closed its engine", closes=True)
     one.leave("has closed its engine", closes=True)
-    assert one.await_leaving() == "rank 1 has closed its engine (gave up: no answer)"
+    assert meeting.meet_to_close(one) == "rank 1 has closed its engine (gave up: no answer)"
 
 
 def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,10 +588,10 @@ def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch)
     two.give_up("because of rank 2")
     two.leave("has ended its process")
     with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
-        one.watch(waiting).look()
+        Watchdog(one, waiting).look()
     three.leave("has closed its engine", closes=True)
     with pytest.raises(CommunicationError, match=r"^rank 2 has closed its engine;"):
-        one.watch(waiting).look()
+        Watchdog(one, waiting).look()
 
 
 def test_the_process_that_a_rank_forks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,25 +631,25 @@ def test_a_ring_of_three_is_found_and_a_tail_is_not_in_it() -> None:
 
 def test_a_ring_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
-    monkeypatch.setattr(failures, "POST_AFTER_S", 0.0)
+    monkeypatch.setattr(watchdog, "POST_AFTER_S", 0.0)
     one.issued.update(reduce=4, control=2)
     two.issued.update(reduce=3, control=3)
     mine = Waiting("a reduce", "reduce 4", "reduce", 4)
     two.post(Waiting("a save", "control 3", "control", 3))
-    watch = one.watch(mine)
-    watch.look()
+    watching = Watchdog(one, mine)
+    watching.look()
     two.post(None)
     time.sleep(0.15)
-    watch.look()
+    watching.look()
     two.post(Waiting("a save", "control 3", "control", 3))
     with pytest.raises(MismatchError, match=r"rank 0 stands in a call \(a reduce\), rank 1 stands in a call \(a save"):
-        look_twice_at(watch)
+        look_twice_at(watching)
 
 
-def look_twice_at(watch: Any) -> None:
-    watch.look()
+def look_twice_at(watching: Any) -> None:
+    watching.look()
     time.sleep(0.15)
-    watch.look()
+    watching.look()
 
 
 def test_what_is_said_of_a_place_is_no_older_than_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import shardengine
 from shardengine import kernels
-from shardengine.comm import failures, work
 from shardengine.comm import mesh as mesh_module
+from shardengine.comm import watchdog, work
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -109,7 +109,7 @@ def raise_in(engine: Any, place: str) -> None:
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "STANDS_S", 0.3)
+        patch.setattr(watchdog, "STANDS_S", 0.3)
         patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 
