@@ -23,6 +23,7 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, describe_exit, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.positions import Presence
 from shardengine.comm.work import Work
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Mesh",
     "Named",
     "OnComplete",
+    "Presence",
     "Purpose",
     "Store",
     "Subject",

@@ -14,8 +14,8 @@ how many calls of its kind there were, since ranks make the same calls: a later 
 When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
 for the same collective. A wait shorter than one slice touches nothing of this.
 
-[Note: Goodbyes] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
-collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A goodbye is one
+[Note: Departures] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
+collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A departure is one
 voice's, of which ranks make the same ones over a mesh in the same order, so that engines beside and after each other do
 not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have stood
 so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a rank
@@ -37,7 +37,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 from shardengine.comm.mesh import Mesh, await_threads
-from shardengine.comm.positions import Goodbye, Waiting
+from shardengine.comm.positions import Departure, Presence, Waiting
 from shardengine.comm.store_board import StoreBoard, Unreachable
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -75,7 +75,7 @@ class Failures:
         self._place = ""
         self._inside = False
         self._posted = False
-        self.farewell: Goodbye | None = None
+        self.departure: Departure | None = None
         self.gave_up = ""
         self._reported: FailureReport | None = None
         self._known = 0
@@ -142,9 +142,9 @@ class Failures:
     def withdraw(self) -> None:
         """This rank goes on: what it reported, and what it said that it waits for, stands no longer.
 
-        After a goodbye it does not go on: that it waited for others to close stands, since some may wait elsewhere.
+        Where it has left it does not go on: that it waited for others to close stands, since some may wait elsewhere.
         """
-        if self._posted and self.farewell is None:
+        if self._posted and self.presence is Presence.PRESENT:
             self.post(None)
         if self._reported is not None:
             self.report(replace(self._reported, over=True))
@@ -155,48 +155,50 @@ class Failures:
         self.withdraw()
         self.board.close()
         _open.discard(self)
-        if self.farewell is not None and self._hosts:
+        if self.departure is not None and self._hosts:
             _last[:] = [self]
 
     def leave(
         self,
         what: str,
+        presence: Presence = Presence.LEFT,
         *,
-        closes: bool = False,
-        ends: bool = False,
         error: BaseException | None = None,
         wait: bool = True,
     ) -> None:
-        """Say what this rank has done, so that it takes part in nothing any more ([Note: Goodbyes]).
+        """Say what this rank has done, so that it takes part in nothing any more ([Note: Departures]).
 
-        closes: it goes to ``await_leaving``, unless it gave up before · ends: this process ends · error: why ·
-        wait: until it is said.
+        presence: from now on; where it gave up before, it has LEFT instead of CLOSING, and is not waited for · error:
+        why · wait: until it is said.
         """
-        said = self.farewell is not None and not self.farewell.closes
-        if self._mesh.ranks == 1 or not self.issued or said or self._process != os.getpid():
+        may = self.presence.may_become(presence)
+        if self._mesh.ranks == 1 or not self.issued or not may or not self.is_of_this_process:
             return
         reason = "" if error is None else f" ({type(error).__name__}: {error})"
         reason = f" (gave up: {self.gave_up})" if self.gave_up else reason
-        without = "" if closes else ", without engine.close()" if self._progress is not None else ""
+        unclosed = presence is not Presence.CLOSING and self._progress is not None
+        without = ", without engine.close()" if unclosed else ""
         after = self._after()
         text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
         counts = {group: self.issued[group] for group in self.issued if group != "all"}
-        self.farewell = Goodbye(text, closes and not self.gave_up, bool(reason), counts, ends)
+        if presence is Presence.CLOSING and self.gave_up:
+            presence = Presence.LEFT
+        self.departure = Departure(text, presence, bool(reason), counts)
         with suppress(Unreachable):
-            self.board.write(f"bye/{self._voice}", json.dumps(asdict(self.farewell)), wait=wait)
+            self.board.write(f"left/{self._voice}", json.dumps(asdict(self.departure)), wait=wait)
 
     def linger(self, deadline: float) -> None:
         """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
-        if self.farewell is None or not self._hosts:
+        if self.departure is None or not self._hosts:
             return
         with suppress(Unreachable):
-            while len(self.goodbyes()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
+            while len(self.departures()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
         self.board.close(wait_s=1.0)
 
     def end_with_process(self, error: BaseException | None) -> None:
         """Say that the process ends; no thread is at work afterwards."""
-        self.leave("has ended its process", ends=True, error=error)
+        self.leave("has ended its process", Presence.ENDED, error=error)
         self.board.close(wait_s=1.0)
 
     @property
@@ -221,7 +223,7 @@ class Failures:
         """Who is missing, and what each of them said last."""
         try:
             waits, told = (self.waits() if waits is None else waits), self.reports()
-            byes, passed = self.goodbyes(), self.board.read(f"at/{self._voice}")
+            departed, passed = self.departures(), self.board.read(f"at/{self._voice}")
         except Unreachable as error:
             return self._describe_unheard(missing, waits or {}, str(error))
         said = []
@@ -229,8 +231,8 @@ class Failures:
             parts = []
             if rank in told and not (told[rank].gave_up and rank in waits):
                 parts.append(f"{told[rank].verb}: {told[rank].text}" + (" (and went on)" if told[rank].over else ""))
-            if rank in byes:
-                parts.append(byes[rank].text)
+            if rank in departed:
+                parts.append(departed[rank].text)
             elif rank in waits:
                 parts.append(f"waits for {waits[rank].text}" + (f" in {waits[rank].where}" * bool(waits[rank].where)))
             if not parts:
@@ -254,9 +256,9 @@ class Failures:
         """What the other ranks say that they wait for."""
         return {rank: Waiting(**json.loads(text)) for rank, text in self.board.read("waits").items()}
 
-    def goodbyes(self) -> dict[int, Goodbye]:
+    def departures(self) -> dict[int, Departure]:
         """What the other ranks that have left said."""
-        return {rank: Goodbye(**json.loads(text)) for rank, text in self.board.read(f"bye/{self._voice}").items()}
+        return {rank: Departure.from_json(text) for rank, text in self.board.read(f"left/{self._voice}").items()}
 
     def reports(self) -> dict[int, FailureReport]:
         """What the other ranks reported."""
@@ -289,9 +291,9 @@ class Failures:
         return f"this rank ({self._mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
 
     @property
-    def is_closing(self) -> bool:
-        """Whether this rank closes its engine."""
-        return self.farewell is not None
+    def presence(self) -> Presence:
+        """Whether this rank still takes part."""
+        return Presence.PRESENT if self.departure is None else self.departure.presence
 
     @property
     def is_open(self) -> bool:
@@ -319,7 +321,7 @@ _open: weakref.WeakSet[Failures] = weakref.WeakSet()
 _last: list[Failures] = []
 """The one that was closed last, where this process hosts the store."""
 _registered: list[int] = []
-"""The process that says goodbye at its end; one that it forks does not."""
+"""The process that says at its end that it ends; one that it forks does not."""
 
 
 def voices() -> list[Failures]:
@@ -327,10 +329,10 @@ def voices() -> list[Failures]:
     return [voice for voice in list(_open) if voice.is_of_this_process]
 
 
-def say_goodbyes(what: str) -> None:
+def leave_all(what: str) -> None:
     """Say of every engine of this process that was not closed what this rank has done, before it waits for the end."""
     for voice in list(_open):
-        voice.leave(what, ends=True)
+        voice.leave(what, Presence.ENDED)
 
 
 def _at_exit() -> None:

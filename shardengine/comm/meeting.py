@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardengine.comm import watchdog
 from shardengine.comm.failures import FailureReport, Failures, voices
-from shardengine.comm.positions import Waiting
+from shardengine.comm.positions import Presence, Waiting
 from shardengine.comm.store_board import Unreachable
 from shardengine.comm.watchdog import MEETING, Watchdog, one_sentence
 from shardengine.errors import CommunicationError, MismatchError
@@ -143,7 +143,7 @@ def end(failures: Failures) -> None:
 
 def meet_to_close(failures: Failures) -> str:
     """After ``Failures.leave``: wait until every rank closes. "" where all do, otherwise who does not, and why."""
-    mesh, mine = failures.mesh, failures.farewell
+    mesh, mine = failures.mesh, failures.departure
     others = set(range(mesh.ranks)) - {mesh.rank}
     if mine is None or not others:
         return ""
@@ -154,29 +154,29 @@ def meet_to_close(failures: Failures) -> str:
     )
     while True:
         try:
-            byes = failures.goodbyes()
-            gone = {rank: bye.text for rank, bye in byes.items() if not bye.closes}
+            departed = failures.departures()
+            gone = {rank: each.text for rank, each in departed.items() if each.presence is not Presence.CLOSING}
             here = f"in the midst of other collectives: {mine.issued} here"
             elsewhere = {
-                rank: f"{bye.text}, {here}, {bye.issued} there"
-                for rank, bye in byes.items()
-                if bye.issued != mine.issued
+                rank: f"{each.text}, {here}, {each.issued} there"
+                for rank, each in departed.items()
+                if each.issued != mine.issued
             }
             if gone:
                 return one_sentence(gone)
             if elsewhere:
                 return one_sentence(elsewhere)
-            if byes.keys() == others:
+            if departed.keys() == others:
                 return ""
             ripe = watching.ripe().items()
-            if failed := {rank: f"{report.verb}: {report.text}" for rank, report in ripe if rank not in byes}:
+            if failed := {rank: f"{report.verb}: {report.text}" for rank, report in ripe if rank not in departed}:
                 return one_sentence(failed)
             if met := watching.stuck_before_groups():
                 return met
             heard = time.monotonic()
         except Unreachable:
-            byes = {}
+            departed = {}
         if time.monotonic() > min(deadline, heard + _UNHEARD_S):
-            return failures.describe(others - byes.keys())
+            return failures.describe(others - departed.keys())
         time.sleep(pause)
         pause = min(0.25, 1.5 * pause)

@@ -8,6 +8,8 @@ nothing, and nothing follows from that: it may be slow.
 
 from __future__ import annotations
 
+import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,18 +40,44 @@ class Waiting:
         return bool(self.place) and (self.group, self.place) == (other.group, other.place) and self.shape != other.shape
 
 
-@dataclass(frozen=True)
-class Goodbye:
-    """The last that a rank says. closes: in ``engine.close()``, where all meet · failed: it had an error.
+class Presence(enum.StrEnum):
+    """Whether a rank still takes part in what runs over one mesh."""
 
-    issued: its collectives by group · ends: it does nothing any more, not with another engine either.
-    """
+    PRESENT = "present"
+    CLOSING = "closing"
+    """In ``engine.close()``, where all meet."""
+    LEFT = "left"
+    """It takes part in nothing over this mesh any more."""
+    ENDED = "ended"
+    """Its process ends: nor does it with another engine."""
+
+    def may_become(self, later: Presence) -> bool:
+        """Whether ``later`` may follow; nothing follows the last two, and a rank does not come back."""
+        return later in _FOLLOWING[self]
+
+
+_FOLLOWING: Mapping[Presence, frozenset[Presence]] = {
+    Presence.PRESENT: frozenset({Presence.CLOSING, Presence.LEFT, Presence.ENDED}),
+    Presence.CLOSING: frozenset({Presence.CLOSING, Presence.LEFT, Presence.ENDED}),
+    Presence.LEFT: frozenset(),
+    Presence.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The last that a rank says. failed: it had an error · issued: its collectives by group."""
 
     text: str
-    closes: bool = False
+    presence: Presence
     failed: bool = False
     issued: dict[str, int] = field(default_factory=dict)
-    ends: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> Departure:
+        """Of ``json.dumps`` of its fields."""
+        fields = json.loads(text)
+        return cls(**{**fields, "presence": Presence(fields["presence"])})
 
 
 def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:

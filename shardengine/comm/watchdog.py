@@ -3,7 +3,7 @@
 Owns: when a wait is in vain, the sentences that say so. Must not know: how it is waited, where texts are written.
 
 Whoever waits calls ``look`` between slices of its wait, and ``diagnosis`` where the wait has failed (failures:
-[Note: Failure reports], [Note: Goodbyes]).
+[Note: Failure reports], [Note: Departures]).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.flight_recorder import EVALUATE
-from shardengine.comm.positions import Goodbye, Waiting, ring
+from shardengine.comm.positions import Departure, Presence, Waiting, ring
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -70,16 +70,17 @@ class Watchdog:
         self._news = news
         self._raise_reported({rank: report for rank, report in ripe.items() if not report.gave_up})
         self._raise_stuck(stuck)
-        self._raise_left({rank: bye for rank, bye in left.items() if rank not in ripe})
+        self._raise_left({rank: each for rank, each in left.items() if rank not in ripe})
         self._raise_reported(ripe)
 
     def look_before_groups(self) -> None:
-        """As ``look``, for a wait outside of the engine that has this voice: its reports and goodbyes do not count,
+        """As ``look``, for a wait outside of the engine that has this voice: its reports and departures do not count,
         but those of ranks whose processes end."""
         self._post()
         with suppress(Unreachable):
             self._raise_stuck(self._stuck())
-            self._raise_left({rank: bye for rank, bye in self._failures.goodbyes().items() if bye.ends})
+            departed = self._failures.departures().items()
+            self._raise_left({rank: each for rank, each in departed if each.presence is Presence.ENDED})
 
     def stuck_before_groups(self) -> str:
         """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
@@ -93,12 +94,12 @@ class Watchdog:
         if stuck:
             raise MismatchError(_describe_ring(stuck))
 
-    def look_for_goodbyes(self) -> None:
+    def look_for_departures(self) -> None:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
         with suppress(Unreachable):
             left = self._left()
             told = self._failures.standing() if left else {}
-            self._raise_left({rank: bye for rank, bye in left.items() if rank not in told})
+            self._raise_left({rank: each for rank, each in left.items() if rank not in told})
 
     def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, FailureReport]:
         """The reports that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
@@ -106,10 +107,13 @@ class Watchdog:
         self._seen = {item: self._seen.get(item, now) for item in self._failures.standing().items()}
         return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
 
-    def _left(self) -> dict[int, Goodbye]:
+    def _left(self) -> dict[int, Departure]:
         """Who will not issue what this rank waits for."""
-        return {rank: bye for rank, bye in self._failures.goodbyes().items() if self._waiting.needs(bye.issued)
-                and not (bye.closes and self._failures.is_closing)}  # fmt: skip
+        departed = self._failures.departures().items()
+        left = {rank: each for rank, each in departed if self._waiting.needs(each.issued)}
+        if self._failures.presence is Presence.PRESENT:
+            return left
+        return {rank: each for rank, each in left.items() if each.presence is not Presence.CLOSING}  # all close
 
     def _raise_reported(self, reports: dict[int, FailureReport]) -> None:
         for rank, report in sorted(reports.items()):
@@ -118,11 +122,11 @@ class Watchdog:
                 "cause, then call engine.reset() on every rank, or start the ranks again"
             )
 
-    def _raise_left(self, left: dict[int, Goodbye]) -> None:
+    def _raise_left(self, left: dict[int, Departure]) -> None:
         if left:
             same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
-            cure = "Handle the cause, and start the ranks again" if any(bye.failed for bye in left.values()) else same
-            said = one_sentence({rank: bye.text for rank, bye in left.items()})
+            cure = "Handle the cause, and start the ranks again" if any(each.failed for each in left.values()) else same
+            said = one_sentence({rank: each.text for rank, each in left.items()})
             place = self._failures.place
             if self._waiting.group == MEETING:
                 place = f"this rank ({self._failures.mesh.rank}) is in {self._waiting.where}"

@@ -90,7 +90,7 @@ def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Fa
         try:
             work.wait()
         except RuntimeError as error:
-            watchdog.look_for_goodbyes()
+            watchdog.look_for_departures()
             raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
     except (CommunicationError, MismatchError) as error:
         failures.give_up(str(error))

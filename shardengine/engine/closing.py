@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
-from shardengine.comm import meeting
+from shardengine.comm import Presence, meeting
 from shardengine.engine.core import Core
 from shardengine.errors import CommunicationError
 
@@ -25,7 +25,7 @@ def part(core: Core, *, saves: bool) -> str:
     "" where all that follows may be collective; otherwise why not. saves: some are to tell.
     """
     failures = core.collectives.failures
-    failures.leave("has closed its engine", closes=True)
+    failures.leave("has closed its engine", Presence.CLOSING)
     together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
     if not together and not failures.gave_up:
         return ""

@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.comm import Collectives, Failures, compare, describe, meeting, together
+from shardengine.comm import Collectives, Failures, Presence, compare, describe, meeting, together
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, attached
 from shardengine.errors import CommunicationError, UsageError
@@ -165,7 +165,7 @@ def say_when_let_go(collectives: Collectives) -> None:
 
 
 def _let_go(failures: Failures) -> None:
-    if failures.is_open and not failures.is_closing:
+    if failures.is_open and failures.presence is Presence.PRESENT:
         failures.leave("has let go of its engine", wait=False)  # in the midst of anything
         failures.mesh.leave_behind()
 

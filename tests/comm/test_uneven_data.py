@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.comm import failures, meeting, store_board, watchdog, work
-from shardengine.comm.positions import Waiting, ring
+from shardengine.comm.positions import Presence, Waiting, ring
 from shardengine.comm.store_board import StoreBoard
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
@@ -468,7 +468,7 @@ def engine_after_engine(stage: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_another_engine_does_not_hear_a_goodbye(pools: Pools, stage: str) -> None:
+def test_another_engine_does_not_hear_a_departure(pools: Pools, stage: str) -> None:
     for results in zip(*pools(2).run(engine_after_engine, stage), strict=True):
         assert_equal_to_truth(list(results), cases.truth("mlp", "AdamW", 2, 1, "full", 2))
 
@@ -541,16 +541,16 @@ def test_micro_batches_are_counted_in_what_is_said(pools: Pools) -> None:
     assert "rank 0 has closed its engine after micro-batch 1 of step 2; this rank (1) is in backward of step 2" in one
 
 
-def test_a_goodbye_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     one.issued["gather"], two.issued["gather"] = 3, 3
     two.note(7, 0)
-    two.leave("has closed its engine", closes=True)
+    two.leave("has closed its engine", Presence.CLOSING)
     Watchdog(one, Waiting("the third gather", "gather 3", "gather", 3)).look()
     Watchdog(one, Waiting("a gather of others", "gather 1")).look()
     with pytest.raises(CommunicationError, match=r"rank 1 has closed its engine after step 7; rank 0 goes on, and the"):
         Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
-    one.leave("has closed its engine", closes=True)
+    one.leave("has closed its engine", Presence.CLOSING)
     assert meeting.meet_to_close(one) == "", "all close"
     Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
     two.leave("has ended its process", error=KeyError("x"))
@@ -563,11 +563,11 @@ def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.Monk
     (one, two, three), _ = voices(monkeypatch, 3)
     for voice in (one, two, three):
         voice.issued["reduce"] = 4
-    one.leave("has closed its engine", closes=True)
-    two.leave("has closed its engine", closes=True)
+    one.leave("has closed its engine", Presence.CLOSING)
+    two.leave("has closed its engine", Presence.CLOSING)
     assert "Missing: rank 2 says nothing" in meeting.meet_to_close(one)
     three.issued["reduce"] = 5
-    three.leave("has closed its engine", closes=True)
+    three.leave("has closed its engine", Presence.CLOSING)
     assert "rank 2 has closed its engine, in the midst of other collectives" in meeting.meet_to_close(one)
 
 
@@ -575,8 +575,8 @@ def test_who_gave_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = voices(monkeypatch)
     one.issued["reduce"], two.issued["reduce"] = 4, 4
     two.give_up("no answer")
-    two.leave("has closed its engine", closes=True)
-    one.leave("has closed its engine", closes=True)
+    two.leave("has closed its engine", Presence.CLOSING)
+    one.leave("has closed its engine", Presence.CLOSING)
     assert meeting.meet_to_close(one) == "rank 1 has closed its engine (gave up: no answer)"
 
 
@@ -589,7 +589,7 @@ def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch)
     two.leave("has ended its process")
     with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
         Watchdog(one, waiting).look()
-    three.leave("has closed its engine", closes=True)
+    three.leave("has closed its engine", Presence.CLOSING)
     with pytest.raises(CommunicationError, match=r"^rank 2 has closed its engine;"):
         Watchdog(one, waiting).look()
 
@@ -599,7 +599,7 @@ def test_the_process_that_a_rank_forks_says_nothing(monkeypatch: pytest.MonkeyPa
     two.issued["gather"] = 1
     monkeypatch.setattr(os, "getpid", lambda: -1)
     two.leave("has ended its process")
-    assert one.goodbyes() == {}
+    assert one.departures() == {}
 
 
 def standing(group: str, place: int, issued: dict[str, int], voice: int = 0, shape: str = "") -> Waiting:
