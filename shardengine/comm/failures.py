@@ -15,11 +15,11 @@ When a wait has failed (``timeout_s``, a closed connection), the missing ranks a
 for the same collective. A wait shorter than one slice touches nothing of this.
 
 [Note: Departures] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
-collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A departure is one
-voice's, of which ranks make the same ones over a mesh in the same order, so that engines beside and after each other do
-not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have stood
-so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a rank
-is]).
+collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A departure is
+written in a channel; ranks take the channels of a mesh in the same order, so that engines beside and after each other
+do not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have
+stood so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a
+rank is]).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Failures:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._process = os.getpid()
-        self._voice = next(mesh.voices)
-        self.board = StoreBoard(mesh, f"at/{self._voice}")
+        self._channel = next(mesh.channels)
+        self.board = StoreBoard(mesh, f"at/{self._channel}")
         self.issued: Counter[str] = Counter()
         self._progress: tuple[int, int] | None = None
         self._place = ""
@@ -185,7 +185,7 @@ class Failures:
             presence = Presence.LEFT
         self.departure = Departure(text, presence, bool(reason), counts)
         with suppress(Unreachable):
-            self.board.write(f"left/{self._voice}", json.dumps(asdict(self.departure)), wait=wait)
+            self.board.write(f"left/{self._channel}", json.dumps(asdict(self.departure)), wait=wait)
 
     def linger(self, deadline: float) -> None:
         """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
@@ -223,7 +223,7 @@ class Failures:
         """Who is missing, and what each of them said last."""
         try:
             waits, told = (self.waits() if waits is None else waits), self.reports()
-            departed, passed = self.departures(), self.board.read(f"at/{self._voice}")
+            departed, passed = self.departures(), self.board.read(f"at/{self._channel}")
         except Unreachable as error:
             return self._describe_unheard(missing, waits or {}, str(error))
         said = []
@@ -258,7 +258,7 @@ class Failures:
 
     def departures(self) -> dict[int, Departure]:
         """What the other ranks that have left said."""
-        return {rank: Departure.from_json(text) for rank, text in self.board.read(f"left/{self._voice}").items()}
+        return {rank: Departure.from_json(text) for rank, text in self.board.read(f"left/{self._channel}").items()}
 
     def reports(self) -> dict[int, FailureReport]:
         """What the other ranks reported."""
@@ -281,7 +281,7 @@ class Failures:
     def placed(self, waiting: Waiting) -> Waiting:
         """``waiting``, with where this rank stands and what it has issued."""
         where = self._place if self._inside else waiting.where
-        return replace(waiting, voice=self._voice, issued={**self.issued, **waiting.issued}, where=where)
+        return replace(waiting, channel=self._channel, issued={**self.issued, **waiting.issued}, where=where)
 
     @property
     def place(self) -> str:
@@ -324,15 +324,15 @@ _registered: list[int] = []
 """The process that says at its end that it ends; one that it forks does not."""
 
 
-def voices() -> list[Failures]:
+def open_failures() -> list[Failures]:
     """Those of this process that have not been closed."""
-    return [voice for voice in list(_open) if voice.is_of_this_process]
+    return [each for each in list(_open) if each.is_of_this_process]
 
 
 def leave_all(what: str) -> None:
     """Say of every engine of this process that was not closed what this rank has done, before it waits for the end."""
-    for voice in list(_open):
-        voice.leave(what, Presence.ENDED)
+    for each in list(_open):
+        each.leave(what, Presence.ENDED)
 
 
 def _at_exit() -> None:
@@ -352,9 +352,9 @@ def _end() -> None:
         error = None
     with suppress(Exception):
         ending = list(_open)
-        for voice in ending:
-            voice.end_with_process(error)
+        for each in ending:
+            each.end_with_process(error)
         deadline = time.monotonic() + LINGER_S
-        for voice in [*ending, *_last]:
-            voice.linger(deadline)
+        for each in [*ending, *_last]:
+            each.linger(deadline)
         await_threads(1.0)

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardengine.comm import watchdog
-from shardengine.comm.failures import FailureReport, Failures, voices
+from shardengine.comm.failures import FailureReport, Failures, open_failures
 from shardengine.comm.positions import Presence, Waiting
 from shardengine.comm.store_board import Unreachable
 from shardengine.comm.watchdog import MEETING, Watchdog, one_sentence
@@ -48,7 +48,7 @@ def meet_before_groups(timeout_s: float) -> None:
             store.add(f"of/{rank}", -1)
             store.add("all", -1)
         raise
-    if voices():
+    if open_failures():
         gc.collect()  # engines that nobody has any more, on every rank, before there are more groups
 
 
@@ -62,7 +62,7 @@ def _wait_for_all(store: Any, number: int, timeout_s: float, watchdogs: list[Wat
             lasted = time.monotonic() - started
             missing = {other for other in range(ranks) if lasted > timeout_s and store.add(f"of/{other}", 0) < number}
         if missing:
-            said = [voice.describe(missing) for voice in voices()[-1:]]
+            said = [failures.describe(missing) for failures in open_failures()[-1:]]
             raise CommunicationError(
                 f"initialize on rank {rank}: expected every rank to call it within {timeout_s:g} s. "
                 f"{said[0] if said else f'Missing: ranks {sorted(missing)}'}. Call it on every rank"
@@ -80,13 +80,13 @@ def _watching(number: int) -> Iterator[list[Watchdog]]:
     what = "the meeting of all ranks before new process groups"
     come = {MEETING: number}
     waiting = Waiting(what, MEETING, MEETING, number, issued=come, where="initialize")
-    older = voices()
-    watchdogs = [Watchdog(voice, waiting) for voice in older]
+    older = open_failures()
+    watchdogs = [Watchdog(failures, waiting) for failures in older]
     try:
         yield watchdogs
     except (CommunicationError, MismatchError) as error:
-        for voice in older:
-            voice.report(FailureReport(str(error), gave_up=True))
+        for failures in older:
+            failures.report(FailureReport(str(error), gave_up=True))
         raise
     finally:
         for each in watchdogs:

@@ -60,7 +60,7 @@ class Store(Protocol):
 class Mesh:
     """Who takes part. Groups are None at world size 1, where nothing is sent.
 
-    voices: numbers for those who speak over these groups; every rank takes them in the same order · evaluate: for
+    channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them.
     """
 
@@ -73,7 +73,7 @@ class Mesh:
     backend: str = "none"
     made_default_group: bool = False
     timeout_s: float = 600.0
-    voices: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    channels: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     evaluate: Group = None
     owned: bool = False
 
@@ -107,7 +107,7 @@ class Mesh:
         if self.owned:
             self._keep()
             self._drop_groups()
-        return replace(self, **_new_groups(self.backend, self.timeout_s), voices=itertools.count(), owned=True)
+        return replace(self, **_new_groups(self.backend, self.timeout_s), channels=itertools.count(), owned=True)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.

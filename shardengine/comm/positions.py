@@ -19,7 +19,8 @@ class Waiting:
     """What a rank waits for. key: equal on the ranks that wait for the same collective.
 
     group, place: the collective is that number of that group · shape: equal on all ranks for one collective ·
-    voice: whose groups · issued: collectives by group, and what else the rank has come to · where: the call
+    channel: of which engine over these groups · issued: collectives by group, and what else the rank has come to ·
+    where: the call
     """
 
     text: str
@@ -27,7 +28,7 @@ class Waiting:
     group: str = ""
     place: int = 0
     shape: str = ""
-    voice: int = 0
+    channel: int = 0
     issued: dict[str, int] = field(default_factory=dict)
     where: str = ""
 
@@ -91,7 +92,7 @@ def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
     for path in paths:
         last = waits[path[-1]]
         for other, its in waits.items():
-            if its.voice != start.voice or other == path[-1]:
+            if its.channel != start.channel or other == path[-1]:
                 continue
             if not (last.needs(its.issued) or last.never_meets(its)):
                 continue

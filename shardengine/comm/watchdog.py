@@ -74,7 +74,7 @@ class Watchdog:
         self._raise_reported(ripe)
 
     def look_before_groups(self) -> None:
-        """As ``look``, for a wait outside of the engine that has this voice: its reports and departures do not count,
+        """As ``look``, for a wait outside of the engine that has this channel: its reports and departures do not count,
         but those of ranks whose processes end."""
         self._post()
         with suppress(Unreachable):

@@ -55,7 +55,9 @@ class FakeStore:
             time.sleep(1000)
 
 
-def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5) -> tuple[list[Failures], FakeStore]:
+def failures_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5
+) -> tuple[list[Failures], FakeStore]:
     """One ``Failures`` per rank over one store."""
     store = FakeStore()
     monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
@@ -66,27 +68,27 @@ def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0
     return [Failures(mesh) for mesh in meshes], store
 
 
-def raises_in(voice: Failures, where: str) -> None:
-    with pytest.raises(Boom), voice.announced(where, lambda error: "unit 'block'"):
+def raises_in(failures: Failures, where: str) -> None:
+    with pytest.raises(Boom), failures.announced(where, lambda error: "unit 'block'"):
         raise Boom("loud")
 
 
-def look_twice(voice: Failures) -> None:
-    watching = Watchdog(voice, Waiting("a gather", "gather 1"))
+def look_twice(failures: Failures) -> None:
+    watching = Watchdog(failures, Waiting("a gather", "gather 1"))
     watching.look()
     time.sleep(0.15)
     watching.look()
 
 
 def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
     with pytest.raises(CommunicationError, match=r"rank 1 raised: Boom: loud \(in step 1, unit 'block'\).*a gather"):
         look_twice(one)
 
 
 def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
     Watchdog(one, Waiting("a gather", "gather 1")).look()
     with two.announced("step 2", lambda error: "unit 'block'"):
@@ -95,7 +97,7 @@ def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch:
 
 
 def test_a_report_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(one, "step 1")
     raises_in(two, "step 1")
     look_twice(one)
@@ -105,7 +107,7 @@ def test_a_report_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.M
 
 
 def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(one, "step 1")
     raises_in(two, "step 1")
     with one.announced("step 1", lambda *_: "block"):
@@ -116,7 +118,7 @@ def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     for _ in range(3):
         with one.announced("evaluation", lambda *_: "block", "evaluation"):
             pass
@@ -126,7 +128,7 @@ def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.Monkey
 
 
 def test_what_the_others_know_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), store = voices(monkeypatch)
+    (one, two), store = failures_of_ranks(monkeypatch)
     with pytest.raises(Boom), two.announced("saving", lambda *_: "block"):
         error = Boom("every rank raises")
         two.mark_known(error)
@@ -144,7 +146,7 @@ def store_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
 def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     before = set(store_threads())
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     connections: list[weakref.ref[FakeStore]] = []
 
     def connect(_mesh: Mesh) -> FakeStore:
@@ -169,14 +171,14 @@ def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) 
 
 
 def test_closing_takes_back_what_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
     two.close()
     look_twice(one)
 
 
 def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), store = voices(monkeypatch)
+    (one, two), store = failures_of_ranks(monkeypatch)
     for error in (CommunicationError("x"), MismatchError("y")):
         with pytest.raises(type(error)), two.announced("step 1", lambda error: "unit 'block'"):
             raise error
@@ -185,7 +187,7 @@ def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three), _ = voices(monkeypatch, 3)
+    (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
     two.report(FailureReport("because of rank 2", gave_up=True))
     with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
         look_twice(one)
@@ -195,7 +197,7 @@ def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyP
 
 
 def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three, four), _ = voices(monkeypatch, 4)
+    (one, two, three, four), _ = failures_of_ranks(monkeypatch, 4)
     two.post(Waiting("the same gather", "gather 1"))
     three.post(Waiting("another gather", "gather 2"))
     diagnosis = Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
@@ -207,7 +209,7 @@ def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), store = voices(monkeypatch)
+    (one, two), store = failures_of_ranks(monkeypatch)
     store.stuck.set()
     started = time.monotonic()
     raises_in(two, "step 1")
@@ -219,7 +221,7 @@ def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pyt
 
 
 def test_the_rank_that_hosts_the_store_is_named_when_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, _, three), store = voices(monkeypatch, 3)
+    (one, _, three), store = failures_of_ranks(monkeypatch, 3)
     monkeypatch.setattr(Mesh, "store_host", lambda _mesh: 0)
     store.stuck.set()
     diagnosis = Watchdog(three, Waiting("a gather", "gather 1")).diagnosis()
@@ -250,7 +252,7 @@ def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
 
 
 def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 0: .*within 0\.5 s.*rank 1 says nothing"):
         meeting.meet(one, "engine.reset()")
     other = threading.Thread(target=meeting.meet, args=(two, "engine.reset()"))

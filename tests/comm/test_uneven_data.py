@@ -26,7 +26,7 @@ from shardengine.comm.positions import Presence, Waiting, ring
 from shardengine.comm.store_board import StoreBoard
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
-from tests.comm.test_failures import look_twice, voices
+from tests.comm.test_failures import failures_of_ranks, look_twice
 from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool, fork_context
@@ -542,7 +542,7 @@ def test_micro_batches_are_counted_in_what_is_said(pools: Pools) -> None:
 
 
 def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     one.issued["gather"], two.issued["gather"] = 3, 3
     two.note(7, 0)
     two.leave("has closed its engine", Presence.CLOSING)
@@ -560,9 +560,9 @@ def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three), _ = voices(monkeypatch, 3)
-    for voice in (one, two, three):
-        voice.issued["reduce"] = 4
+    (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
+    for each in (one, two, three):
+        each.issued["reduce"] = 4
     one.leave("has closed its engine", Presence.CLOSING)
     two.leave("has closed its engine", Presence.CLOSING)
     assert "Missing: rank 2 says nothing" in meeting.meet_to_close(one)
@@ -572,7 +572,7 @@ def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.Monk
 
 
 def test_who_gave_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     one.issued["reduce"], two.issued["reduce"] = 4, 4
     two.give_up("no answer")
     two.leave("has closed its engine", Presence.CLOSING)
@@ -581,9 +581,9 @@ def test_who_gave_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three), _ = voices(monkeypatch, 3)
-    for voice in (one, two, three):
-        voice.issued["gather"] = 1
+    (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
+    for each in (one, two, three):
+        each.issued["gather"] = 1
     waiting = Waiting("a gather", "gather 2", "gather", 2)
     two.give_up("because of rank 2")
     two.leave("has ended its process")
@@ -595,15 +595,15 @@ def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_process_that_a_rank_forks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     two.issued["gather"] = 1
     monkeypatch.setattr(os, "getpid", lambda: -1)
     two.leave("has ended its process")
     assert one.departures() == {}
 
 
-def standing(group: str, place: int, issued: dict[str, int], voice: int = 0, shape: str = "") -> Waiting:
-    return Waiting(f"{group} {place}", f"{group} {place}", group, place, shape, voice, issued)
+def standing(group: str, place: int, issued: dict[str, int], channel: int = 0, shape: str = "") -> Waiting:
+    return Waiting(f"{group} {place}", f"{group} {place}", group, place, shape, channel, issued)
 
 
 def test_only_ranks_that_cannot_go_on_form_a_ring() -> None:
@@ -614,7 +614,7 @@ def test_only_ranks_that_cannot_go_on_form_a_ring() -> None:
     assert not ring(0, {0: reduces, 1: standing("reduce", 4, {"reduce": 4})}), "both wait for a third"
     assert not ring(0, {0: reduces, 1: standing("control", 2, {"reduce": 3, "control": 2})}), "rank 0 has issued that"
     assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 4, "control": 3})}), "it needs rank 0 alone"
-    assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, voice=1)}), "another engine"
+    assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, channel=1)}), "another engine"
     one, two = (standing("gather", 5, {"gather": 5}, shape=shape) for shape in ("all-gather 8", "broadcast 8"))
     assert list(ring(0, {0: one, 1: two})) == [0, 1] and not ring(0, {0: one, 1: one})
 
@@ -630,7 +630,7 @@ def test_a_ring_of_three_is_found_and_a_tail_is_not_in_it() -> None:
 
 
 def test_a_ring_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     monkeypatch.setattr(watchdog, "POST_AFTER_S", 0.0)
     one.issued.update(reduce=4, control=2)
     two.issued.update(reduce=3, control=3)
@@ -654,7 +654,7 @@ def look_twice_at(watching: Any) -> None:
 
 def test_what_is_said_of_a_place_is_no_older_than_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its call a wait is no longer announced, also where it failed."""
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     two.post(Waiting("a gather", "gather 1"))
     with two.announced("step 1", lambda error: "block"):
         assert one.waits() == {}
