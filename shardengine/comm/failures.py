@@ -17,9 +17,8 @@ for the same collective. A wait shorter than one slice touches nothing of this.
 [Note: Departures] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
 collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A departure is
 written in a channel; ranks take the channels of a mesh in the same order, so that engines beside and after each other
-do not hear each other's. Ranks that wait for each other in a ring (positions: [Note: In vain]) raise when they have
-stood so for ``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a
-rank is]).
+do not hear each other's. Ranks that wait for each other (positions: [Note: In vain]) raise when they have stood so for
+``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a rank is]).
 """
 
 from __future__ import annotations

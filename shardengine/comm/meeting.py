@@ -6,7 +6,7 @@ know: what the groups are for, engines.
 [Note: The meeting before groups] torch waits in the store until every rank makes a group, without a word, and then
 raises an error about a key. So the ranks count their meetings first. A rank that waits says so to those that still use
 an older engine, as a wait of any collective does (failures: [Note: Failure reports]); that it waits for them and they
-for it is then found as any other ring.
+for it is then found as any other deadlock.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 [Note: In vain] Collectives of a group are matched by their order alone. So a rank that waits for number n of a group
 waits for every rank that has issued fewer than n of it. That is in vain where such a rank has left, and where such
-ranks wait for each other in a ring. A rank that computes, loads data or stands in something of the user's says
-nothing, and nothing follows from that: it may be slow.
+ranks wait for each other, each for the next: a deadlock. A rank that computes, loads data or stands in something of the
+user's says nothing, and nothing follows from that: it may be slow.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Departure:
         return cls(**{**fields, "presence": Presence(fields["presence"])})
 
 
-def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
-    """The shortest ring of ranks, from ``rank`` on, each of which waits for the next ([Note: In vain]); {}: none.
+def deadlock(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
+    """The shortest deadlock: ranks, from ``rank`` on, each of which waits for the next ([Note: In vain]); {}: none.
 
     waits: of all ranks that wait. They wait for nothing else meanwhile, so that none of them can go on.
     """

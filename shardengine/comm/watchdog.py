@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.flight_recorder import EVALUATE
-from shardengine.comm.positions import Departure, Presence, Waiting, ring
+from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -43,8 +43,8 @@ class Watchdog:
         self._posted: float | None = None
         self._news = -1
         self._seen: dict[tuple[int, FailureReport], float] = {}
-        self._ring: dict[int, Waiting] = {}
-        self._ring_since = 0.0
+        self._deadlock: dict[int, Waiting] = {}
+        self._deadlock_since = 0.0
 
     @property
     def overdue(self) -> bool:
@@ -60,7 +60,7 @@ class Watchdog:
             self._post()
         try:
             news = self._failures.news()
-            if news == self._news and not self._seen and not self._ring:
+            if news == self._news and not self._seen and not self._deadlock:
                 return
             left = self._left()
             ripe = self.ripe(frozenset(left))
@@ -88,11 +88,11 @@ class Watchdog:
             return ""
         self._post()
         stuck = self._stuck()
-        return _describe_ring(stuck) if any(each.group == MEETING for each in stuck.values()) else ""
+        return _describe_deadlock(stuck) if any(each.group == MEETING for each in stuck.values()) else ""
 
     def _raise_stuck(self, stuck: dict[int, Waiting]) -> None:
         if stuck:
-            raise MismatchError(_describe_ring(stuck))
+            raise MismatchError(_describe_deadlock(stuck))
 
     def look_for_departures(self) -> None:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
@@ -133,12 +133,12 @@ class Watchdog:
             raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
 
     def _stuck(self) -> dict[int, Waiting]:
-        """The ring in which this rank has stood for ``STANDS_S``."""
+        """The deadlock in which this rank has stood for ``STANDS_S``."""
         rank, now = self._failures.mesh.rank, time.monotonic()
-        found = ring(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
-        if found != self._ring:
-            self._ring, self._ring_since = found, now
-        return found if now - self._ring_since >= STANDS_S else {}
+        found = deadlock(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
+        if found != self._deadlock:
+            self._deadlock, self._deadlock_since = found, now
+        return found if now - self._deadlock_since >= STANDS_S else {}
 
     def diagnosis(self) -> str:
         """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
@@ -173,7 +173,7 @@ class Watchdog:
         return self._posted
 
 
-def _describe_ring(stuck: dict[int, Waiting]) -> str:
+def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
     places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
     evaluates = [each.group == EVALUATE for each in stuck.values()]
     trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]

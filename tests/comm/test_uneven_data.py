@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.comm import failures, meeting, store_board, watchdog, work
-from shardengine.comm.positions import Presence, Waiting, ring
+from shardengine.comm.positions import Presence, Waiting, deadlock
 from shardengine.comm.store_board import StoreBoard
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
@@ -606,30 +606,30 @@ def standing(group: str, place: int, issued: dict[str, int], channel: int = 0, s
     return Waiting(f"{group} {place}", f"{group} {place}", group, place, shape, channel, issued)
 
 
-def test_only_ranks_that_cannot_go_on_form_a_ring() -> None:
+def test_only_ranks_that_cannot_go_on_are_in_a_deadlock() -> None:
     reduces = standing("reduce", 4, {"reduce": 4, "control": 2})
     saves = standing("control", 3, {"reduce": 3, "control": 3})
-    assert list(ring(0, {0: reduces, 1: saves})) == [0, 1]
-    assert list(ring(1, {0: reduces, 1: saves})) == [1, 0]
-    assert not ring(0, {0: reduces, 1: standing("reduce", 4, {"reduce": 4})}), "both wait for a third"
-    assert not ring(0, {0: reduces, 1: standing("control", 2, {"reduce": 3, "control": 2})}), "rank 0 has issued that"
-    assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 4, "control": 3})}), "it needs rank 0 alone"
-    assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, channel=1)}), "another engine"
+    assert list(deadlock(0, {0: reduces, 1: saves})) == [0, 1]
+    assert list(deadlock(1, {0: reduces, 1: saves})) == [1, 0]
+    assert not deadlock(0, {0: reduces, 1: standing("reduce", 4, {"reduce": 4})}), "both wait for a third"
+    assert not deadlock(0, {0: reduces, 1: standing("control", 2, {"reduce": 3, "control": 2})}), "rank 0 issued that"
+    assert not deadlock(0, {0: reduces, 1: standing("control", 3, {"reduce": 4, "control": 3})}), "it needs rank 0"
+    assert not deadlock(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, channel=1)}), "another engine"
     one, two = (standing("gather", 5, {"gather": 5}, shape=shape) for shape in ("all-gather 8", "broadcast 8"))
-    assert list(ring(0, {0: one, 1: two})) == [0, 1] and not ring(0, {0: one, 1: one})
+    assert list(deadlock(0, {0: one, 1: two})) == [0, 1] and not deadlock(0, {0: one, 1: one})
 
 
-def test_a_ring_of_three_is_found_and_a_tail_is_not_in_it() -> None:
+def test_a_deadlock_of_three_is_found_and_a_tail_is_not_in_it() -> None:
     waits = {
         0: standing("a", 1, {"a": 1, "b": 1}),
         1: standing("b", 1, {"b": 1, "c": 1}),
         2: standing("c", 1, {"c": 1, "a": 1}),
         3: standing("a", 1, {"a": 1, "b": 1, "c": 1}),
     }
-    assert [list(ring(rank, waits)) for rank in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], []]
+    assert [list(deadlock(rank, waits)) for rank in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], []]
 
 
-def test_a_ring_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = failures_of_ranks(monkeypatch)
     monkeypatch.setattr(watchdog, "POST_AFTER_S", 0.0)
     one.issued.update(reduce=4, control=2)
