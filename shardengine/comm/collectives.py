@@ -38,7 +38,7 @@ from shardengine.stages import Operation, Placement, operation
 from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
-_ANNOUNCEMENT_BYTES = 256
+_DEBUG_TEXT_BYTES = 256
 
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -264,7 +264,7 @@ class Collectives:
         """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
         is_data = record.purpose is not Purpose.CONTROL
         if self._debug and is_data:
-            self._compare(record.announcement)
+            self._compare(record.debug_text)
         self.sent[record.purpose] += record.sent
         start = now() if self.trace.recording else 0
         try:
@@ -294,8 +294,8 @@ class Collectives:
 
         works[-1].get_future().add_done_callback(ended)
 
-    def _compare(self, announcement: str) -> None:
-        raw = announcement.encode()[:_ANNOUNCEMENT_BYTES].ljust(_ANNOUNCEMENT_BYTES)
+    def _compare(self, debug_text: str) -> None:
+        raw = debug_text.encode()[:_DEBUG_TEXT_BYTES].ljust(_DEBUG_TEXT_BYTES)
         rows = self.exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "what is issued next (debug)")
         texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
         for rank, text in enumerate(texts):

@@ -85,7 +85,7 @@ class Failures:
             _at_exit()
 
     @contextmanager
-    def announced(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
+    def reports_failure(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
         """Tell the others when the call inside raises by itself. place: the unit or module in which it raised.
 
         kind: the calls that are counted together; every rank makes those of one kind in the same order.
@@ -221,15 +221,16 @@ class Failures:
     def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
         """Who is missing, and what each of them said last."""
         try:
-            waits, told = (self.waits() if waits is None else waits), self.reports()
+            waits, reports = (self.waits() if waits is None else waits), self.reports()
             departed, passed = self.departures(), self.board.read(f"at/{self._channel}")
         except Unreachable as error:
             return self._describe_unheard(missing, waits or {}, str(error))
         said = []
         for rank in sorted(missing):
             parts = []
-            if rank in told and not (told[rank].gave_up and rank in waits):
-                parts.append(f"{told[rank].verb}: {told[rank].text}" + (" (and went on)" if told[rank].over else ""))
+            report = reports.get(rank)
+            if report is not None and not (report.gave_up and rank in waits):
+                parts.append(f"{report.verb}: {report.text}" + (" (and went on)" if report.over else ""))
             if rank in departed:
                 parts.append(departed[rank].text)
             elif rank in waits:
@@ -265,8 +266,8 @@ class Failures:
 
     def standing(self) -> dict[int, FailureReport]:
         """Those of them that count ([Note: Failure reports]), whatever their age."""
-        told = self.reports().items()
-        return {rank: n for rank, n in told if not n.over and (n.where, n.attempt) not in self._raised}
+        reports = self.reports().items()
+        return {rank: n for rank, n in reports if not n.over and (n.where, n.attempt) not in self._raised}
 
     def news(self) -> int:
         """A number that changes when some rank says something."""

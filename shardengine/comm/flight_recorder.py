@@ -71,7 +71,7 @@ class CollectiveRecord(NamedTuple):
         return _summary(self.operation, self.what, self.names, self.sent)
 
     @property
-    def announcement(self) -> str:
+    def debug_text(self) -> str:
         """What debug mode compares."""
         return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
 

@@ -99,7 +99,7 @@ def _assemble(
         tell_choice(tiers, footprint, homes)
         if stage.moves_weights:
             tell_window(footprint, found, _classes_of(model))
-    with collectives.failures.announced("initialize", lambda error: "placing the weights"):
+    with collectives.failures.reports_failure("initialize", lambda error: "placing the weights"):
         units = placing.place(
             found,
             plan,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardengine.engine.inspection import Inspection
-from shardengine.engine.recovery import announced
+from shardengine.engine.recovery import reports_failure
 
 if TYPE_CHECKING:
     from shardengine.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Checkpointing(Inspection):
     """The part of the engine that saves and loads."""
 
-    @announced("save_checkpoint")
+    @reports_failure("save_checkpoint")
     def save_checkpoint(
         self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
     ) -> Path:
@@ -35,7 +35,7 @@ class Checkpointing(Inspection):
         self._need_core()
         return checkpoint.save(self, directory, tag, client_state)
 
-    @announced("wait_for_checkpoint")
+    @reports_failure("wait_for_checkpoint")
     def wait_for_checkpoint(self) -> None:
         """Return when everything that was saved is on disk; CheckpointError if it is not; collective."""
         if self._saves is not None:
@@ -44,7 +44,7 @@ class Checkpointing(Inspection):
             self._need_core()
             checkpoint.finish(self)
 
-    @announced("load_checkpoint")
+    @reports_failure("load_checkpoint")
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, strict: bool = True, weights_only: bool = False
     ) -> Checkpoint:

@@ -52,7 +52,7 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
         last.callback(core.pool.forget)
         last.callback(core.reducer.drop)
         try:
-            with core.collectives.failures.announced("close", lambda error: "gathering the weights"):
+            with core.collectives.failures.reports_failure("close", lambda error: "gathering the weights"):
                 if alone and core.stage.moves_weights:
                     raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
                 _leave_weights(core)

@@ -26,7 +26,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.inspection import Report, attached
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.offload_states import Phases, unpark
-from shardengine.engine.recovery import ForWith, announced, announced_with
+from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
 from shardengine.optim import EngineCalls, Settings, ShardedOptimizer, groups_for, lend, lr_schedules, state_names
@@ -152,7 +152,7 @@ class Engine(Phases):
 
     # Forward and backward
 
-    @announced("forward")
+    @reports_failure("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
         self._need_core().verify_parameters()
@@ -173,7 +173,7 @@ class Engine(Phases):
 
     forward = __call__
 
-    @announced("backward")
+    @reports_failure("backward")
     def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
         """Backward of ``loss`` divided by the accumulation steps; returns that quotient.
 
@@ -216,7 +216,7 @@ class Engine(Phases):
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
         self._window.set_boundary(bool(is_boundary))
 
-    @announced("step")
+    @reports_failure("step")
     def step(self, *, flush: bool = False) -> None:
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
 
@@ -339,7 +339,7 @@ class Engine(Phases):
 
     # Whole parameters
 
-    @announced_with("full_params")
+    @reports_failure_with("full_params")
     def full_params(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[None]:
@@ -349,7 +349,7 @@ class Engine(Phases):
         """
         return gathered.full_params(self._need_core(), names, writable=writable)
 
-    @announced_with("full_grads")
+    @reports_failure_with("full_grads")
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
@@ -364,7 +364,7 @@ class Engine(Phases):
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
         return whole.full_grads(self._need_core(), names, writable=writable, scale=scale)
 
-    @announced_with("full_optimizer_state")
+    @reports_failure_with("full_optimizer_state")
     def full_optimizer_state(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
@@ -377,17 +377,17 @@ class Engine(Phases):
         optimizer = self._need_optimizer("full_optimizer_state()")
         return whole.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
-    @announced("state_dict")
+    @reports_failure("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
         return gathered.full_state_dict(self._need_core(), self.module)
 
-    @announced("save_pretrained")
+    @reports_failure("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         gathered.save_pretrained(self._need_core(), self.module, directory)
 
-    @announced_with("trace")
+    @reports_failure_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
@@ -464,7 +464,7 @@ class Engine(Phases):
 
     half = float = double = bfloat16 = cuda = cpu = to
 
-    @announced("add_param_group")
+    @reports_failure("add_param_group")
     def _add_param_group(self, group: dict[str, Any]) -> None:
         optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
         self._core = rebuild.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)

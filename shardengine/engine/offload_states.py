@@ -12,7 +12,7 @@ from torch import nn
 
 from shardengine.engine.checkpointing import Checkpointing
 from shardengine.engine.core import Core
-from shardengine.engine.recovery import announced
+from shardengine.engine.recovery import reports_failure
 from shardengine.errors import UsageError
 from shardengine.offload import is_apart
 from shardengine.runtime import Weights, hooks
@@ -24,7 +24,7 @@ STATES = ("optimizer", "weights")
 class Phases(Checkpointing):
     """The part of the engine that frees the device for somebody else."""
 
-    @announced("offload_states")
+    @reports_failure("offload_states")
     def offload_states(self, include: Iterable[str] = STATES, *, pin_memory: bool = True) -> None:
         """Move what rests on the device to host memory until ``reload_states``, and free transient buffers. Local.
 

@@ -1,4 +1,4 @@
-"""After a failure: telling the other ranks, and the way back to one completed step on all of them (``engine.reset()``).
+"""After a failure: the report to the other ranks, and the way back to one step on all of them (``engine.reset()``).
 
 Must not know: how ranks tell each other (comm/failures), which collectives were under way.
 
@@ -42,16 +42,16 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def announced(
+def reports_failure(
     call: str,
 ) -> Callable[[Callable[Concatenate[_E, _P], _T]], Callable[Concatenate[_E, _P], _T]]:
-    """A method of the engine that tells the other ranks when it raises on this one."""
+    """A method of the engine that reports to the other ranks when it raises on this one."""
 
     def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
         @functools.wraps(method)
-        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def reporting(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
             trace = engine._core.collectives.trace
-            with _telling(engine, call):
+            with _reporting(engine, call):
                 try:
                     if not trace.recording:
                         return method(engine, *args, **kwargs)
@@ -61,7 +61,7 @@ def announced(
                     explain_arguments(error)
                     raise
 
-        return told
+        return reporting
 
     return decorate
 
@@ -77,22 +77,22 @@ def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
     return f"unit {core.schedule.demanded.name!r}" + (f", module {inside[-1]!r}" if inside else "")
 
 
-def announced_with(
+def reports_failure_with(
     call: str,
 ) -> Callable[
     [Callable[Concatenate[_E, _P], AbstractContextManager[_T]]],
     Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
 ]:
-    """As ``announced``, for a method that returns a context manager: what raises in entering it or in leaving it."""
+    """As ``reports_failure``, for a method that returns a context manager: what entering or leaving it raises."""
 
     def decorate(
         method: Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
     ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
         @functools.wraps(method)
-        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
-            return ForWith(call, lambda: _told_with(engine, call, method(engine, *args, **kwargs)))
+        def reporting(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
+            return ForWith(call, lambda: _reporting_with(engine, call, method(engine, *args, **kwargs)))
 
-        return told
+        return reporting
 
     return decorate
 
@@ -126,22 +126,22 @@ class ForWith(AbstractContextManager[_T], ContextDecorator):
 
 
 @contextmanager
-def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
-    with _telling(engine, call):
+def _reporting_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
+    with _reporting(engine, call):
         value = context.__enter__()
     try:
         yield value
-    except BaseException as error:  # the user's own, or of a call that has told it
+    except BaseException as error:  # the user's own, or of a call that has reported it
         if not context.__exit__(type(error), error, error.__traceback__):
             raise
     else:
-        with _telling(engine, f"leaving {call}"):
+        with _reporting(engine, f"leaving {call}"):
             context.__exit__(None, None, None)
 
 
 @contextmanager
-def _telling(engine: Inspection, call: str) -> Iterator[None]:
-    """``Failures.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
+def _reporting(engine: Inspection, call: str) -> Iterator[None]:
+    """``Failures.reports_failure`` in a call of the engine. One rank may evaluate alone, so that is counted apart."""
     if engine.module not in attached:
         yield  # closed: the call says so, and nobody waits for it
         return
@@ -150,7 +150,7 @@ def _telling(engine: Inspection, call: str) -> Iterator[None]:
     where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
     failures = core.collectives.failures
     try:
-        with failures.announced(where, lambda error: _raised_in(error, core, engine.module), kind):
+        with failures.reports_failure(where, lambda error: _raised_in(error, core, engine.module), kind):
             yield
     finally:
         failures.note(engine.global_steps, engine._window.micro_batches)
@@ -161,7 +161,7 @@ def say_when_let_go(collectives: Collectives) -> None:
 
     The module's hooks use its collectives without the engine, so these are what has to be gone.
     """
-    weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # that is told apart
+    weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # the end of a process says so itself
 
 
 def _let_go(failures: Failures) -> None:

@@ -69,7 +69,7 @@ def failures_of_ranks(
 
 
 def raises_in(failures: Failures, where: str) -> None:
-    with pytest.raises(Boom), failures.announced(where, lambda error: "unit 'block'"):
+    with pytest.raises(Boom), failures.reports_failure(where, lambda error: "unit 'block'"):
         raise Boom("loud")
 
 
@@ -91,7 +91,7 @@ def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch:
     (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
     Watchdog(one, Waiting("a gather", "gather 1")).look()
-    with two.announced("step 2", lambda error: "unit 'block'"):
+    with two.reports_failure("step 2", lambda error: "unit 'block'"):
         look_twice(one)
     assert one.reports()[1].over
 
@@ -110,7 +110,7 @@ def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatc
     (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(one, "step 1")
     raises_in(two, "step 1")
-    with one.announced("step 1", lambda *_: "block"):
+    with one.reports_failure("step 1", lambda *_: "block"):
         look_twice(one)  # rank 1 has not gone on yet
         raises_in(two, "step 1")
         with pytest.raises(CommunicationError, match="in step 1"):
@@ -120,7 +120,7 @@ def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatc
 def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = failures_of_ranks(monkeypatch)
     for _ in range(3):
-        with one.announced("evaluation", lambda *_: "block", "evaluation"):
+        with one.reports_failure("evaluation", lambda *_: "block", "evaluation"):
             pass
     raises_in(one, "step 1")
     raises_in(two, "step 1")
@@ -129,12 +129,13 @@ def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.Monkey
 
 def test_what_the_others_know_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), store = failures_of_ranks(monkeypatch)
-    with pytest.raises(Boom), two.announced("saving", lambda *_: "block"):
+    with pytest.raises(Boom), two.reports_failure("saving", lambda *_: "block"):
         error = Boom("every rank raises")
         two.mark_known(error)
         raise error
     assert not store.texts
-    with pytest.raises(Boom), two.announced("outer", lambda *_: "block"), two.announced("inner", lambda *_: "block"):
+    outer, inner = (two.reports_failure(where, lambda *_: "block") for where in ("outer", "inner"))
+    with pytest.raises(Boom), outer, inner:
         raise Boom("loud")
     assert one.reports()[1].where == "inner"
 
@@ -177,10 +178,10 @@ def test_closing_takes_back_what_was_reported(monkeypatch: pytest.MonkeyPatch) -
     look_twice(one)
 
 
-def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consequences_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), store = failures_of_ranks(monkeypatch)
     for error in (CommunicationError("x"), MismatchError("y")):
-        with pytest.raises(type(error)), two.announced("step 1", lambda error: "unit 'block'"):
+        with pytest.raises(type(error)), two.reports_failure("step 1", lambda error: "unit 'block'"):
             raise error
     look_twice(one)
     assert not store.texts

@@ -653,9 +653,9 @@ def look_twice_at(watching: Any) -> None:
 
 
 def test_what_is_said_of_a_place_is_no_older_than_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its call a wait is no longer announced, also where it failed."""
+    """After its call a wait is no longer posted, also where it failed."""
     (one, two), _ = failures_of_ranks(monkeypatch)
     two.post(Waiting("a gather", "gather 1"))
-    with two.announced("step 1", lambda error: "block"):
+    with two.reports_failure("step 1", lambda error: "block"):
         assert one.waits() == {}
     look_twice(one)
