@@ -8,7 +8,7 @@ flight_recorder      what was issued, and where ranks differ
 failures, positions  what ranks tell each other, and who waits for whom
 watchdog             a long wait: whether it can still end
 store_board          the texts of ranks in the process group's store
-agreement            compare facts, and fail together
+agreement            compare facts, and run what fails on all ranks or on none
 meeting              before an engine's groups are made, in reset() and in close()
 
 Must not know: how modules, buckets and stages work.
@@ -17,7 +17,7 @@ Must not know: how modules, buckets and stages work.
 from __future__ import annotations
 
 from shardengine.comm import agreement, meeting, mesh, rendezvous
-from shardengine.comm.agreement import compare, describe, settle_kernels, together
+from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
@@ -49,6 +49,6 @@ __all__ = [
     "mesh",
     "rank_environment",
     "rendezvous",
+    "run_on_all_ranks",
     "settle_kernels",
-    "together",
 ]

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
+def run_on_all_ranks(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
     """Run ``work`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
 
     A ``CheckpointError`` is one on every rank, so that all can do the same about it.

@@ -2,9 +2,9 @@
 
 Must not know: what the engine was used for.
 
-[Note: Together or not] The end has collectives where weights are gathered, where a save has to be told of on all ranks,
-and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains would
-take the gathers of an end for its own.
+[Note: Collective or not] The end has collectives where weights are gathered, where a save has to be told of on all
+ranks, and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains
+would take the gathers of an end for its own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 def part(core: Core, *, saves: bool) -> str:
-    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Together or not]).
+    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Collective or not]).
 
     "" where all that follows may be collective; otherwise why not. saves: some are to tell.
     """
     failures = core.collectives.failures
     failures.leave("has closed its engine", Presence.CLOSING)
-    together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
-    if not together and not failures.gave_up:
+    collective = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
+    if not collective and not failures.gave_up:
         return ""
     said = f"this one gave up: {failures.gave_up}" if failures.gave_up else meeting.meet_to_close(failures)
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import other_engines
-from shardengine.comm import Collectives, Mesh, meeting, together
+from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
 from shardengine.ddp import Window
@@ -108,7 +108,7 @@ class Engine(Phases):
         lr_scheduler: Any,
         user_monitors: Sequence[Monitor],
     ) -> None:
-        """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
+        """Everything that can fail on one rank alone is ``run_on_all_ranks``, so that it fails on all."""
         start = Collectives(mesh, BufferPool())
 
         def read() -> tuple[Config, tuple[str | None, list[dict[str, Any]], dict[str, Any]]]:
@@ -121,7 +121,7 @@ class Engine(Phases):
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
 
-        self.config, (kind, groups, defaults) = together(start, "reading config and optimizer", read)
+        self.config, (kind, groups, defaults) = run_on_all_ranks(start, "reading config and optimizer", read)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
@@ -144,7 +144,7 @@ class Engine(Phases):
                 self.optimizer.begin()
 
         try:
-            together(start, "making the optimizer and the scheduler", equip)
+            run_on_all_ranks(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             self._give_back()
             closing.dissolve(core, ends_groups=False)

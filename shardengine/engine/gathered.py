@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import trace
-from shardengine.comm import Named, Purpose, compare, together
+from shardengine.comm import Named, Purpose, compare, run_on_all_ranks
 from shardengine.config import nearest
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
@@ -84,14 +84,14 @@ def traced(core: Core, path: str | Path) -> Iterator[None]:
     def write() -> None:
         trace.write(Path(path), ranks)
 
-    together(core.collectives, f"writing {path}", write if core.mesh.rank == 0 else lambda: None)
+    run_on_all_ranks(core.collectives, f"writing {path}", write if core.mesh.rank == 0 else lambda: None)
 
 
 def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
     compare(core.collectives, {"call": ["state_dict"]})
     values = _whole_values(core)
-    return together(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
+    return run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
 
 
 def _whole_values(core: Core) -> dict[int, Tensor]:
@@ -140,7 +140,7 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> Non
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    together(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
+    run_on_all_ranks(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
 
 
 def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:

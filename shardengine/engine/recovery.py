@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.comm import Collectives, Failures, Presence, compare, describe, meeting, together
+from shardengine.comm import Collectives, Failures, Presence, compare, describe, meeting, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, attached
 from shardengine.errors import CommunicationError, UsageError
@@ -264,7 +264,7 @@ def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int
                     pass
 
     try:
-        together(core.collectives, f"finishing step {step} in reset()", finish)
+        run_on_all_ranks(core.collectives, f"finishing step {step} in reset()", finish)
     except Exception:
         if optimizer.update is not None:
             optimizer.update.quiet = True

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.comm import Purpose, together
+from shardengine.comm import Purpose, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.gathered import agree_on_names
 from shardengine.errors import UsageError
@@ -278,7 +278,7 @@ def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iter
             check()
 
     if check is not None:
-        together(core.collectives, what, end)
+        run_on_all_ranks(core.collectives, what, end)
 
 
 def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:
