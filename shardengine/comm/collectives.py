@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardengine.comm.failures import Failures
-from shardengine.comm.flight_recorder import EVALUATE, CollectiveRecord, FlightRecorder, Purpose, first_difference
-from shardengine.comm.mesh import Mesh
+from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
+from shardengine.comm.mesh import GroupName, Mesh
 from shardengine.comm.work import Work, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.offload import BufferPool
@@ -89,8 +89,8 @@ class Collectives:
         self.failures = Failures(mesh)
         if before is not None:
             self.failures.succeed(before)
-        self._places = self.failures.issued
-        self.flight_recorder = FlightRecorder(("gather", "reduce"))
+        self._sequence = 0
+        self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
 
     @property
     def may_poll(self) -> bool:
@@ -132,6 +132,7 @@ class Collectives:
         sent = _sendable(full)
         evaluates = purpose is Purpose.EVALUATION and mesh.evaluate is not None
         group = mesh.evaluate if evaluates else mesh.gather
+        name = GroupName.EVALUATE if evaluates else GroupName.GATHER
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
 
             def call() -> list[dist.Work]:
@@ -145,7 +146,7 @@ class Collectives:
                 return [_all_gather_single(sent, own, group=group, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        return self._issue(self._record(EVALUATE if evaluates else "gather", "all-gather", what, size, purpose), call)
+        return self._issue(self._record(name, "all-gather", what, size, purpose), call)
 
     def _reduce_scatter(self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete) -> Work:
         mesh = self.mesh
@@ -165,7 +166,7 @@ class Collectives:
             on_complete(received.split(length) if direct else [received])
             self._pool.give(received)
 
-        return self._issue(self._record("reduce", "reduce-scatter", what, sent, purpose), call, sum_terms)
+        return self._issue(self._record(GroupName.REDUCE, "reduce-scatter", what, sent, purpose), call, sum_terms)
 
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
         """Rank 0's ``tensor`` (contiguous) to all; blocks."""
@@ -177,7 +178,7 @@ class Collectives:
             return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
-        self._issue(self._record("gather", "broadcast", what, sent, purpose), call).wait()
+        self._issue(self._record(GroupName.GATHER, "broadcast", what, sent, purpose), call).wait()
 
     def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
@@ -192,7 +193,7 @@ class Collectives:
             return [_all_gather_single(gathered, payload, group=self.mesh.control, async_op=True)]
 
         sent = payload.numel() * (self.mesh.ranks - 1)
-        self._issue(self._record("control", "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
+        self._issue(self._record(GroupName.CONTROL, "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
@@ -213,7 +214,7 @@ class Collectives:
             return [_all_gather_single(gathered, values, group=self.mesh.gather, async_op=True)]
 
         sent = values.nbytes * (self.mesh.ranks - 1)
-        self._issue(self._record("gather", "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()
+        self._issue(self._record(GroupName.GATHER, "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, -1), rows
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -243,16 +244,15 @@ class Collectives:
         """Wait until every rank is here."""
         self.exchange(torch.zeros(1, dtype=torch.uint8))
 
-    def _record(self, group: str, operation: str, what: Subject, sent: int, purpose: Purpose) -> CollectiveRecord:
-        places = self._places
+    def _record(self, group: GroupName, operation: str, what: Subject, sent: int, purpose: Purpose) -> CollectiveRecord:
         if purpose is not Purpose.CONTROL:
-            places["all"] += 1
-        places[group] += 1
+            self._sequence += 1
+        issued = self.failures.issued
+        issued[group] += 1
         record = CollectiveRecord(
-            places["all"], places[group], group, operation, what.label, tuple(what.names), sent, purpose
+            self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose
         )
-        # every rank issues both kinds of gathers in one order, so that one digest covers them
-        self.flight_recorder.note("gather" if group == EVALUATE else group, record.summary)
+        self.flight_recorder.note(group.counts_as, record.summary)
         return record
 
     def _issue(

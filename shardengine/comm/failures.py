@@ -179,7 +179,7 @@ class Failures:
         without = ", without engine.close()" if unclosed else ""
         after = self._after()
         text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
-        counts = {group: self.issued[group] for group in self.issued if group != "all"}
+        counts = {str(group): count for group, count in self.issued.items()}
         if presence is Presence.CLOSING and self.gave_up:
             presence = Presence.LEFT
         self.departure = Departure(text, presence, bool(reason), counts)

@@ -16,6 +16,7 @@ torchrun with gloo (the new group meets the addresses of the old one in the laun
 from __future__ import annotations
 
 import atexit
+import enum
 import itertools
 import os
 import threading
@@ -35,6 +36,20 @@ from shardengine.comm import rendezvous
 from shardengine.errors import CommunicationError, UsageError
 
 Group = dist.ProcessGroup | None
+
+
+class GroupName(enum.StrEnum):
+    """The fields of ``Mesh`` that are process groups. In each, collectives are numbered as they are issued."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    CONTROL = "control"
+    EVALUATE = "evaluate"
+
+    @property
+    def counts_as(self) -> GroupName:
+        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order."""
+        return GroupName.GATHER if self is GroupName.EVALUATE else self
 
 
 class Store(Protocol):
@@ -280,11 +295,11 @@ def _leave() -> None:
 
 def _new_groups(backend: str, timeout_s: float) -> dict[str, Any]:
     """Those of ``Mesh``, by field; collective."""
-    kinds = {"gather": backend, "reduce": backend, "control": "gloo"}
+    kinds = {GroupName.GATHER: backend, GroupName.REDUCE: backend, GroupName.CONTROL: "gloo"}
     if backend == "gloo":
-        kinds["evaluate"] = backend
+        kinds[GroupName.EVALUATE] = backend
     timeout = timedelta(seconds=timeout_s)
-    return {name: dist.new_group(backend=kind, timeout=timeout) for name, kind in kinds.items()}  # in this order
+    return {name.value: dist.new_group(backend=kind, timeout=timeout) for name, kind in kinds.items()}  # in this order
 
 
 def _use(device: torch.device) -> torch.device:

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from shardengine.comm.failures import FailureReport, Failures
-from shardengine.comm.flight_recorder import EVALUATE
+from shardengine.comm.mesh import GroupName
 from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError
@@ -124,7 +124,7 @@ class Watchdog:
 
     def _raise_left(self, left: dict[int, Departure]) -> None:
         if left:
-            same = _EVALUATE if self._waiting.group == EVALUATE else _SAME
+            same = _EVALUATE if self._waiting.group == GroupName.EVALUATE else _SAME
             cure = "Handle the cause, and start the ranks again" if any(each.failed for each in left.values()) else same
             said = one_sentence({rank: each.text for rank, each in left.items()})
             place = self._failures.place
@@ -175,7 +175,7 @@ class Watchdog:
 
 def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
     places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
-    evaluates = [each.group == EVALUATE for each in stuck.values()]
+    evaluates = [each.group == GroupName.EVALUATE for each in stuck.values()]
     trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]
     cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
     if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
+from shardengine.comm.mesh import GroupName
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -58,7 +59,7 @@ class Work:
 
 def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
     """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on."""
-    if failures.mesh.backend != "nccl" or record.group == "control":
+    if failures.mesh.backend != "nccl" or record.group is GroupName.CONTROL:
         _wait_under_watchdog(work, record, failures)
         return
     try:
