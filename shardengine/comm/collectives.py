@@ -88,7 +88,7 @@ class Collectives:
         self.mesh = mesh
         self.failures = Failures(mesh)
         if before is not None:
-            self.failures.succeed(before)
+            self.failures.take_over_progress(before)
         self._sequence = 0
         self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
 

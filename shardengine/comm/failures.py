@@ -111,16 +111,16 @@ class Failures:
         finally:
             self._place, self._inside = outer if outer[1] else (where, False)
 
-    def note(self, steps: int, micro_batches: int) -> None:
+    def set_progress(self, steps: int, micro_batches: int) -> None:
         """How far this rank is: steps that it has completed, micro-batches of the next one."""
         if (steps, micro_batches) != self._progress and self._mesh.ranks > 1:
             self._progress = (steps, micro_batches)
-            self.board.publish(self._after())
+            self.board.write_later(self._after())
 
-    def succeed(self, before: Failures) -> None:
+    def take_over_progress(self, before: Failures) -> None:
         """This rank is as far as it was with ``before``, whose mesh this one's replaces."""
         if before._progress is not None:
-            self.note(*before._progress)
+            self.set_progress(*before._progress)
 
     def mark_known(self, error: BaseException) -> None:
         """The others know of ``error``, which is raised now: there is nothing to report."""

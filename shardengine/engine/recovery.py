@@ -153,7 +153,7 @@ def _reporting(engine: Inspection, call: str) -> Iterator[None]:
         with failures.reports_failure(where, lambda error: _raised_in(error, core, engine.module), kind):
             yield
     finally:
-        failures.note(engine.global_steps, engine._window.micro_batches)
+        failures.set_progress(engine.global_steps, engine._window.micro_batches)
 
 
 def say_when_let_go(collectives: Collectives) -> None:

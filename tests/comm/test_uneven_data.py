@@ -512,7 +512,7 @@ def test_training_asks_nothing_of_the_store(pools: Pools) -> None:
 def stand_elsewhere(timeout_s: float) -> str:
     """Rank 0 stands in something of its own until the other has given up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_board, "PUBLISH_S", 0.05)
+        patch.setattr(store_board, "WRITE_LATER_S", 0.05)
         engine = make_engine("2", timeout_s)
         train(engine, 0, STEPS)
         if engine.rank == 0:
@@ -544,7 +544,7 @@ def test_micro_batches_are_counted_in_what_is_said(pools: Pools) -> None:
 def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = failures_of_ranks(monkeypatch)
     one.issued["gather"], two.issued["gather"] = 3, 3
-    two.note(7, 0)
+    two.set_progress(7, 0)
     two.leave("has closed its engine", Presence.CLOSING)
     Watchdog(one, Waiting("the third gather", "gather 3", "gather", 3)).look()
     Watchdog(one, Waiting("a gather of others", "gather 1")).look()
