@@ -5,11 +5,12 @@ Must not know: which collectives there are, what a wait makes of it (watchdog), 
 
 [Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
 it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
-than ``POST_AFTER_S`` writes what it waits for, and looks at the others' reports between slices of its wait. One that
-has stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said. Shorter-lived
-ones do not count: an exception that happens on every rank may be caught on every rank, and the next call of the engine
-takes the report back. Nor does a report count of an attempt in which this rank raised, too. An attempt is a place and
-how many calls of its kind there were, since ranks make the same calls: a later failure at the same place counts again.
+than ``POST_AFTER_S`` (watchdog) writes what it waits for, and looks at the others' reports between slices of its wait.
+One that has stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said.
+Shorter-lived ones do not count: an exception that happens on every rank may be caught on every rank, and the next call
+of the engine takes the report back. Nor does a report count of an attempt in which this rank raised, too. An attempt is
+a place and how many calls of its kind there were, since ranks make the same calls: a later failure at the same place
+counts again.
 
 When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
 for the same collective. A wait shorter than one slice touches nothing of this.
@@ -158,12 +159,7 @@ class Failures:
             _last[:] = [self]
 
     def leave(
-        self,
-        what: str,
-        presence: Presence = Presence.LEFT,
-        *,
-        error: BaseException | None = None,
-        wait: bool = True,
+        self, what: str, presence: Presence = Presence.LEFT, *, error: BaseException | None = None, wait: bool = True
     ) -> None:
         """Say what this rank has done, so that it takes part in nothing any more ([Note: Departures]).
 

@@ -27,6 +27,8 @@ from shardengine.comm.watchdog import MEETING, Watchdog, one_sentence
 from shardengine.errors import CommunicationError, MismatchError
 
 _UNHEARD_S = 10.0
+_CLOSE = "close"
+"""In the place of a group: the wait of ``meet_to_close``."""
 
 
 def meet_before_groups(timeout_s: float) -> None:
@@ -150,7 +152,7 @@ def meet_to_close(failures: Failures) -> str:
     heard = time.monotonic()
     deadline, pause = heard + mesh.timeout_s, 0.001
     watching = Watchdog(
-        failures, Waiting("every rank's engine.close()", "close", "close", 1, issued={"close": 1}, where="close")
+        failures, Waiting("every rank's engine.close()", _CLOSE, _CLOSE, 1, issued={_CLOSE: 1}, where="close")
     )
     while True:
         try:

@@ -98,8 +98,8 @@ class Watchdog:
         """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
         with suppress(Unreachable):
             left = self._left()
-            told = self._failures.standing() if left else {}
-            self._raise_left({rank: each for rank, each in left.items() if rank not in told})
+            reports = self._failures.standing() if left else {}
+            self._raise_left({rank: each for rank, each in left.items() if rank not in reports})
 
     def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, FailureReport]:
         """The reports that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
