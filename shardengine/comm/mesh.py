@@ -93,23 +93,23 @@ class Mesh:
     owned: bool = False
 
     def destroy(self, *, orderly: bool = True) -> None:
-        """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
+        """Destroy the groups; the default process group stays, until the process ends if ``build`` made it.
 
         orderly: wait for the other ranks first, without which a finished gloo program sometimes aborts.
         """
         if not dist.is_initialized():
             return
         if not orderly:
-            self._keep()
+            self._hold_until_timeout()
         if orderly and self.made_default_group:
             dist.barrier()
             _orderly.set()  # not after a failure: a group in the middle of a collective may never come back
-        self._drop_groups()
+        self._destroy_groups()
 
-    def leave_behind(self) -> None:
-        """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` gives them back."""
+    def abandon(self) -> None:
+        """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` destroys them."""
         if self.owned:
-            _left_behind.extend(weakref.ref(group) for group in self._groups())
+            _abandoned.extend(weakref.ref(group) for group in self._groups())
 
     def renew(self) -> Mesh:
         """The same ranks over new groups of the same default process group, which are owned; collective.
@@ -120,8 +120,8 @@ class Mesh:
         if self.ranks == 1:
             return replace(self, owned=True)
         if self.owned:
-            self._keep()
-            self._drop_groups()
+            self._hold_until_timeout()
+            self._destroy_groups()
         return replace(self, **_new_groups(self.backend, self.timeout_s), channels=itertools.count(), owned=True)
 
     def store(self) -> Store | None:
@@ -144,7 +144,7 @@ class Mesh:
             shared = shared.underlying_store
         return 0 if isinstance(shared, dist.TCPStore) else None  # type: ignore[attr-defined]
 
-    def _keep(self) -> None:
+    def _hold_until_timeout(self) -> None:
         """Hold the groups, which end with something in flight, for ``timeout_s``.
 
         Who lets go of a gloo group waits for what is in flight on it, and other ranks may never take part in that.
@@ -154,7 +154,7 @@ class Mesh:
             keeper.daemon = True  # the end of the process does not wait
             keeper.start()
 
-    def _drop_groups(self) -> None:
+    def _destroy_groups(self) -> None:
         for group in self._groups():
             dist.destroy_process_group(group)
 
@@ -162,24 +162,26 @@ class Mesh:
         return [group for group in (self.gather, self.reduce, self.control, self.evaluate) if group is not None]
 
 
-_left_behind: list[weakref.ref[dist.ProcessGroup]] = []
+_abandoned: list[weakref.ref[dist.ProcessGroup]] = []
 """Groups of engines that were garbage-collected, in the midst of anything, or never came to be. torch holds them."""
-_GIVING_BACK_S = 2.0
+_DESTROYING_S = 2.0
 
 
-def _give_back() -> None:
-    """The groups that were left behind end."""
-    held = [group for left in _left_behind if (group := left()) is not None]
-    _left_behind.clear()
+def _destroy_abandoned() -> None:
+    """The groups that were abandoned end."""
+    held = [group for left in _abandoned if (group := left()) is not None]
+    _abandoned.clear()
     for group in held:
         with suppress(ValueError):  # it has ended meanwhile
             dist.destroy_process_group(group)
     if held:
         del group
-        last = threading.Thread(target=held.clear, daemon=True)  # who lets go of one may have to wait: see _keep
+        last = threading.Thread(
+            target=held.clear, daemon=True
+        )  # who lets go of one may have to wait: see ``_hold_until_timeout``
         ending_threads.add(last)
         last.start()
-        last.join(_GIVING_BACK_S)
+        last.join(_DESTROYING_S)
 
 
 ending_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -229,7 +231,7 @@ def build(
     if ranks == 1:
         return Mesh(0, 1, device, made_default_group=made, owned=owned)
     meet(timeout_s)
-    _give_back()
+    _destroy_abandoned()
     groups = _new_groups(backend, timeout_s)
     options: dict[str, Any] = {"backend": backend, "made_default_group": made, "timeout_s": timeout_s, "owned": owned}
     return Mesh(dist.get_rank(), ranks, device, **options, **groups)

@@ -87,7 +87,7 @@ class Engine(Phases):
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:
-            mesh.leave_behind()
+            mesh.abandon()
             raise
         self.global_steps = 0
         self.global_samples = 0

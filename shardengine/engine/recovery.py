@@ -157,7 +157,7 @@ def _reporting(engine: Inspection, call: str) -> Iterator[None]:
 
 
 def say_when_let_go(collectives: Collectives) -> None:
-    """Tell the other ranks when nobody has an engine any more that was not closed, and leave its groups behind.
+    """Tell the other ranks when nobody has an engine any more that was not closed, and abandon its groups.
 
     The module's hooks use its collectives without the engine, so these are what has to be gone.
     """
@@ -167,7 +167,7 @@ def say_when_let_go(collectives: Collectives) -> None:
 def _let_go(failures: Failures) -> None:
     if failures.is_open and failures.presence is Presence.PRESENT:
         failures.leave("has let go of its engine", wait=False)  # in the midst of anything
-        failures.mesh.leave_behind()
+        failures.mesh.abandon()
 
 
 @dataclass(frozen=True)
