@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def run_on_all_ranks(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
-    """Run ``work`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
+def run_on_all_ranks(collectives: Collectives, what: str, action: Callable[[], _T]) -> _T:
+    """Run ``action`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
 
     A ``CheckpointError`` is one on every rank, so that all can do the same about it.
     """
     failure: BaseException | None = None
     result: list[_T] = []
     try:
-        result.append(work())
+        result.append(action())
     except Exception as error:
         failure = error
     flags = collectives.exchange(torch.tensor([failure is not None], dtype=torch.uint8), what).view(-1).tolist()

@@ -87,7 +87,7 @@ class Failures:
 
     @contextmanager
     def reports_failure(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
-        """Tell the others when the call inside raises by itself. place: the unit or module in which it raised.
+        """Report to the others when the call inside raises by itself. place: the unit or module in which it raised.
 
         kind: the calls that are counted together; every rank makes those of one kind in the same order.
         """

@@ -1,6 +1,6 @@
 """A collective in flight, and the wait for it. Owns: waiting under the watchdog, the error of a wait that failed.
 
-Must not know: what is sent, why and over which operation.
+Must not know: what is sent, why and by which operation.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
 slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
