@@ -21,9 +21,9 @@ import shardengine
 from benchmarks.ranks import collected, joined, leave
 from benchmarks.workload import CLIP, Setting, make_model
 from shardengine.app import corpus, data, loop
+from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import BUILTIN
 from shardengine.app.stopping import StopRequest
-from shardengine.app.together import Together
 from shardengine.comm import mesh
 
 BASE = "fp32"
@@ -138,8 +138,8 @@ def config_of(training: Training, precision: str, seed: int) -> dict[str, Any]:
     }
 
 
-def train(plan: Plan, precision: str, seed: int, together: Together) -> Run:
-    """One run from its first weights to its last validation; collective over the ranks of ``together``."""
+def train(plan: Plan, precision: str, seed: int, rank_sums: RankSums) -> Run:
+    """One run from its first weights to its last validation; collective over the ranks of ``rank_sums``."""
     training, run, began = plan.training, Run(precision, seed), time.perf_counter()
     model = make_model(training.work, seed=seed)
     engine = shardengine.initialize(
@@ -147,24 +147,24 @@ def train(plan: Plan, precision: str, seed: int, together: Together) -> Run:
         config_of(training, precision, seed),
         model_parameters=loop.decay_groups(model),
         lr_scheduler=lambda optimizer: loop.warmup_cosine(optimizer, training.steps),
-        mesh=together.mesh,
+        mesh=rank_sums.mesh,
     )
     run.parameter_dtypes = sorted({name_of(parameter.dtype) for parameter in model.parameters()})
     run.loss_scales.append((0, engine.get_loss_scale()))
     first: nn.Module = model.transformer.h[0].mlp  # type: ignore[union-attr, index]
     handle = first.register_forward_hook(lambda _module, _inputs, output: seen(run, output))
-    run.validation.append((0, loop.validate(engine, plan.blocks.validation, together)))
+    run.validation.append((0, loop.validate(engine, plan.blocks.validation, rank_sums)))
     handle.remove()
     batches = data.training_batches(plan.blocks.training, training.work.batch, engine.rank, engine.world_size, seed)
     interval = max(1, training.steps // VALIDATIONS)
-    for progress in loop.steps(engine, batches, training.steps, together, NeverStopped()):
+    for progress in loop.steps(engine, batches, training.steps, rank_sums, NeverStopped()):
         run.losses.append(round(progress.loss, 6))
         if engine.get_loss_scale() != run.loss_scales[-1][1]:
             run.loss_scales.append((progress.step, engine.get_loss_scale()))
         if progress.step % interval == 0 or progress.step == training.steps:
-            run.validation.append((progress.step, loop.validate(engine, plan.blocks.validation, together)))
+            run.validation.append((progress.step, loop.validate(engine, plan.blocks.validation, rank_sums)))
     run.skipped = engine.skipped_steps
-    (run.state_bytes,) = together.sums([engine.memory()["live_state_bytes"] / training.work.parameters()])
+    (run.state_bytes,) = rank_sums.sums([engine.memory()["live_state_bytes"] / training.work.parameters()])
     engine.close()
     run.seconds = time.perf_counter() - began
     return run
@@ -183,10 +183,10 @@ def seen(run: Run, output: Tensor) -> None:
 def rank_main(rank: int, plan: Plan) -> None:
     """One rank from start to end: join the group, train, leave what it found in ``plan.folder``."""
     with joined(rank, plan.training.work.ranks, plan.folder):
-        together = Together(mesh.build(torch.device("cpu")))
+        rank_sums = RankSums(mesh.build(torch.device("cpu")))
         runs = []
         for number, (precision, seed) in enumerate(plan.jobs):
-            run = train(plan, precision, seed, together)
+            run = train(plan, precision, seed, rank_sums)
             runs.append(vars(run))
             if rank == 0:
                 done = f"{number + 1} of {len(plan.jobs)}: {precision}, seed {seed}, {run.seconds:.0f} s"

@@ -27,6 +27,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from shardengine.app import corpus, job, resume, stopping
+from shardengine.app.rank_sums import RankSums
 from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.app.settings import (
     BUILTIN,
@@ -40,7 +41,6 @@ from shardengine.app.settings import (
     require,
     reserve_output,
 )
-from shardengine.app.together import Together
 from shardengine.comm import RankFailure, default_ranks, mesh, rank_environment, rendezvous
 from shardengine.config import Config, timeout_of
 from shardengine.errors import ConfigError, UsageError
@@ -79,16 +79,16 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
     started_by_us = stopping.CONTROL in os.environ
     owns_group = not dist.is_initialized()
     timeout_s = timeout_of(settings.config)  # the batch sizes are worked out later: see job, [Note: The same job]
-    together = Together(mesh.build(timeout_s=timeout_s))
+    rank_sums = RankSums(mesh.build(timeout_s=timeout_s))
     try:
-        settings = job.settle(options, settings, together, reserved=started_by_us)
-        config = settings.read_config(together.mesh.ranks)
+        settings = job.settle(options, settings, rank_sums, reserved=started_by_us)
+        config = settings.read_config(rank_sums.mesh.ranks)
     except (ConfigError, UsageError, SystemExit):
         if owns_group and dist.is_initialized():
             dist.destroy_process_group()  # with nothing in flight: it fails on every rank
         raise
-    stopped_by_another = _run_rank(settings, config, together)
-    together.finish(destroy=owns_group)
+    stopped_by_another = _run_rank(settings, config, rank_sums)
+    rank_sums.finish(destroy=owns_group)
     code = job.GO_ON if not started_by_us and job.others_go_on(stopped_by_another) else 0
     if started_by_us or code:
         sys.stdout.flush()
@@ -139,12 +139,12 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
     return there
 
 
-def _run_rank(settings: Settings, config: Config, together: Together) -> bool:
+def _run_rank(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     """The loop on this rank, see loop.train. An exception is told to the parent and ends the process."""
     from shardengine.app import loop
 
     try:
-        return loop.train(settings, config, together)
+        return loop.train(settings, config, rank_sums)
     except BaseException as error:
         stopping.report_failure(error)
         sys.stdout.flush()

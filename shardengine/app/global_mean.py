@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from shardengine.app.data import Batch, valid_tokens
-from shardengine.app.together import Together
+from shardengine.app.rank_sums import RankSums
 from shardengine.errors import UsageError
 
 
@@ -33,20 +33,20 @@ class GlobalBatch:
     tokens: int
 
 
-def fetch(batches: Iterator[Batch], count: int, together: Together) -> GlobalBatch:
+def fetch(batches: Iterator[Batch], count: int, rank_sums: RankSums) -> GlobalBatch:
     """The next ``count`` micro-batches as one step ([Note: Global mean]); collective.
 
     A micro-batch without a valid token weighs 0. UsageError on every rank if there is none in the whole global batch.
     """
     mine = list(islice(batches, count))
     valid = [valid_tokens(batch) for batch in mine]
-    total, tokens = together.sums([float(sum(valid)), float(sum(map(_tokens, mine)))])
+    total, tokens = rank_sums.sums([float(sum(valid)), float(sum(map(_tokens, mine)))])
     if not total:
         raise UsageError(
             "no token of this optimizer step is to be learnt, on any rank: every label is masked (-100) or the first "
             "of its row; expected at least one. Leave such rows out of the data"
         )
-    weights = [each * together.mesh.ranks * count / total for each in valid]
+    weights = [each * rank_sums.mesh.ranks * count / total for each in valid]
     return GlobalBatch([_predictable(batch) for batch in mine], weights, int(tokens))
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app import resume
+from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import Settings, outputs, reserve_output
-from shardengine.app.together import Together
 from shardengine.errors import UsageError
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -33,30 +33,30 @@ GO_ON = 75
 """The exit code of a rank that stopped although its own node shall go on: EX_TEMPFAIL of sysexits.h."""
 
 
-def names(together: Together) -> tuple[str, ...]:
+def names(rank_sums: RankSums) -> tuple[str, ...]:
     """What this launch is called ([Note: The same job]); () where the launcher starts no rank again. Collective."""
     run_id = os.environ.get(RUN_ID)
     if run_id is None:
         return ()
-    everyone = together.from_all(_agent() if run_id == "none" else run_id)
+    everyone = rank_sums.from_all(_agent() if run_id == "none" else run_id)
     return tuple(sorted(set(everyone)))
 
 
-def settle(options: argparse.Namespace, settings: Settings, together: Together, *, reserved: bool) -> Settings:
+def settle(options: argparse.Namespace, settings: Settings, rank_sums: RankSums, *, reserved: bool) -> Settings:
     """The settings with the output directory and the checkpoint to go on from, equal on all ranks; collective.
 
     reserved: the directory of a new run is this launch's own, made by its parent. UsageError if it is another's.
     """
-    settings = dataclasses.replace(settings, job=names(together))
+    settings = dataclasses.replace(settings, job=names(rank_sums))
     found: dict[str, Any] = {}
-    if together.rank == 0:
+    if rank_sums.rank == 0:
         try:
-            found = _find(settings, settings.output if reserved else None, options.output, together.mesh.ranks)
+            found = _find(settings, settings.output if reserved else None, options.output, rank_sums.mesh.ranks)
         except UsageError as error:
             found = {"error": str(error)}
-    found = json.loads(together.from_first(json.dumps(found)))
+    found = json.loads(rank_sums.from_first(json.dumps(found)))
     if "error" in found:
-        if together.rank:
+        if rank_sums.rank:
             raise SystemExit(2)  # rank 0 says why
         raise UsageError(found["error"])
     place = {**found, "output": Path(found["output"])}

@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
 from shardengine.app import corpus, data, global_mean
+from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress, Report
 from shardengine.app.resume import Checkpoints
 from shardengine.app.settings import Settings
 from shardengine.app.stopping import StopRequest
-from shardengine.app.together import Together
 from shardengine.config import Config
 from shardengine.errors import UsageError
 
@@ -31,14 +31,14 @@ SAMPLE_TOKENS = 48
 _VALIDATIONS = 10
 
 
-def train(settings: Settings, config: Config, together: Together) -> bool:
-    """Train as ``settings`` and ``config`` say; collective over the ranks of ``together``.
+def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
+    """Train as ``settings`` and ``config`` say; collective over the ranks of ``rank_sums``.
 
     Returns whether this rank stopped early because another one was asked to. Raises UsageError for a model or a corpus
     that cannot be used.
     """
     stop = StopRequest()
-    out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=together.rank == 0)
+    out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
 
     tokenizer, model = load_model(settings)
     encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -50,16 +50,16 @@ def train(settings: Settings, config: Config, together: Together) -> bool:
         replace(config, notices=()),  # the header prints them
         model_parameters=decay_groups(model),
         lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.planned_steps),
-        mesh=together.mesh,
+        mesh=rank_sums.mesh,
     )
     torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; the weights came from a file
 
-    checkpoints = Checkpoints(engine, settings, blocks, together)
+    checkpoints = Checkpoints(engine, settings, blocks, rank_sums)
     checkpoints.begin()  # a resumed run: weights, optimizer, schedule and counters are as they were, on any ranks
 
     out.header(engine, blocks, config.notices)
     if settings.resume is None:
-        out.validation(0, validate(engine, blocks.validation, together))
+        out.validation(0, validate(engine, blocks.validation, rank_sums))
     batches = data.training_batches(
         blocks.training,
         engine.train_micro_batch_size_per_gpu(),
@@ -71,10 +71,10 @@ def train(settings: Settings, config: Config, together: Together) -> bool:
     interval = max(1, settings.steps // _VALIDATIONS)
     progress = Progress(engine.global_steps)
     with engine.trace(settings.trace) if settings.trace else nullcontext():
-        for progress in steps(engine, batches, settings.steps, together, stop):
+        for progress in steps(engine, batches, settings.steps, rank_sums, stop):
             out.step(engine, progress)
             if progress.step % interval == 0 or progress.step == settings.steps or progress.stopped:
-                out.validation(progress.step, validate(engine, blocks.validation, together))
+                out.validation(progress.step, validate(engine, blocks.validation, rank_sums))
             checkpoints.after(progress)
 
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
@@ -88,7 +88,7 @@ def train(settings: Settings, config: Config, together: Together) -> bool:
 
 
 def steps(
-    engine: shardengine.Engine, batches: Iterator[data.Batch], count: int, together: Together, stop: StopRequest
+    engine: shardengine.Engine, batches: Iterator[data.Batch], count: int, rank_sums: RankSums, stop: StopRequest
 ) -> Iterable[Progress]:
     """Run optimizer steps up to number ``count`` and yield after each; ends early when a rank was asked to stop."""
     for number in range(engine.global_steps + 1, count + 1):
@@ -96,7 +96,7 @@ def steps(
         rate = engine.get_lr()[0]
         started, waited = time.perf_counter(), engine.traffic()["exposed_s_total"]
         total = torch.zeros((), device=engine.device)
-        window = global_mean.fetch(batches, engine.gradient_accumulation_steps(), together)
+        window = global_mean.fetch(batches, engine.gradient_accumulation_steps(), rank_sums)
         for batch, weight in zip(window.batches, window.weights, strict=True):
             batch = {name: tensor.to(engine.device) for name, tensor in batch.items()}
             loss = engine(**batch, use_cache=False).loss * weight  # so that every valid token counts the same
@@ -104,7 +104,7 @@ def steps(
             engine.step()  # updates the weights after the last micro-batch of the window; before it only counts
             total += loss.detach()
         mean = total.item() / engine.gradient_accumulation_steps()
-        loss_sum, asked = together.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
+        loss_sum, asked = rank_sums.sums([mean, float(bool(stop))])  # so that all ranks stop after the same step
         seconds, waited = time.perf_counter() - started, engine.traffic()["exposed_s_total"] - waited
         yield Progress(number, loss_sum / engine.world_size, rate, seconds, asked > 0, window.tokens, waited)
         if asked:
@@ -112,7 +112,7 @@ def steps(
 
 
 @torch.no_grad()
-def validate(engine: shardengine.Engine, rows: data.Rows, together: Together) -> float:
+def validate(engine: shardengine.Engine, rows: data.Rows, rank_sums: RankSums) -> float:
     """Mean loss per valid token over all validation rows, whatever the number of ranks; collective."""
     engine.eval()
     total, count = 0.0, 0
@@ -122,7 +122,7 @@ def validate(engine: shardengine.Engine, rows: data.Rows, together: Together) ->
         loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}, use_cache=False).loss
         total += loss.item() * counted
         count += counted
-    loss_sum, tokens = together.sums([total, float(count)])
+    loss_sum, tokens = rank_sums.sums([total, float(count)])
     return loss_sum / tokens
 
 

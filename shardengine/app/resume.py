@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from shardengine.app.data import Blocks
+from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress
 from shardengine.app.settings import BUILTIN, Settings, default_model_cache, keep_batch, read_config
-from shardengine.app.together import Together
 from shardengine.checkpoint import Checkpoint, directory, write_text
 from shardengine.config import load_config
 from shardengine.engine import Engine
@@ -209,9 +209,9 @@ def hint(output: Path) -> str:
 class Checkpoints:
     """Saves and restores one run; every call is collective. Without ``--save-every`` nothing is done."""
 
-    def __init__(self, engine: Engine, settings: Settings, blocks: Blocks, together: Together) -> None:
+    def __init__(self, engine: Engine, settings: Settings, blocks: Blocks, rank_sums: RankSums) -> None:
         """Nothing is read or written yet."""
-        self._engine, self._settings, self._together = engine, settings, together
+        self._engine, self._settings, self._rank_sums = engine, settings, rank_sums
         self._folder = settings.output / FOLDER
         self._lock: int | None = None  # rank 0's open file, locked until close() or the process's end
         self._facts = _facts(engine, settings, blocks) if settings.save_every else {}
@@ -223,15 +223,15 @@ class Checkpoints:
         """
         if not self._settings.save_every:
             return
-        self._together.on_first("taking the output directory", self._take)
+        self._rank_sums.on_first("taking the output directory", self._take)
         try:
             if self._settings.resume is not None:
                 loaded = self._load(None if self._settings.resume == LATEST else self._settings.resume)
-                self._together.on_first(
+                self._rank_sums.on_first(
                     "dropping what came after the checkpoint",
                     lambda: drop_later(self._settings.output, loaded.tag, loaded.global_steps),
                 )
-            self._together.on_first(f"writing {RUN}", lambda: write_run(self._settings, self._engine.world_size))
+            self._rank_sums.on_first(f"writing {RUN}", lambda: write_run(self._settings, self._engine.world_size))
         except BaseException:
             self.close()
             raise

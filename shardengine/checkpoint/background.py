@@ -118,7 +118,7 @@ class Background:
         self._told |= found.keys()  # where it still runs, it ends in the same failure
         if found:
             failure = CheckpointError(f"an earlier save_checkpoint failed: {'; '.join(found.values())}")
-            collectives.faults.know(failure)  # all ranks raise it
+            collectives.failures.mark_known(failure)  # all ranks raise it
             raise failure
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from shardengine.checkpoint import contents, directory, fit, index, saving, state
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
-from shardengine.comm import Collectives, compare, together
+from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.engine import Core, Inspection
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 
@@ -90,7 +90,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
         return _candidates(place, tag) if rank == 0 else []
 
     new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
-    told = collectives.exchange_objects([together(collectives, "finding the checkpoint", listed), new])
+    told = collectives.exchange_objects([run_on_all_ranks(collectives, "finding the checkpoint", listed), new])
     names, new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     core.await_weights()
     core.schedule.reshard_all()
@@ -178,7 +178,9 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
     rejected: list[str] = []
     touched = False
     for name in names:
-        candidate = together(collectives, "verifying a checkpoint", partial(_examine, engine, folder / name, way))
+        candidate = run_on_all_ranks(
+            collectives, "verifying a checkpoint", partial(_examine, engine, folder / name, way)
+        )
         views = collectives.exchange_objects([candidate.unfit, candidate.damaged])
         unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
         if unfit and not rejected:
@@ -192,7 +194,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
                 warnings.warn(f"load_checkpoint goes back to {folder / name}, because {text}", stacklevel=5)
             return candidate
         rejected.append(damaged)
-    others = together(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
+    others = run_on_all_ranks(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
     others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
     offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else "there is no other checkpoint"
     _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
@@ -200,7 +202,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
 
 def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
     """Raise what every rank raises now, so that nobody needs to be told."""
-    collectives.faults.know(error)
+    collectives.failures.mark_known(error)
     raise error
 
 
@@ -278,7 +280,7 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     core, optimizer = engine._core, engine.optimizer
     collectives = core.collectives
     parts = partial(contents.held, core, optimizer, writable=True)
-    chosen.plan = together(collectives, f"loading checkpoint {chosen.place}", lambda: chosen.plan.onto(parts()))
+    chosen.plan = run_on_all_ranks(collectives, f"loading checkpoint {chosen.place}", lambda: chosen.plan.onto(parts()))
     if optimizer is not None:
         optimizer.end_window(lost=True)  # until load() knows better
     fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)
@@ -290,7 +292,9 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
 
         def fill(part: list[fit.Filling]) -> str:
             """What was damaged on any rank; "" if nothing was."""
-            texts = collectives.exchange_objects(together(collectives, what, lambda: _filled(reader, chosen, part)))
+            texts = collectives.exchange_objects(
+                run_on_all_ranks(collectives, what, lambda: _filled(reader, chosen, part))
+            )
             return next((text for text in texts if text), "")
 
         damaged = fill(weights)
@@ -298,7 +302,7 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
             with core.adopting_masters():
                 damaged = fill(states)
     if not damaged and not way.weights_only:
-        together(collectives, what, lambda: _restore(engine, chosen))
+        run_on_all_ranks(collectives, what, lambda: _restore(engine, chosen))
     if damaged and not way.at_once:  # it was whole a moment ago, and an older one need not write all of the engine
         _raise_everywhere(collectives, CheckpointError(f"{what} failed: {damaged}"))
     return damaged

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardengine.checkpoint import atomic, contents, directory, index, model_facts, state, tensor_file
 from shardengine.checkpoint.background import Background, Meet
-from shardengine.comm import Collectives, compare, together
+from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.engine import Inspection
 from shardengine.errors import CheckpointError, UsageError
 
@@ -66,14 +66,14 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
         facts = json.loads(json.dumps({**_describe(engine), "client_state": client}))
         return _job(engine, place, name, facts)
 
-    job = together(collectives, "preparing a checkpoint", prepare)
+    job = run_on_all_ranks(collectives, "preparing a checkpoint", prepare)
     compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag]})
     core.adopt_written_weights()
     if not engine.config.checkpoint.async_save:
         _write(job, _by_collectives(collectives))
         return job.folder / job.tag
     saves = background_of(engine)
-    copies, copying = together(
+    copies, copying = run_on_all_ranks(
         collectives, "copying a checkpoint to host memory", lambda: saves.copy(job.tensors, job.behind, core.mesh)
     )
     copied = replace(job, tensors=copies, ready=copying.result)
@@ -252,4 +252,4 @@ def _readably(folder: Path, work: Callable[[], None]) -> None:
 
 
 def _by_collectives(collectives: Collectives) -> Meet:
-    return lambda what, work: together(collectives, what, work)
+    return lambda what, work: run_on_all_ranks(collectives, what, work)

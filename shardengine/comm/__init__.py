@@ -4,11 +4,13 @@ mesh, rendezvous     process groups, and which rank this is
 launcher             ranks from a script
 rank_failure         why a rank ended, and which of several was first
 collectives          the data operations, the only file that calls them
+work                 a collective in flight, and waiting for it
 flight_recorder      what was issued, and where ranks differ
-faults, positions    what ranks tell each other, and who waits for whom
+failures, positions  what ranks tell each other, and who waits for whom
+watchdog             a long wait: whether it can still end
 store_board          the texts of ranks in the process group's store
-agreement            compare facts, and fail together
-meeting              before an engine's groups are made
+agreement            compare facts, and run what fails on all ranks or on none
+meeting              before an engine's groups are made, in reset() and in close()
 
 Must not know: how modules, buckets and stages work.
 """
@@ -16,26 +18,29 @@ Must not know: how modules, buckets and stages work.
 from __future__ import annotations
 
 from shardengine.comm import agreement, meeting, mesh, rendezvous
-from shardengine.comm.agreement import compare, describe, settle_kernels, together
-from shardengine.comm.collectives import Collectives, Land, Named, Pending, Subject
-from shardengine.comm.faults import Faults
+from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
+from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
+from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.positions import Presence
 from shardengine.comm.rank_failure import RankFailure
+from shardengine.comm.work import Work
 
 __all__ = [
     "STEP",
     "Collectives",
-    "Faults",
-    "Land",
+    "Failures",
     "Mesh",
     "Named",
-    "Pending",
+    "OnComplete",
+    "Presence",
     "Purpose",
     "RankFailure",
     "Store",
     "Subject",
+    "Work",
     "agreement",
     "compare",
     "cores",
@@ -46,6 +51,6 @@ __all__ = [
     "mesh",
     "rank_environment",
     "rendezvous",
+    "run_on_all_ranks",
     "settle_kernels",
-    "together",
 ]

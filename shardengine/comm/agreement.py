@@ -23,27 +23,27 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def together(collectives: Collectives, what: str, work: Callable[[], _T]) -> _T:
-    """Run ``work`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
+def run_on_all_ranks(collectives: Collectives, what: str, action: Callable[[], _T]) -> _T:
+    """Run ``action`` on every rank; where it raises on some, it raises there and ``MismatchError`` on the others.
 
     A ``CheckpointError`` is one on every rank, so that all can do the same about it.
     """
     failure: BaseException | None = None
     result: list[_T] = []
     try:
-        result.append(work())
+        result.append(action())
     except Exception as error:
         failure = error
     flags = collectives.exchange(torch.tensor([failure is not None], dtype=torch.uint8), what).view(-1).tolist()
     if any(flags):
         texts = collectives.exchange_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
-            collectives.faults.know(failure)
+            collectives.failures.mark_known(failure)
             raise failure
         rank = flags.index(1)
         text = f"{what} failed on rank {rank}: {texts[rank]} (this is rank {collectives.mesh.rank})"
         raised = (CheckpointError if texts[rank].startswith("CheckpointError: ") else MismatchError)(text)
-        collectives.faults.know(raised)  # every rank raises
+        collectives.failures.mark_known(raised)  # every rank raises
         raise raised
     return result[0]
 

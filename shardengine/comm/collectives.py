@@ -6,14 +6,11 @@ Every collective passes through ``Collectives._issue`` with a ``CollectiveRecord
 counted and debug mode compares it across ranks; a failure becomes an error that names operation, bucket, parameters and
 ranks.
 
-[Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
-slices this rank looks at what the others say (faults: [Note: Notices]). On NCCL ``wait`` only orders streams and the
-host never blocks there; it learns of a fault in the next exchange, which is always gloo's.
-
 [Note: Direct reduce-scatter] All-to-all of slices, then a local sum in tree order (kernels: [Note: One arithmetic]),
-which is the caller's ``land``. It sends (N-1)/N of the bucket like a ring, has one order of summation at any bucket
-size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32 (faster on
-NCCL, its order of summation is its own); it would sum other dtypes in themselves, so those always go the direct way.
+which is the caller's ``on_complete``. It sends (N-1)/N of the bucket like a ring, has one order of summation at any
+bucket size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32
+(faster on NCCL, its order of summation is its own); it would sum other dtypes in themselves, so those always go the
+direct way.
 
 [Note: Gather by broadcasts] On gloo N broadcasts, each rank its own slice in place, are up to three times as fast as
 its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks the latency of N operations wins.
@@ -25,24 +22,23 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardengine.comm.faults import Faults
-from shardengine.comm.flight_recorder import EVALUATE, CollectiveRecord, FlightRecorder, Purpose, first_difference
-from shardengine.comm.mesh import Mesh
+from shardengine.comm.failures import Failures
+from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
+from shardengine.comm.mesh import GroupName, Mesh
+from shardengine.comm.work import Work, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.offload import BufferPool
 from shardengine.stages import Operation, Placement, operation
 from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
-_ANNOUNCEMENT_BYTES = 256
-_SLICE = timedelta(seconds=0.5)
+_DEBUG_TEXT_BYTES = 256
 
 # renamed in torch 2.13; the old names warn there, the new ones are missing before
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,39 +64,8 @@ class Named(NamedTuple):
     label: str = ""
 
 
-Land = Callable[[Sequence[Tensor]], None]
-"""What becomes of the terms of a reduce-scatter."""
-
-
-class Pending:
-    """A collective in flight. ``wait`` blocks until its result may be used (on CUDA: makes the stream wait)."""
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work] = (),
-        settle: Callable[[Sequence[dist.Work]], None] = lambda works: None,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._works = works
-        self._settle = settle
-        self._finish = finish
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
-    def arrive(self) -> None:
-        """Wait until the data is there; the local part is still to be done."""
-        if self._works:
-            self._settle(self._works)
-            self._works = ()
-
-    def wait(self) -> None:
-        """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
-        self.arrive()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+OnComplete = Callable[[Sequence[Tensor]], None]
+"""Called with the terms of a reduce-scatter, once they are there."""
 
 
 class Collectives:
@@ -119,13 +84,13 @@ class Collectives:
 
     def use(self, mesh: Mesh) -> None:
         """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
-        before: Faults | None = getattr(self, "faults", None)
+        before: Failures | None = getattr(self, "failures", None)
         self.mesh = mesh
-        self.faults = Faults(mesh)
+        self.failures = Failures(mesh)
         if before is not None:
-            self.faults.succeed(before)
-        self._places = self.faults.issued
-        self.flight_recorder = FlightRecorder(("gather", "reduce"))
+            self.failures.take_over_progress(before)
+        self._sequence = 0
+        self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
 
     @property
     def may_poll(self) -> bool:
@@ -142,31 +107,32 @@ class Collectives:
         target: Placement,
         what: Subject,
         purpose: Purpose,
-        land: Land | None = None,
-    ) -> Pending:
+        on_complete: OnComplete | None = None,
+    ) -> Work:
         """Bring a bucket, whose full-size tensor (flat) is ``full``, from one placement to another on all ranks.
 
         SHARDED → REPLICATED fills ``full`` in place; this rank's slice is already in its place. PARTIAL → SHARDED:
-        ``wait`` hands ``land`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``. They
-        are only lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL →
+        ``wait`` hands ``on_complete`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``.
+        They are only lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL →
         REPLICATED takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
         """
         needed = operation(source, target)
         if needed is Operation.ALL_GATHER:
             return self._all_gather(full, what, purpose)
-        if needed is Operation.REDUCE_SCATTER and land is not None:
-            return self._reduce_scatter(full, what, purpose, land)
+        if needed is Operation.REDUCE_SCATTER and on_complete is not None:
+            return self._reduce_scatter(full, what, purpose, on_complete)
         if needed in (Operation.NOTHING, Operation.LOCAL_SLICE):
-            return Pending()
+            return Work()
         raise InternalError(f"{what.label}: {needed.value} from {source.name} to {target.name} is no single move")
 
-    def _all_gather(self, full: Tensor, what: Subject, purpose: Purpose) -> Pending:
+    def _all_gather(self, full: Tensor, what: Subject, purpose: Purpose) -> Work:
         mesh = self.mesh
         if mesh.ranks == 1:
-            return Pending()
+            return Work()
         sent = _sendable(full)
         evaluates = purpose is Purpose.EVALUATION and mesh.evaluate is not None
         group = mesh.evaluate if evaluates else mesh.gather
+        name = GroupName.EVALUATE if evaluates else GroupName.GATHER
         if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
 
             def call() -> list[dist.Work]:
@@ -180,12 +146,12 @@ class Collectives:
                 return [_all_gather_single(sent, own, group=group, async_op=True)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        return self._issue(self._record(EVALUATE if evaluates else "gather", "all-gather", what, size, purpose), call)
+        return self._issue(self._record(name, "all-gather", what, size, purpose), call)
 
-    def _reduce_scatter(self, full: Tensor, what: Subject, purpose: Purpose, land: Land) -> Pending:
+    def _reduce_scatter(self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete) -> Work:
         mesh = self.mesh
         if mesh.ranks == 1:
-            return Pending(finish=lambda: land([full]))
+            return Work(on_complete=lambda: on_complete([full]))
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         direct = self._direct or full.dtype is not torch.float32
         length = full.numel() // mesh.ranks
@@ -196,11 +162,11 @@ class Collectives:
                 return [dist.all_to_all_single(received, full, group=mesh.reduce, async_op=True)]
             return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
 
-        def finish() -> None:
-            land(received.split(length) if direct else [received])
+        def sum_terms() -> None:
+            on_complete(received.split(length) if direct else [received])
             self._pool.give(received)
 
-        return self._issue(self._record("reduce", "reduce-scatter", what, sent, purpose), call, finish)
+        return self._issue(self._record(GroupName.REDUCE, "reduce-scatter", what, sent, purpose), call, sum_terms)
 
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
         """Rank 0's ``tensor`` (contiguous) to all; blocks."""
@@ -212,7 +178,7 @@ class Collectives:
             return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
-        self._issue(self._record("gather", "broadcast", what, sent, purpose), call).wait()
+        self._issue(self._record(GroupName.GATHER, "broadcast", what, sent, purpose), call).wait()
 
     def exchange(self, payload: Tensor, what: str = "control data") -> Tensor:
         """Every rank's ``payload`` (flat uint8 on CPU, equal lengths) → [ranks, length], in rank order; blocks.
@@ -227,7 +193,7 @@ class Collectives:
             return [_all_gather_single(gathered, payload, group=self.mesh.control, async_op=True)]
 
         sent = payload.numel() * (self.mesh.ranks - 1)
-        self._issue(self._record("control", "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
+        self._issue(self._record(GroupName.CONTROL, "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
 
     def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
@@ -248,7 +214,7 @@ class Collectives:
             return [_all_gather_single(gathered, values, group=self.mesh.gather, async_op=True)]
 
         sent = values.nbytes * (self.mesh.ranks - 1)
-        self._issue(self._record("gather", "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()
+        self._issue(self._record(GroupName.GATHER, "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, -1), rows
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -278,25 +244,27 @@ class Collectives:
         """Wait until every rank is here."""
         self.exchange(torch.zeros(1, dtype=torch.uint8))
 
-    def _record(self, group: str, operation: str, what: Subject, sent: int, purpose: Purpose) -> CollectiveRecord:
-        places = self._places
+    def _record(self, group: GroupName, operation: str, what: Subject, sent: int, purpose: Purpose) -> CollectiveRecord:
         if purpose is not Purpose.CONTROL:
-            places["all"] += 1
-        places[group] += 1
+            self._sequence += 1
+        issued = self.failures.issued
+        issued[group] += 1
         record = CollectiveRecord(
-            places["all"], places[group], group, operation, what.label, tuple(what.names), sent, purpose
+            self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose
         )
-        # every rank issues both kinds of gathers in one order, so that one digest covers them
-        self.flight_recorder.note("gather" if group == EVALUATE else group, record.summary)
+        self.flight_recorder.note(group.counts_as, record.summary)
         return record
 
     def _issue(
-        self, record: CollectiveRecord, call: Callable[[], list[dist.Work]], finish: Callable[[], None] | None = None
-    ) -> Pending:
+        self,
+        record: CollectiveRecord,
+        call: Callable[[], list[dist.Work]],
+        on_complete: Callable[[], None] | None = None,
+    ) -> Work:
         """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
         is_data = record.purpose is not Purpose.CONTROL
         if self._debug and is_data:
-            self._compare(record.announcement)
+            self._compare(record.debug_text)
         self.sent[record.purpose] += record.sent
         start = now() if self.trace.recording else 0
         try:
@@ -304,33 +272,30 @@ class Collectives:
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
         if self.trace.recording:
-            self._trace_arrival(works, record, start)
-        pending = Pending(works, functools.partial(self._wait, record, self.mesh, self.faults), finish)
+            self._trace_end(works, record, start)
+        work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)
         if not self._overlap and is_data:
-            pending.arrive()
-        return pending
+            work.wait_data()
+        return work
 
-    def _wait(self, record: CollectiveRecord, mesh: Mesh, faults: Faults, works: Sequence[dist.Work]) -> None:
-        """Until the data of ``works`` may be used. mesh, faults: of the time at which they were issued."""
+    def _wait(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> None:
+        """Until the data of ``works`` may be used. failures: of the time at which they were issued."""
         start = now()
         for work in works:
-            if mesh.backend != "nccl" or record.group == "control":
-                _settle(work, record, faults)
-            else:
-                _order(work, record, mesh.rank)
+            wait_for(work, record, failures)
         self.trace.waited(record.title, start)
 
-    def _trace_arrival(self, works: Sequence[dist.Work], record: CollectiveRecord, start: int) -> None:
+    def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: int) -> None:
         """Write down when the last of ``works`` is done, from the thread that finds it done."""
         details = {"purpose": record.purpose.value, "bytes sent": record.sent, "what": record.subject}
 
-        def arrived(_: Any) -> None:
+        def ended(_: Any) -> None:
             self.trace.add(COMMUNICATION, record.title, start, now(), details)
 
-        works[-1].get_future().add_done_callback(arrived)
+        works[-1].get_future().add_done_callback(ended)
 
-    def _compare(self, announcement: str) -> None:
-        raw = announcement.encode()[:_ANNOUNCEMENT_BYTES].ljust(_ANNOUNCEMENT_BYTES)
+    def _compare(self, debug_text: str) -> None:
+        raw = debug_text.encode()[:_DEBUG_TEXT_BYTES].ljust(_DEBUG_TEXT_BYTES)
         rows = self.exchange(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "what is issued next (debug)")
         texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
         for rank, text in enumerate(texts):
@@ -339,45 +304,6 @@ class Collectives:
                     f"collectives differ between ranks: rank 0 issues [{texts[0]}], rank {rank} issues [{text}]; "
                     "expected the same order everywhere. Do the ranks take different branches of the model?"
                 )
-
-
-def _settle(work: dist.Work, record: CollectiveRecord, faults: Faults) -> None:
-    """Wait for ``work`` ([Note: Waiting in slices])."""
-    try:
-        work.wait(_SLICE)
-        return
-    except RuntimeError:
-        pass  # the slice is over, or the work has failed: then it is completed
-    rank = faults.mesh.rank
-    watch = faults.watch(record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
-    try:
-        while not work.is_completed():
-            watch.look()
-            if watch.overdue:
-                raise CommunicationError(
-                    f"{record.describe(rank)} did not end within {faults.mesh.timeout_s:g} s. {watch.verdict()}"
-                )
-            try:
-                work.wait(_SLICE)
-            except RuntimeError:
-                continue
-        try:
-            work.wait()
-        except RuntimeError as error:
-            watch.look_for_goodbyes()
-            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watch.verdict()}") from error
-    except (CommunicationError, MismatchError) as error:
-        faults.give_up(str(error))
-        raise
-    watch.end()
-
-
-def _order(work: dist.Work, record: CollectiveRecord, rank: int) -> None:
-    """Make the stream wait for ``work``; the host goes on."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise CommunicationError(f"{record.describe(rank)} failed: {error}") from error
 
 
 _KNOWN_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardengine.comm.mesh import GroupName
 from shardengine.comm.positions import Waiting
 
 
@@ -35,8 +36,6 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
-EVALUATE = "evaluate"
-"""The group that gathers weights for forwards without grad (mesh)."""
 STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
 
 
@@ -48,7 +47,7 @@ class CollectiveRecord(NamedTuple):
 
     sequence: int
     place: int
-    group: str
+    group: GroupName
     operation: str
     what: str
     names: tuple[str, ...]
@@ -71,7 +70,7 @@ class CollectiveRecord(NamedTuple):
         return _summary(self.operation, self.what, self.names, self.sent)
 
     @property
-    def announcement(self) -> str:
+    def debug_text(self) -> str:
         """What debug mode compares."""
         return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
 
@@ -83,7 +82,7 @@ class CollectiveRecord(NamedTuple):
         """For the other ranks, while this one waits."""
         key = f"{self.group} {self.place} {self.operation} {self.subject}"
         shape = f"{self.operation} {self.sent}"
-        where = "a forward without grad" if self.group == EVALUATE else ""
+        where = "a forward without grad" if self.group is GroupName.EVALUATE else ""
         return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardengine.comm.faults import say_goodbyes
+from shardengine.comm.failures import leave_all
 from shardengine.comm.rank_failure import RankFailure
 from shardengine.comm.rendezvous import LAUNCHED, loopback
 from shardengine.errors import ShardEngineError, UsageError
@@ -161,7 +161,7 @@ def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: byt
         dist.init_process_group("nccl" if gpus >= ranks else "gloo", store=store, rank=rank, world_size=ranks)
         fn, args = pickle.loads(payload)
         value = pickle.dumps(fn(*args))
-        say_goodbyes("has returned from the launched function")
+        leave_all("has returned from the launched function")
         dist.barrier()
         dist.destroy_process_group()
         report = _Report(rank, value)

@@ -1,10 +1,12 @@
-"""Ranks meet before an engine's process groups are made, over the default process group's store.
+"""Ranks meet over the process group's store, where collectives do not say who is missing.
 
-Must not know: what the groups are for, engines.
+Owns: the meetings before an engine's process groups are made, in ``engine.reset()`` and in ``engine.close()``. Must not
+know: what the groups are for, engines.
 
-torch waits in the store until every rank makes a group, without a word, and then raises an error about a key. So the
-ranks count their meetings first. A rank that waits says so to those that still use an older engine, as a wait of any
-collective does (faults: [Note: Notices]); that it waits for them and they for it is then found as any other ring.
+[Note: The meeting before groups] torch waits in the store until every rank makes a group, without a word, and then
+raises an error about a key. So the ranks count their meetings first. A rank that waits says so to those that still use
+an older engine, as a wait of any collective does (failures: [Note: Failure reports]); that it waits for them and they
+for it is then found as any other deadlock.
 """
 
 from __future__ import annotations
@@ -17,13 +19,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardengine.comm import faults
-from shardengine.comm.positions import Waiting
+from shardengine.comm import watchdog
+from shardengine.comm.failures import FailureReport, Failures, open_failures
+from shardengine.comm.positions import Presence, Waiting
+from shardengine.comm.store_board import Unreachable
+from shardengine.comm.watchdog import MEETING, Watchdog, one_sentence
 from shardengine.errors import CommunicationError, MismatchError
 
+_UNHEARD_S = 10.0
+_CLOSE = "close"
+"""In the place of a group: the wait of ``meet_to_close``."""
 
-def meet(timeout_s: float) -> None:
-    """Wait until every rank calls this as often as this one; collective.
+
+def meet_before_groups(timeout_s: float) -> None:
+    """Wait until every rank calls this as often as this one; collective ([Note: The meeting before groups]).
 
     ``CommunicationError`` names the ranks that have not come within ``timeout_s``, ``MismatchError`` says where ranks
     wait in an older engine for this one.
@@ -34,18 +43,18 @@ def meet(timeout_s: float) -> None:
         number, came = store.add(f"of/{rank}", 1), store.add("all", 1)
     try:
         if came < number * ranks:
-            with _told(number) as watches:
-                _wait(store, number, timeout_s, watches)
+            with _watching(number) as watchdogs:
+                _wait_for_all(store, number, timeout_s, watchdogs)
     except BaseException:
         with suppress(RuntimeError):
             store.add(f"of/{rank}", -1)
             store.add("all", -1)
         raise
-    if faults.voices():
+    if open_failures():
         gc.collect()  # engines that nobody has any more, on every rank, before there are more groups
 
 
-def _wait(store: Any, number: int, timeout_s: float, watches: list[faults.Watch]) -> None:
+def _wait_for_all(store: Any, number: int, timeout_s: float, watchdogs: list[Watchdog]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     started, pause = time.monotonic(), 0.001
     while True:
@@ -55,35 +64,35 @@ def _wait(store: Any, number: int, timeout_s: float, watches: list[faults.Watch]
             lasted = time.monotonic() - started
             missing = {other for other in range(ranks) if lasted > timeout_s and store.add(f"of/{other}", 0) < number}
         if missing:
-            said = [voice.describe(missing) for voice in faults.voices()[-1:]]
+            said = [failures.describe(missing) for failures in open_failures()[-1:]]
             raise CommunicationError(
                 f"initialize on rank {rank}: expected every rank to call it within {timeout_s:g} s. "
                 f"{said[0] if said else f'Missing: ranks {sorted(missing)}'}. Call it on every rank"
             )
-        if lasted > faults.POST_AFTER_S:
-            for watch in watches:
-                watch.look_before_groups()
+        if lasted > watchdog.POST_AFTER_S:
+            for each in watchdogs:
+                each.look_before_groups()
         time.sleep(pause)
         pause = min(0.25, 1.5 * pause)
 
 
 @contextmanager
-def _told(number: int) -> Iterator[list[faults.Watch]]:
-    """Watches of older engines, one each. Their ranks hear of an error inside; these engines may go on all the same."""
+def _watching(number: int) -> Iterator[list[Watchdog]]:
+    """Watchdogs of older engines, one each. Their ranks hear of an error inside; these engines may go on."""
     what = "the meeting of all ranks before new process groups"
-    come = {faults.MEETING: number}
-    waiting = Waiting(what, faults.MEETING, faults.MEETING, number, issued=come, where="initialize")
-    voices = faults.voices()
-    watches = [voice.watch(waiting) for voice in voices]
+    come = {MEETING: number}
+    waiting = Waiting(what, MEETING, MEETING, number, issued=come, where="initialize")
+    older = open_failures()
+    watchdogs = [Watchdog(failures, waiting) for failures in older]
     try:
-        yield watches
+        yield watchdogs
     except (CommunicationError, MismatchError) as error:
-        for voice in voices:
-            voice.tell(faults.Notice(str(error), gave_up=True))
+        for failures in older:
+            failures.report(FailureReport(str(error), gave_up=True))
         raise
     finally:
-        for watch in watches:
-            watch.end()
+        for each in watchdogs:
+            each.end()
 
 
 @contextmanager
@@ -95,3 +104,81 @@ def _reachable() -> Iterator[None]:
             f"initialize on rank {dist.get_rank()}: the store of the process group cannot be reached, its "
             f"process may be gone: {str(error).splitlines()[0]}. Start the ranks again"
         ) from error
+
+
+def meet(failures: Failures, what: str) -> None:
+    """Wait until every rank calls this; ``CommunicationError`` names those that do not within ``timeout_s``."""
+    mesh = failures.mesh
+    if mesh.ranks == 1:
+        return
+    deadline = time.monotonic() + mesh.timeout_s
+    pause, written = 0.02, False
+    failures.repeat_report(what)
+    others = set(range(mesh.ranks)) - {mesh.rank}
+    came: set[int] = set()
+    while True:
+        try:
+            if not written:
+                failures.board.write("here", what)
+            here, written = set(failures.board.read("here")), True
+        except Unreachable:
+            here, written = set(), False
+        if here == others:
+            return
+        came |= here
+        if time.monotonic() > deadline:
+            end(failures)
+            raise CommunicationError(
+                f"{what} on rank {mesh.rank}: expected every rank to call it within {mesh.timeout_s:g} "
+                f"s. {failures.describe(others - came or others - here)}. Start the ranks again"
+            )
+        time.sleep(pause)
+        pause = min(0.5, 1.5 * pause)
+
+
+def end(failures: Failures) -> None:
+    """After ``meet``: this rank is not there any more, so that the next one begins anew."""
+    if failures.mesh.ranks > 1:
+        with suppress(Unreachable):
+            failures.board.write("here", "")
+
+
+def meet_to_close(failures: Failures) -> str:
+    """After ``Failures.leave``: wait until every rank closes. "" where all do, otherwise who does not, and why."""
+    mesh, mine = failures.mesh, failures.departure
+    others = set(range(mesh.ranks)) - {mesh.rank}
+    if mine is None or not others:
+        return ""
+    heard = time.monotonic()
+    deadline, pause = heard + mesh.timeout_s, 0.001
+    watching = Watchdog(
+        failures, Waiting("every rank's engine.close()", _CLOSE, _CLOSE, 1, issued={_CLOSE: 1}, where="close")
+    )
+    while True:
+        try:
+            departed = failures.departures()
+            gone = {rank: each.text for rank, each in departed.items() if each.presence is not Presence.CLOSING}
+            here = f"in the midst of other collectives: {mine.issued} here"
+            elsewhere = {
+                rank: f"{each.text}, {here}, {each.issued} there"
+                for rank, each in departed.items()
+                if each.issued != mine.issued
+            }
+            if gone:
+                return one_sentence(gone)
+            if elsewhere:
+                return one_sentence(elsewhere)
+            if departed.keys() == others:
+                return ""
+            ripe = watching.ripe().items()
+            if failed := {rank: f"{report.verb}: {report.text}" for rank, report in ripe if rank not in departed}:
+                return one_sentence(failed)
+            if met := watching.stuck_before_groups():
+                return met
+            heard = time.monotonic()
+        except Unreachable:
+            departed = {}
+        if time.monotonic() > min(deadline, heard + _UNHEARD_S):
+            return failures.describe(others - departed.keys())
+        time.sleep(pause)
+        pause = min(0.25, 1.5 * pause)

@@ -16,6 +16,7 @@ torchrun with gloo (the new group meets the addresses of the old one in the laun
 from __future__ import annotations
 
 import atexit
+import enum
 import itertools
 import os
 import threading
@@ -35,6 +36,20 @@ from shardengine.comm import rendezvous
 from shardengine.errors import CommunicationError, UsageError
 
 Group = dist.ProcessGroup | None
+
+
+class GroupName(enum.StrEnum):
+    """The fields of ``Mesh`` that are process groups. In each, collectives are numbered as they are issued."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    CONTROL = "control"
+    EVALUATE = "evaluate"
+
+    @property
+    def counts_as(self) -> GroupName:
+        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order."""
+        return GroupName.GATHER if self is GroupName.EVALUATE else self
 
 
 class Store(Protocol):
@@ -60,7 +75,7 @@ class Store(Protocol):
 class Mesh:
     """Who takes part. Groups are None at world size 1, where nothing is sent.
 
-    voices: numbers for those who speak over these groups; every rank takes them in the same order · evaluate: for
+    channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them.
     """
 
@@ -73,28 +88,28 @@ class Mesh:
     backend: str = "none"
     made_default_group: bool = False
     timeout_s: float = 600.0
-    voices: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    channels: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     evaluate: Group = None
     owned: bool = False
 
     def destroy(self, *, orderly: bool = True) -> None:
-        """Give the groups back; the default process group stays, until the process ends if ``build`` made it.
+        """Destroy the groups; the default process group stays, until the process ends if ``build`` made it.
 
         orderly: wait for the other ranks first, without which a finished gloo program sometimes aborts.
         """
         if not dist.is_initialized():
             return
         if not orderly:
-            self._keep()
+            self._hold_until_timeout()
         if orderly and self.made_default_group:
             dist.barrier()
-            _orderly.set()  # not after a fault: a group in the middle of a collective may never come back
-        self._drop_groups()
+            _orderly.set()  # not after a failure: a group in the middle of a collective may never come back
+        self._destroy_groups()
 
-    def leave_behind(self) -> None:
-        """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` gives them back."""
+    def abandon(self) -> None:
+        """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` destroys them."""
         if self.owned:
-            _left_behind.extend(weakref.ref(group) for group in self._groups())
+            _abandoned.extend(weakref.ref(group) for group in self._groups())
 
     def renew(self) -> Mesh:
         """The same ranks over new groups of the same default process group, which are owned; collective.
@@ -105,9 +120,9 @@ class Mesh:
         if self.ranks == 1:
             return replace(self, owned=True)
         if self.owned:
-            self._keep()
-            self._drop_groups()
-        return replace(self, **_new_groups(self.backend, self.timeout_s), voices=itertools.count(), owned=True)
+            self._hold_until_timeout()
+            self._destroy_groups()
+        return replace(self, **_new_groups(self.backend, self.timeout_s), channels=itertools.count(), owned=True)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -129,7 +144,7 @@ class Mesh:
             shared = shared.underlying_store
         return 0 if isinstance(shared, dist.TCPStore) else None  # type: ignore[attr-defined]
 
-    def _keep(self) -> None:
+    def _hold_until_timeout(self) -> None:
         """Hold the groups, which end with something in flight, for ``timeout_s``.
 
         Who lets go of a gloo group waits for what is in flight on it, and other ranks may never take part in that.
@@ -139,7 +154,7 @@ class Mesh:
             keeper.daemon = True  # the end of the process does not wait
             keeper.start()
 
-    def _drop_groups(self) -> None:
+    def _destroy_groups(self) -> None:
         for group in self._groups():
             dist.destroy_process_group(group)
 
@@ -147,24 +162,26 @@ class Mesh:
         return [group for group in (self.gather, self.reduce, self.control, self.evaluate) if group is not None]
 
 
-_left_behind: list[weakref.ref[dist.ProcessGroup]] = []
+_abandoned: list[weakref.ref[dist.ProcessGroup]] = []
 """Groups of engines that were garbage-collected, in the midst of anything, or never came to be. torch holds them."""
-_GIVING_BACK_S = 2.0
+_DESTROYING_S = 2.0
 
 
-def _give_back() -> None:
-    """The groups that were left behind end."""
-    held = [group for left in _left_behind if (group := left()) is not None]
-    _left_behind.clear()
+def _destroy_abandoned() -> None:
+    """The groups that were abandoned end."""
+    held = [group for left in _abandoned if (group := left()) is not None]
+    _abandoned.clear()
     for group in held:
         with suppress(ValueError):  # it has ended meanwhile
             dist.destroy_process_group(group)
     if held:
         del group
-        last = threading.Thread(target=held.clear, daemon=True)  # who lets go of one may have to wait: see _keep
+        last = threading.Thread(
+            target=held.clear, daemon=True
+        )  # who lets go of one may have to wait: see ``_hold_until_timeout``
         ending_threads.add(last)
         last.start()
-        last.join(_GIVING_BACK_S)
+        last.join(_DESTROYING_S)
 
 
 ending_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -206,7 +223,7 @@ def build(
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
         _join("nccl" if nccl else "gloo", timedelta(seconds=timeout_s))
-        atexit.register(_leave)  # before that of faults, which needs the store and so comes first at the end
+        atexit.register(_leave)  # before that of failures, which needs the store and so comes first at the end
         made = True
     backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
     device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
@@ -214,7 +231,7 @@ def build(
     if ranks == 1:
         return Mesh(0, 1, device, made_default_group=made, owned=owned)
     meet(timeout_s)
-    _give_back()
+    _destroy_abandoned()
     groups = _new_groups(backend, timeout_s)
     options: dict[str, Any] = {"backend": backend, "made_default_group": made, "timeout_s": timeout_s, "owned": owned}
     return Mesh(dist.get_rank(), ranks, device, **options, **groups)
@@ -280,11 +297,11 @@ def _leave() -> None:
 
 def _new_groups(backend: str, timeout_s: float) -> dict[str, Any]:
     """Those of ``Mesh``, by field; collective."""
-    kinds = {"gather": backend, "reduce": backend, "control": "gloo"}
+    kinds = {GroupName.GATHER: backend, GroupName.REDUCE: backend, GroupName.CONTROL: "gloo"}
     if backend == "gloo":
-        kinds["evaluate"] = backend
+        kinds[GroupName.EVALUATE] = backend
     timeout = timedelta(seconds=timeout_s)
-    return {name: dist.new_group(backend=kind, timeout=timeout) for name, kind in kinds.items()}  # in this order
+    return {name.value: dist.new_group(backend=kind, timeout=timeout) for name, kind in kinds.items()}  # in this order
 
 
 def _use(device: torch.device) -> torch.device:

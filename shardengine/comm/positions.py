@@ -2,12 +2,14 @@
 
 [Note: In vain] Collectives of a group are matched by their order alone. So a rank that waits for number n of a group
 waits for every rank that has issued fewer than n of it. That is in vain where such a rank has left, and where such
-ranks wait for each other in a ring. A rank that computes, loads data or stands in something of the user's says
-nothing, and nothing follows from that: it may be slow.
+ranks wait for each other, each for the next: a deadlock. A rank that computes, loads data or stands in something of the
+user's says nothing, and nothing follows from that: it may be slow.
 """
 
 from __future__ import annotations
 
+import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +19,8 @@ class Waiting:
     """What a rank waits for. key: equal on the ranks that wait for the same collective.
 
     group, place: the collective is that number of that group · shape: equal on all ranks for one collective ·
-    voice: whose groups · issued: collectives by group, and what else the rank has come to · where: the call
+    channel: of which engine over these groups · issued: collectives by group, and what else the rank has come to ·
+    where: the call
     """
 
     text: str
@@ -25,7 +28,7 @@ class Waiting:
     group: str = ""
     place: int = 0
     shape: str = ""
-    voice: int = 0
+    channel: int = 0
     issued: dict[str, int] = field(default_factory=dict)
     where: str = ""
 
@@ -38,22 +41,48 @@ class Waiting:
         return bool(self.place) and (self.group, self.place) == (other.group, other.place) and self.shape != other.shape
 
 
-@dataclass(frozen=True)
-class Goodbye:
-    """The last that a rank says. closes: in ``engine.close()``, where all meet · failed: it had an error.
+class Presence(enum.StrEnum):
+    """Whether a rank still takes part in what runs over one mesh."""
 
-    issued: its collectives by group · ends: it does nothing any more, not with another engine either.
-    """
+    PRESENT = "present"
+    CLOSING = "closing"
+    """In ``engine.close()``, where all meet."""
+    LEFT = "left"
+    """It takes part in nothing over this mesh any more."""
+    ENDED = "ended"
+    """Its process ends: nor does it with another engine."""
+
+    def may_become(self, later: Presence) -> bool:
+        """Whether ``later`` may follow; nothing follows the last two, and a rank does not come back."""
+        return later in _FOLLOWING[self]
+
+
+_FOLLOWING: Mapping[Presence, frozenset[Presence]] = {
+    Presence.PRESENT: frozenset({Presence.CLOSING, Presence.LEFT, Presence.ENDED}),
+    Presence.CLOSING: frozenset({Presence.CLOSING, Presence.LEFT, Presence.ENDED}),
+    Presence.LEFT: frozenset(),
+    Presence.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The last that a rank says. failed: it had an error · issued: its collectives by group."""
 
     text: str
-    closes: bool = False
+    presence: Presence
     failed: bool = False
     issued: dict[str, int] = field(default_factory=dict)
-    ends: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> Departure:
+        """Of ``json.dumps`` of its fields."""
+        fields = json.loads(text)
+        return cls(**{**fields, "presence": Presence(fields["presence"])})
 
 
-def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
-    """The shortest ring of ranks, from ``rank`` on, each of which waits for the next ([Note: In vain]); {}: none.
+def deadlock(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
+    """The shortest deadlock: ranks, from ``rank`` on, each of which waits for the next ([Note: In vain]); {}: none.
 
     waits: of all ranks that wait. They wait for nothing else meanwhile, so that none of them can go on.
     """
@@ -63,7 +92,7 @@ def ring(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
     for path in paths:
         last = waits[path[-1]]
         for other, its in waits.items():
-            if its.voice != start.voice or other == path[-1]:
+            if its.channel != start.channel or other == path[-1]:
                 continue
             if not (last.needs(its.issued) or last.never_meets(its)):
                 continue

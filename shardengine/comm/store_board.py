@@ -7,7 +7,7 @@ operation therefore runs in a thread, over a connection of its own, and is waite
 rank hosts the store (srun, mpirun, ``init_method="tcp://…"``), that rank is then named, and the others are not known.
 
 [Note: How far a rank is] A rank that stands in something of the user's cannot answer, so the thread puts how far it is
-every ``PUBLISH_S`` if that has changed. The training loop only assigns an attribute.
+every ``WRITE_LATER_S`` if that has changed. The training loop only assigns an attribute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from shardengine.comm.mesh import Mesh, Store, ending_threads
 
 OPERATION_S = 1.0
-PUBLISH_S = 5.0
+WRITE_LATER_S = 5.0
 
 _T = TypeVar("_T")
 _Jobs = SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
@@ -32,7 +32,7 @@ class Unreachable(Exception):
     """The store did not answer; the text says what came instead."""
 
 
-class Published:
+class LaterText:
     """A text that the thread puts under ``key`` now and then, if it has changed."""
 
     def __init__(self, key: str) -> None:
@@ -49,19 +49,19 @@ class Published:
 
 
 class StoreBoard:
-    """Texts by (kind, rank) in the store ([Note: The store may be gone]). published: under this key, by this rank."""
+    """Texts by (kind, rank) in the store ([Note: The store may be gone]). later: the key for ``write_later``."""
 
-    def __init__(self, mesh: Mesh, published: str) -> None:
+    def __init__(self, mesh: Mesh, later: str) -> None:
         self._mesh = mesh
         self._jobs: _Jobs = SimpleQueue()
         self._end: weakref.finalize[..., StoreBoard] | None = None
         self._unanswered: Future[Any] | None = None
         self._thread: threading.Thread | None = None
-        self._published = Published(f"{published}/{mesh.rank}")
+        self._later = LaterText(f"{later}/{mesh.rank}")
 
-    def publish(self, text: str) -> None:
-        """``text`` will be read by the others under the key of ``published`` ([Note: How far a rank is])."""
-        self._published.text = text
+    def write_later(self, text: str) -> None:
+        """The thread writes ``text`` within ``WRITE_LATER_S``, under a key of its own ([Note: How far a rank is])."""
+        self._later.text = text
         if self._end is None:
             self._begin()
 
@@ -106,7 +106,7 @@ class StoreBoard:
         self._jobs = SimpleQueue()
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._thread = threading.Thread(
-            target=_serve, args=(self._mesh, self._jobs, self._published), name="shardengine-notices", daemon=True
+            target=_serve, args=(self._mesh, self._jobs, self._later), name="shardengine-store", daemon=True
         )
         self._thread.start()
         ending_threads.add(self._thread)
@@ -132,18 +132,18 @@ class StoreBoard:
         raise Unreachable(reason)
 
 
-def _serve(mesh: Mesh, jobs: _Jobs, published: Published) -> None:
-    """Do ``jobs`` until None comes, and put what is ``published`` when there is nothing else to do."""
+def _serve(mesh: Mesh, jobs: _Jobs, later: LaterText) -> None:
+    """Do ``jobs`` until None comes, and put what is to be written ``later`` when there is nothing else to do."""
     store: Store | None = None
     while True:
         try:
-            task = jobs.get(timeout=PUBLISH_S)
+            task = jobs.get(timeout=WRITE_LATER_S)
         except Empty:
             try:
                 store = store or mesh.store()
                 if store is not None:
-                    published.put(store)
-            except Exception:  # it only helps to describe a fault, and whoever asks hears of the store
+                    later.put(store)
+            except Exception:  # it only helps to describe a failure, and whoever asks hears of the store
                 pass
             continue
         if task is None:

@@ -4,7 +4,7 @@
 a late one, another backward may follow. So the window before must have had neither, on any rank. If a late one comes in
 spite of that, no rank can go on with the window: some may have used what it should have been added to.
 
-Which buckets are used depends on what a rank has used of the model, and after a fault on when it came. What a user
+Which buckets are used depends on what a rank has used of the model, and after a failure on when it came. What a user
 may do must not, or one rank would refuse what another does. So from the beginning of a backward whose gradients may be
 used, the window can only be stepped, whether some are or not; if that backward fails, ``engine.reset()`` knows how far
 it was.
@@ -78,7 +78,7 @@ class EarlyUse:
         self.wait()
 
     def forget(self) -> None:
-        """After a fault: nothing is known of the window before."""
+        """After a failure: nothing is known of the window before."""
         self._predictable = False
 
     @contextmanager

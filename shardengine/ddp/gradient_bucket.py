@@ -61,7 +61,7 @@ class Rules:
     gradients: where they rest between micro-batches · state: where optimizer state does, and so the complete gradient ·
     divisor: 1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own ·
     reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later micro-batches · scaled:
-    the loss is, so that only announced backwards are right.
+    the loss is, so that a bare backward is refused.
     """
 
     gradients: Placement

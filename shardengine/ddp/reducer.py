@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Land, Pending, Purpose
+from shardengine.comm import Collectives, OnComplete, Purpose, Work
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
@@ -53,10 +53,10 @@ def no_payload() -> Payload:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A collective on its way, and what to do when it has arrived (which may start another one)."""
+    """A collective in flight, and what to do when it is complete (which may start another one)."""
 
-    pending: Pending
-    land: Callable[[], Pending | None] | None = None
+    work: Work
+    then: Callable[[], Work | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class Reducer:
         self.touched = frozenset()
 
     def drop(self) -> None:
-        """After a fault: forget the window, what is in flight and the order of launches. The pool must forget, too."""
+        """After a failure: forget the window, the order of launches and what is in flight. The pool must, too."""
         self._in_flight.clear()
         self._spill.drop()
         self.way_back.drop()
@@ -373,12 +373,12 @@ class Reducer:
             rules, device = self.rules, state.bucket.full.device
             summed = self._pool.take(state.bucket.layout.slice_length, torch.float32, device)
 
-            def land(terms: Sequence[Tensor]) -> None:
+            def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            self._reduce(state, sent, land).wait()
+            self._reduce(state, sent, on_complete).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -403,18 +403,18 @@ class Reducer:
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
 
-        def land(terms: Sequence[Tensor]) -> None:
+        def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
                 state.finish(terms, rules, lambda: self.early.offer(state))
             else:
                 state.accumulate(terms, rules)
 
-        def then() -> Pending | None:
+        def then() -> Work | None:
             if sent is not partial:
                 self._pool.give(sent)
             return self._gather(state, state.make_whole()) if final and rules.gathers else None
 
-        self._in_flight.append(_Flight(self._reduce(state, sent, land), then))
+        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete), then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
@@ -429,25 +429,27 @@ class Reducer:
         flatten([full], [0], sent)
         return sent
 
-    def _reduce(self, state: GradientBucket, full: Tensor, land: Land) -> Pending:
+    def _reduce(self, state: GradientBucket, full: Tensor, on_complete: OnComplete) -> Work:
         layout = state.bucket.layout
-        return self._collectives.move(full, Placement.PARTIAL, Placement.SHARDED, layout, Purpose.GRADIENTS, land)
+        return self._collectives.move(
+            full, Placement.PARTIAL, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete
+        )
 
-    def _gather(self, state: GradientBucket, whole: Tensor) -> Pending:
+    def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
         return self._collectives.move(whole, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.WHOLE_GRADIENTS)
 
-    def _fly(self, pending: Pending | None) -> None:
-        if pending is not None:
-            self._in_flight.append(_Flight(pending))
+    def _fly(self, work: Work | None) -> None:
+        if work is not None:
+            self._in_flight.append(_Flight(work))
 
     def _finish(self, leave: int) -> None:
-        """Finish reductions from the oldest on: those that have arrived, and more until ``leave`` are in flight."""
+        """Finish reductions from the oldest on: those that are complete, and more until ``leave`` are in flight."""
         poll = self._collectives.may_poll
-        while self._in_flight and (len(self._in_flight) > leave or (poll and self._in_flight[0].pending.done())):
+        while self._in_flight and (len(self._in_flight) > leave or (poll and self._in_flight[0].work.done())):
             flight = self._in_flight.popleft()
-            flight.pending.wait()
-            self._fly(flight.land() if flight.land is not None else None)
+            flight.work.wait()
+            self._fly(flight.then() if flight.then is not None else None)
         self._spill.settle(leave)
 
 

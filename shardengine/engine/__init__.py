@@ -9,7 +9,7 @@ gathering           one bucket's tensors whole on every rank
 full_access         full parameters, gradients and optimizer states inside a with
 export              the whole model: state dict, Hugging Face directories
 tracing             the events of all ranks in one file
-recovery            after a fault
+recovery            after a failure
 formulas            what the stage's formulas say of an engine
 overflow            what a step that was left out says
 monitors            where the numbers of every step go

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardengine import kernels, stages
-from shardengine.comm import Collectives, Mesh, compare, settle_kernels, together
+from shardengine.comm import Collectives, Mesh, compare, run_on_all_ranks, settle_kernels
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules, Window
 from shardengine.engine.core import Core
@@ -68,7 +68,7 @@ def build(
     direct |= which.reduce is not torch.float32  # the backend would round no sum
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
 
-    found, offer = together(
+    found, offer = run_on_all_ranks(
         collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, which)
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
@@ -99,7 +99,7 @@ def _assemble(
         tell_choice(tiers, footprint, homes)
         if stage.moves_weights:
             tell_window(footprint, found, _classes_of(model))
-    with collectives.faults.announced("initialize", lambda error: "placing the weights"):
+    with collectives.failures.reports_failure("initialize", lambda error: "placing the weights"):
         units = placing.place(
             found,
             plan,
@@ -159,7 +159,7 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
         free = free_bytes(mesh.device) if measures else 0
         return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, apart=is_apart(mesh.device)))), free
 
-    tiers, free = together(collectives, "opening the tiers", open_tiers)
+    tiers, free = run_on_all_ranks(collectives, "opening the tiers", open_tiers)
     if measures:
         tiers.limit(min(collectives.exchange_objects(free)))
     return tiers

@@ -1,10 +1,10 @@
-"""The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a fault.
+"""The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a failure.
 
 Must not know: what the engine was used for.
 
-[Note: Together or not] The end has collectives where weights are gathered, where a save has to be told of on all ranks,
-and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains would
-take the gathers of an end for its own.
+[Note: Collective or not] The end has collectives where weights are gathered, where a save has to be told of on all
+ranks, and where the default process group is ours. Ranks meet before those, through the store: a rank that still trains
+would take the gathers of an end for its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from shardengine.comm import Presence, meeting
 from shardengine.engine.core import Core
 from shardengine.errors import CommunicationError
 
@@ -19,16 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 def part(core: Core, *, saves: bool) -> str:
-    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Together or not]).
+    """Say that this rank closes its engine, and wait for the others where that is needed ([Note: Collective or not]).
 
     "" where all that follows may be collective; otherwise why not. saves: some are to tell.
     """
-    faults = core.collectives.faults
-    faults.leave("has closed its engine", closes=True)
-    together = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
-    if not together and not faults.gave_up:
+    failures = core.collectives.failures
+    failures.leave("has closed its engine", Presence.CLOSING)
+    collective = core.stage.moves_weights or saves or (core.mesh.owned and core.mesh.made_default_group)
+    if not collective and not failures.gave_up:
         return ""
-    said = f"this one gave up: {faults.gave_up}" if faults.gave_up else faults.await_leaving()
+    said = f"this one gave up: {failures.gave_up}" if failures.gave_up else meeting.meet_to_close(failures)
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
 
 
@@ -47,11 +48,11 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
         if ends_groups and core.mesh.owned:
             last.callback(lambda: core.mesh.destroy(orderly=orderly))
         last.callback(core.attachments.unmark)
-        last.callback(core.collectives.faults.close)
+        last.callback(core.collectives.failures.close)
         last.callback(core.pool.forget)
         last.callback(core.reducer.drop)
         try:
-            with core.collectives.faults.announced("close", lambda error: "gathering the weights"):
+            with core.collectives.failures.reports_failure("close", lambda error: "gathering the weights"):
                 if alone and core.stage.moves_weights:
                     raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
                 _leave_weights(core)
@@ -60,7 +61,7 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
         if alone:
             _log.warning("%s", alone)
             return
-        core.reducer.release()  # what is in flight after a fault may have no end but the timeout
+        core.reducer.release()  # what is in flight after a failure may have no end but the timeout
         orderly = True
 
 

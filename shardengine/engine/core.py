@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardengine import stages
-from shardengine.comm import Collectives, Mesh, Pending, Purpose
+from shardengine.comm import Collectives, Mesh, Purpose, Work
 from shardengine.ddp import BufferSync, Reducer, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
@@ -132,15 +132,15 @@ class Core:
     def publish(self, stepped: Iterable[Bucket]) -> None:
         """Each bucket, as soon as it is stepped, is gathered where weights rest replicated and masters do not.
 
-        Returns when all have landed, or with ``overlap_param_gather`` at once (``deferred_gather``).
+        Returns when all are complete, or with ``overlap_param_gather`` at once (``deferred_gather``).
         """
-        pending: list[Pending] = []
+        in_flight: list[Work] = []
         for bucket in stepped:
-            pending.append(self._publish(bucket))
+            in_flight.append(self._publish(bucket))
             if self.deferred_gather is not None:
-                self.deferred_gather.add_in_flight(bucket, pending.pop())
-        for each in pending:
-            each.wait()
+                self.deferred_gather.add_in_flight(bucket, in_flight.pop())
+        for work in in_flight:
+            work.wait()
         if self.deferred_gather is not None:
             self.deferred_gather.hide()
 
@@ -155,19 +155,19 @@ class Core:
 
         They are on their way while the body runs, which must not touch them.
         """
-        pending: list[Pending] = []
+        in_flight: list[Work] = []
         with torch.no_grad():
             for state in self.reducer.buckets:
                 state.bucket.adopt_master()
-                pending.append(self._publish(state.bucket))
+                in_flight.append(self._publish(state.bucket))
         try:
             yield
         finally:
-            for each in pending:
-                each.wait()
+            for work in in_flight:
+                work.wait()
         self.note_stepped()
 
-    def _publish(self, bucket: Bucket) -> Pending:
+    def _publish(self, bucket: Bucket) -> Work:
         """From where weights are stepped to where they rest."""
         stage = self.stage
         return self.collectives.move(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine import other_engines
-from shardengine.comm import Collectives, Mesh, meeting, together
+from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
 from shardengine.ddp import Window
@@ -36,7 +36,7 @@ from shardengine.engine import (
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached
 from shardengine.engine.monitors import Monitor, Monitors
-from shardengine.engine.recovery import ForWith, announced, announced_with
+from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
@@ -106,11 +106,11 @@ class Engine(Inspection):
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
         timeout_s = timeout_of(config, _known(optimizer))
-        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet)
+        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet_before_groups)
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:
-            mesh.leave_behind()
+            mesh.abandon()
             raise
         self.global_steps = 0
         self.global_samples = 0
@@ -131,7 +131,7 @@ class Engine(Inspection):
         lr_scheduler: Any,
         user_monitors: Sequence[Monitor],
     ) -> None:
-        """Everything that can fail on one rank alone runs ``together``, so that it fails on all."""
+        """Everything that can fail on one rank alone goes through ``run_on_all_ranks``, so that it fails on all."""
         start = Collectives(mesh, BufferPool())
 
         def read() -> tuple[Config, OptimizerForm]:
@@ -144,7 +144,7 @@ class Engine(Inspection):
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
 
-        self.config, form = together(start, "reading config and optimizer", read)
+        self.config, form = run_on_all_ranks(start, "reading config and optimizer", read)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
@@ -165,7 +165,7 @@ class Engine(Inspection):
                 self.optimizer.begin()
 
         try:
-            together(start, "making the optimizer and the scheduler", equip)
+            run_on_all_ranks(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             self._give_back()
             closing.dissolve(core, ends_groups=False)
@@ -173,7 +173,7 @@ class Engine(Inspection):
 
     # Forward and backward
 
-    @announced("forward")
+    @reports_failure("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its output comes back as it is."""
         self._need_core().verify_parameters()
@@ -194,7 +194,7 @@ class Engine(Inspection):
 
     forward = __call__
 
-    @announced("backward")
+    @reports_failure("backward")
     def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
         """Backward of ``loss`` divided by the accumulation steps; returns that quotient.
 
@@ -237,7 +237,7 @@ class Engine(Inspection):
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
         self._window.set_boundary(bool(is_boundary))
 
-    @announced("step")
+    @reports_failure("step")
     def step(self, *, flush: bool = False) -> None:
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
 
@@ -327,7 +327,7 @@ class Engine(Inspection):
             self.zero_grad()
 
     def reset(self) -> None:
-        """After a fault: every rank returns to the last completed step, over new process groups; collective.
+        """After a failure: every rank returns to the last completed step, over new process groups; collective.
 
         The window is dropped, unless some rank had begun to update weights: then all ranks finish that step (see
         ``global_steps``). UsageError where a rank stopped inside of an update: load a checkpoint. CommunicationError
@@ -360,7 +360,7 @@ class Engine(Inspection):
 
     # Whole parameters
 
-    @announced_with("full_params")
+    @reports_failure_with("full_params")
     def full_params(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[None]:
@@ -370,7 +370,7 @@ class Engine(Inspection):
         """
         return full_access.full_params(self._need_core(), names, writable=writable)
 
-    @announced_with("full_grads")
+    @reports_failure_with("full_grads")
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
@@ -385,7 +385,7 @@ class Engine(Inspection):
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
         return full_access.full_grads(self._need_core(), names, writable=writable, scale=scale)
 
-    @announced_with("full_optimizer_state")
+    @reports_failure_with("full_optimizer_state")
     def full_optimizer_state(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
@@ -398,17 +398,17 @@ class Engine(Inspection):
         optimizer = self._need_optimizer("full_optimizer_state()")
         return full_access.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
-    @announced("state_dict")
+    @reports_failure("state_dict")
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
         return export.full_state_dict(self._need_core(), self.module)
 
-    @announced("save_pretrained")
+    @reports_failure("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         export.save_pretrained(self._need_core(), self.module, directory)
 
-    @announced_with("trace")
+    @reports_failure_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
@@ -418,7 +418,7 @@ class Engine(Inspection):
 
     # Checkpoints: nothing is read or written here; `checkpoint/` is loaded at the first call
 
-    @announced("save_checkpoint")
+    @reports_failure("save_checkpoint")
     def save_checkpoint(
         self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
     ) -> Path:
@@ -435,7 +435,7 @@ class Engine(Inspection):
         self._need_core()
         return checkpoint.save(self, directory, tag, client_state)
 
-    @announced("wait_for_checkpoint")
+    @reports_failure("wait_for_checkpoint")
     def wait_for_checkpoint(self) -> None:
         """Return when everything that was saved is on disk; CheckpointError if it is not; collective."""
         if self._saves is not None:
@@ -444,7 +444,7 @@ class Engine(Inspection):
             self._need_core()
             checkpoint.finish(self)
 
-    @announced("load_checkpoint")
+    @reports_failure("load_checkpoint")
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, strict: bool = True, weights_only: bool = False
     ) -> Checkpoint:
@@ -467,7 +467,7 @@ class Engine(Inspection):
 
     # Freeing the device between two phases of a program
 
-    @announced("offload_states")
+    @reports_failure("offload_states")
     def offload_states(self, include: Iterable[str] = offload_states.STATES, *, pin_memory: bool = True) -> None:
         """Move what rests on the device to host memory until ``reload_states``, and free transient buffers. Local.
 
@@ -559,7 +559,7 @@ class Engine(Inspection):
 
     half = float = double = bfloat16 = cuda = cpu = to
 
-    @announced("add_param_group")
+    @reports_failure("add_param_group")
     def _add_param_group(self, group: dict[str, Any]) -> None:
         optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
         self._core = rebuild.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)

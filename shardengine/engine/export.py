@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardengine.comm import Purpose, compare, together
+from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.offload import HOST
@@ -25,7 +25,7 @@ def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
     compare(core.collectives, {"call": ["state_dict"]})
     values = _whole_values(core)
-    return together(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
+    return run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
 
 
 def _whole_values(core: Core) -> dict[int, Tensor]:
@@ -75,7 +75,7 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> Non
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    together(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
+    run_on_all_ranks(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
 
 
 def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:

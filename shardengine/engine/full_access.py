@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.comm import Named, Purpose, compare, together
+from shardengine.comm import Named, Purpose, compare, run_on_all_ranks
 from shardengine.config import nearest
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
@@ -314,7 +314,7 @@ def _agreed_end(core: Core, what: str, check: Callable[[], None] | None) -> Iter
             check()
 
     if check is not None:
-        together(core.collectives, what, end)
+        run_on_all_ranks(core.collectives, what, end)
 
 
 def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:

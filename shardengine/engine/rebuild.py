@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Purpose, compare, together
+from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
 from shardengine.engine import formulas
 from shardengine.engine.assembly import succeed
@@ -103,7 +103,7 @@ def add_group(
         return partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16)
 
     try:
-        found = together(core.collectives, "add_param_group()", append)
+        found = run_on_all_ranks(core.collectives, "add_param_group()", append)
         names = core.partition.first_names()
         new = [names[id(parameter)] for parameter in group["params"]]
         compare(core.collectives, {"parameters of the new optimizer group": new, **partition.plan_facts(found, groups)})
@@ -181,7 +181,7 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
 
 def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> _Planned:
     """What may fail on one rank alone, or differ between ranks; collective. Nothing has changed."""
-    found = together(
+    found = run_on_all_ranks(
         core.collectives,
         "making a new layout",
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
@@ -198,7 +198,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
             tier.reserve(forms)
 
     try:
-        together(core.collectives, "taking room for a new layout", take_room)
+        run_on_all_ranks(core.collectives, "taking room for a new layout", take_room)
     except BaseException:
         core.tiers.free_reserved()
         raise

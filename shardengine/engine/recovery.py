@@ -1,8 +1,8 @@
-"""After a fault: telling the other ranks, and the way back to one completed step on all of them (``engine.reset()``).
+"""After a failure: the report to the other ranks, and the way back to one step on all of them (``engine.reset()``).
 
-Must not know: how ranks tell each other (faults), which collectives were under way.
+Must not know: how ranks tell each other (comm/failures), which collectives were under way.
 
-[Note: Back to one step] A fault finds the ranks at different places, but never further apart than one update, because
+[Note: Back to one step] A failure finds the ranks at different places, but never further apart than one update, because
 the norm's exchange lies between two updates. So there are two ways back:
 
 - no rank has begun the update of a step that another rank has not completed: the window is dropped everywhere
@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from shardengine.comm import Collectives, Faults, compare, describe, together
+from shardengine.comm import Collectives, Failures, Presence, compare, describe, meeting, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, attached
 from shardengine.errors import CommunicationError, UsageError
@@ -42,16 +42,16 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def announced(
+def reports_failure(
     call: str,
 ) -> Callable[[Callable[Concatenate[_E, _P], _T]], Callable[Concatenate[_E, _P], _T]]:
-    """A method of the engine that tells the other ranks when it raises on this one."""
+    """A method of the engine that reports to the other ranks when it raises on this one."""
 
     def decorate(method: Callable[Concatenate[_E, _P], _T]) -> Callable[Concatenate[_E, _P], _T]:
         @functools.wraps(method)
-        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def reporting(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
             trace = engine._core.collectives.trace
-            with _telling(engine, call):
+            with _reporting(engine, call):
                 try:
                     if not trace.recording:
                         return method(engine, *args, **kwargs)
@@ -61,7 +61,7 @@ def announced(
                     explain_arguments(error)
                     raise
 
-        return told
+        return reporting
 
     return decorate
 
@@ -77,22 +77,22 @@ def _raised_in(error: BaseException, core: Core, model: nn.Module) -> str:
     return f"unit {core.schedule.last_requested.name!r}" + (f", module {inside[-1]!r}" if inside else "")
 
 
-def announced_with(
+def reports_failure_with(
     call: str,
 ) -> Callable[
     [Callable[Concatenate[_E, _P], AbstractContextManager[_T]]],
     Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
 ]:
-    """As ``announced``, for a method that returns a context manager: what raises in entering it or in leaving it."""
+    """As ``reports_failure``, for a method that returns a context manager: what entering or leaving it raises."""
 
     def decorate(
         method: Callable[Concatenate[_E, _P], AbstractContextManager[_T]],
     ) -> Callable[Concatenate[_E, _P], AbstractContextManager[_T]]:
         @functools.wraps(method)
-        def told(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
-            return ForWith(call, lambda: _told_with(engine, call, method(engine, *args, **kwargs)))
+        def reporting(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
+            return ForWith(call, lambda: _reporting_with(engine, call, method(engine, *args, **kwargs)))
 
-        return told
+        return reporting
 
     return decorate
 
@@ -126,48 +126,48 @@ class ForWith(AbstractContextManager[_T], ContextDecorator):
 
 
 @contextmanager
-def _told_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
-    with _telling(engine, call):
+def _reporting_with(engine: Inspection, call: str, context: AbstractContextManager[_T]) -> Iterator[_T]:
+    with _reporting(engine, call):
         value = context.__enter__()
     try:
         yield value
-    except BaseException as error:  # the user's own, or of a call that has told it
+    except BaseException as error:  # the user's own, or of a call that has reported it
         if not context.__exit__(type(error), error, error.__traceback__):
             raise
     else:
-        with _telling(engine, f"leaving {call}"):
+        with _reporting(engine, f"leaving {call}"):
             context.__exit__(None, None, None)
 
 
 @contextmanager
-def _telling(engine: Inspection, call: str) -> Iterator[None]:
-    """``Faults.announced`` for a call of the engine. Evaluation may be one rank's alone, so it is counted apart."""
+def _reporting(engine: Inspection, call: str) -> Iterator[None]:
+    """``Failures.reports_failure`` in a call of the engine. One rank may evaluate alone, so that is counted apart."""
     if engine.module not in attached:
         yield  # closed: the call says so, and nobody waits for it
         return
     core = engine._core
     kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
     where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
-    faults = core.collectives.faults
+    failures = core.collectives.failures
     try:
-        with faults.announced(where, lambda error: _raised_in(error, core, engine.module), kind):
+        with failures.reports_failure(where, lambda error: _raised_in(error, core, engine.module), kind):
             yield
     finally:
-        faults.note(engine.global_steps, engine._window.micro_batches)
+        failures.set_progress(engine.global_steps, engine._window.micro_batches)
 
 
 def say_when_let_go(collectives: Collectives) -> None:
-    """Tell the other ranks when nobody has an engine any more that was not closed, and leave its groups behind.
+    """Tell the other ranks when nobody has an engine any more that was not closed, and abandon its groups.
 
     The module's hooks use its collectives without the engine, so these are what has to be gone.
     """
-    weakref.finalize(collectives, _let_go, collectives.faults).atexit = False  # that is told apart
+    weakref.finalize(collectives, _let_go, collectives.failures).atexit = False  # the end of a process says so itself
 
 
-def _let_go(faults: Faults) -> None:
-    if faults.is_open and not faults.is_closing:
-        faults.leave("has let go of its engine", wait=False)  # in the midst of anything
-        faults.mesh.leave_behind()
+def _let_go(failures: Failures) -> None:
+    if failures.is_open and failures.presence is Presence.PRESENT:
+        failures.leave("has let go of its engine", wait=False)  # in the midst of anything
+        failures.mesh.abandon()
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
 
 
 def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
-    """``MismatchError`` where ranks have other optimizer options, which a fault may have left behind; collective."""
+    """``MismatchError`` where ranks have other optimizer options, which a failure may have left behind; collective."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = [describe({key: value for key, value in group.items() if key != "params"}) for group in groups]
     options += [] if optimizer is None else [describe(optimizer.scaling)]
@@ -237,8 +237,8 @@ def compare_options(core: Core, optimizer: ShardedOptimizer | None) -> None:
 
 def _renew_groups(core: Core) -> None:
     collectives = core.collectives
-    collectives.faults.meet("engine.reset()")
-    before = collectives.faults
+    meeting.meet(collectives.failures, "engine.reset()")
+    before = collectives.failures
     try:
         collectives.use(collectives.mesh.renew())
         collectives.barrier()
@@ -248,8 +248,8 @@ def _renew_groups(core: Core) -> None:
             "the ranks again"
         ) from error
     finally:
-        before.part()
-        if before is not collectives.faults:
+        meeting.end(before)
+        if before is not collectives.failures:
             before.close()
             say_when_let_go(collectives)
 
@@ -264,7 +264,7 @@ def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int
                     pass
 
     try:
-        together(core.collectives, f"finishing step {step} in reset()", finish)
+        run_on_all_ranks(core.collectives, f"finishing step {step} in reset()", finish)
     except Exception:
         if optimizer.update is not None:
             optimizer.update.note_unfinished()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardengine import trace
-from shardengine.comm import Collectives, compare, together
+from shardengine.comm import Collectives, compare, run_on_all_ranks
 
 
 @contextmanager
@@ -24,4 +24,4 @@ def traced(collectives: Collectives, path: str | Path) -> Iterator[None]:
     def write() -> None:
         trace.write(Path(path), ranks)
 
-    together(collectives, f"writing {path}", write if collectives.mesh.rank == 0 else lambda: None)
+    run_on_all_ranks(collectives, f"writing {path}", write if collectives.mesh.rank == 0 else lambda: None)

@@ -54,7 +54,7 @@ class CopyQueue:
             then()
 
     def drop(self) -> None:
-        """After a fault: wait, and do nothing more. The pool forgets its buffers."""
+        """After a failure: wait, and do nothing more. The pool forgets its buffers."""
         for ends, _, _ in self._under_way:
             for end in ends:
                 end.wait_on_host()

@@ -283,7 +283,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def conclude(self) -> bool:
         """The update is done: whether it was applied, which is where the host learns that it was left out.
 
-        Asked again, after a fault, it says the same and changes nothing.
+        Asked again, after a failure, it says the same and changes nothing.
         """
         update, scaler = self.update or Update(), self.settings.scaler
         if update.applied is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from shardengine.comm import Pending
+from shardengine.comm import Work
 from shardengine.runtime.unit import Member
 from shardengine.sharding import Bucket
 
@@ -18,7 +18,7 @@ class DeferredGather:
     """``members``: all that rest in flat buffers. groups: their indices per block, first those that are in none."""
 
     def __init__(self, members: Sequence[Member], groups: Sequence[Iterable[int]]) -> None:
-        self._flights: dict[int, Pending] = {}
+        self._flights: dict[int, Work] = {}
         self._hidden: set[int] = set()
         self._members = {member.index: member for member in members}
         self._buckets = {member.index: frozenset(_buckets_of(member)) for member in members}
@@ -28,12 +28,12 @@ class DeferredGather:
                 self._in.setdefault(bucket, []).append(index)
         self._groups = [tuple(group) for group in groups]
 
-    def add_in_flight(self, bucket: Bucket, pending: Pending) -> None:
+    def add_in_flight(self, bucket: Bucket, work: Work) -> None:
         """``bucket`` is being gathered."""
-        self._flights[bucket.layout.index] = pending
+        self._flights[bucket.layout.index] = work
 
     def hide(self) -> None:
-        """The step is over: parameters that did not land yet become poison."""
+        """The step is over: parameters that are not gathered yet become poison."""
         for index, buckets in self._buckets.items():
             if not buckets.isdisjoint(self._flights):
                 member = self._members[index]
@@ -51,7 +51,7 @@ class DeferredGather:
             self._await(self._members)
 
     def drop(self) -> None:
-        """After a fault: forget what is in flight."""
+        """After a failure: forget what is in flight."""
         self._flights.clear()
         self._hidden.clear()
 
@@ -61,12 +61,12 @@ class DeferredGather:
         return self._hidden
 
     def _await(self, parameters: Iterable[int]) -> None:
-        landed: set[int] = set()
+        complete: set[int] = set()
         for index in parameters:
             for bucket in sorted(self._buckets[index] & self._flights.keys()):
                 self._flights.pop(bucket).wait()
-                landed.update(self._in[bucket])
-        for index in landed & self._hidden:
+                complete.update(self._in[bucket])
+        for index in complete & self._hidden:
             if self._buckets[index].isdisjoint(self._flights):
                 self._members[index].show(self._members[index].view)
                 self._hidden.discard(index)

@@ -502,7 +502,7 @@ class Schedule:
         self._rest(spare_kept=False)
 
     def recover(self) -> None:
-        """After a fault: nothing is in flight or predicted (ranks may have recorded other orders)."""
+        """After a failure: nothing is in flight or predicted (ranks may have recorded other orders)."""
         self._backward = Backward.NONE
         for unit in self.units:
             unit.recover()

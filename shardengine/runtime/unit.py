@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Pending, Purpose
+from shardengine.comm import Collectives, Purpose, Work
 from shardengine.errors import InternalError
 from shardengine.offload import Shelf
 from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
@@ -79,7 +79,7 @@ class Unit:
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = UnshardState.UNSHARDED
-        self._pending: list[Pending] = []
+        self._in_flight: list[Work] = []
         self._summoned: list[Tensor] | None = None
 
     def name_of(self, parameter: int) -> str:
@@ -137,7 +137,7 @@ class Unit:
         try:
             for bucket in self.buckets():
                 bucket.load_shard()
-                self._pending.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
+                self._in_flight.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
         except BaseException:
             self._abort_unshard()
             raise
@@ -149,9 +149,9 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: wait, and show the weights to the user's parameters."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        for work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
         self._move(UnshardState.UNSHARDED)
         if not self.summoned:
             self.show()
@@ -165,7 +165,7 @@ class Unit:
             flat_buffer.release(abandon=abandon)
 
     def recover(self) -> None:
-        """After a fault: not summoned, and not UNSHARDING. What is in flight keeps the storage that it writes into."""
+        """After a failure: neither summoned nor UNSHARDING. What is in flight keeps the storage that it writes into."""
         self._summoned = None
         if self.state is UnshardState.UNSHARDING:
             self._abort_unshard()
@@ -173,7 +173,7 @@ class Unit:
 
     def _abort_unshard(self) -> None:
         """The only way back from UNSHARDING."""
-        self._pending.clear()
+        self._in_flight.clear()
         self.state = UnshardState.SHARDED
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=True)

@@ -101,8 +101,8 @@ def reading(
     """As on_rank, with some variables set; at last the rows that this rank read in each step."""
     fetch, read = global_mean.fetch, []
 
-    def noted(batches: Iterator[data.Batch], count: int, together: Any) -> global_mean.GlobalBatch:
-        window = fetch(batches, count, together)
+    def noted(batches: Iterator[data.Batch], count: int, rank_sums: Any) -> global_mean.GlobalBatch:
+        window = fetch(batches, count, rank_sums)
         rows = [row.numpy().tobytes() for batch in window.batches for row in batch["input_ids"]]
         read.append([hashlib.sha256(row).hexdigest()[:12] for row in rows])
         return window

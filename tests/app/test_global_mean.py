@@ -13,7 +13,7 @@ from torch import Tensor
 import shardengine
 from shardengine.app import data, global_mean, loop
 from shardengine.app.data import Batch, Rows
-from shardengine.app.together import Together
+from shardengine.app.rank_sums import RankSums
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import UsageError
 from tests.support.cases import LENGTH, STAGES, VOCAB, make_llama, mesh_of_this_process
@@ -48,20 +48,20 @@ def one_without_valid_tokens(rank: int) -> Iterator[Batch]:
         yield batch
 
 
-def naive_fetch(batches: Iterator[Batch], count: int, together: Together) -> global_mean.GlobalBatch:
+def naive_fetch(batches: Iterator[Batch], count: int, rank_sums: RankSums) -> global_mean.GlobalBatch:
     """A mean of means: what a loop does that leaves masks to the model."""
     mine = list(itertools.islice(batches, count))
     return global_mean.GlobalBatch(mine, [1.0] * count, 1)
 
 
-def engine_of_case(together: Together, stage: str, k: int, kind: str = "SGD") -> shardengine.Engine:
+def engine_of_case(rank_sums: RankSums, stage: str, k: int, kind: str = "SGD") -> shardengine.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": k,
         "optimizer": {"type": kind, "params": OPTIMIZERS[kind]},
         "zero_optimization": {**STAGES[stage], "reduce_bucket_size": 4000},
     }
-    return shardengine.initialize(make_llama(), config, mesh=together.mesh)
+    return shardengine.initialize(make_llama(), config, mesh=rank_sums.mesh)
 
 
 Run = tuple[list[float], list[float], dict[str, Tensor], float]
@@ -70,8 +70,8 @@ Run = tuple[list[float], list[float], dict[str, Tensor], float]
 
 def run_case(stage: str, k: int, how: str = "", kind: str = "SGD") -> Run:
     """A few steps of the loop."""
-    together = Together(mesh_of_this_process())
-    engine = engine_of_case(together, stage, k, kind)
+    rank_sums = RankSums(mesh_of_this_process())
+    engine = engine_of_case(rank_sums, stage, k, kind)
     batches = data.training_batches(unequal_rows(), 2, engine.rank, engine.world_size, SEED)
     if how == "one without":
         batches = one_without_valid_tokens(engine.rank)
@@ -80,13 +80,13 @@ def run_case(stage: str, k: int, how: str = "", kind: str = "SGD") -> Run:
         global_mean.fetch = naive_fetch
     losses, norms = [], []
     try:
-        for progress in loop.steps(engine, batches, STEPS, together, cast(Any, False)):
+        for progress in loop.steps(engine, batches, STEPS, rank_sums, cast(Any, False)):
             losses.append(progress.loss)
             norms.append(engine.get_global_grad_norm() or 0.0)
     finally:
         global_mean.fetch = kept
     weights = engine.state_dict()
-    validation = loop.validate(engine, unequal_rows(7), together)
+    validation = loop.validate(engine, unequal_rows(7), rank_sums)
     engine.close()
     return losses, norms, weights, validation
 
@@ -159,10 +159,10 @@ def test_a_micro_batch_without_valid_tokens_weighs_nothing(pools, k: int):
 
 
 def nothing_valid_case() -> str:
-    together = Together(mesh_of_this_process())
+    rank_sums = RankSums(mesh_of_this_process())
     batch = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), data.IGNORED)}
     with pytest.raises(UsageError, match="no token of this optimizer step is to be learnt") as caught:
-        global_mean.fetch(iter([batch, batch]), 2, together)
+        global_mean.fetch(iter([batch, batch]), 2, rank_sums)
     return str(caught.value)
 
 
@@ -171,10 +171,10 @@ def test_a_global_batch_without_any_valid_token_is_an_error_on_every_rank(pools)
 
 
 def unmasked_case(k: int) -> tuple[list[float], int]:
-    together = Together(mesh_of_this_process())
+    rank_sums = RankSums(mesh_of_this_process())
     ids = torch.arange(40 * LENGTH).view(40, LENGTH) % VOCAB
     window = global_mean.fetch(
-        data.training_batches(Rows(ids, ids), 2, together.rank, together.mesh.ranks, SEED), k, together
+        data.training_batches(Rows(ids, ids), 2, rank_sums.rank, rank_sums.mesh.ranks, SEED), k, rank_sums
     )
     return window.weights, window.tokens
 
@@ -186,15 +186,15 @@ def test_without_masks_the_factor_is_exactly_one(pools, ranks: int, k: int):
 
 def test_the_loss_of_a_step_without_masks_keeps_its_bits():
     """As the loop was before masks: no factor at all."""
-    together = Together(mesh_module.build(torch.device("cpu")))
+    rank_sums = RankSums(mesh_module.build(torch.device("cpu")))
     ids = torch.arange(40 * LENGTH).view(40, LENGTH) % VOCAB
     results = []
     for fetch in (global_mean.fetch, naive_fetch):
-        engine = engine_of_case(together, "2", 2)
+        engine = engine_of_case(rank_sums, "2", 2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(global_mean, "fetch", fetch)
             batches = data.training_batches(Rows(ids, ids), 2, 0, 1, SEED)
-            losses = [step.loss for step in loop.steps(engine, batches, STEPS, together, cast(Any, False))]
+            losses = [step.loss for step in loop.steps(engine, batches, STEPS, rank_sums, cast(Any, False))]
         results.append((losses, engine.state_dict()))
         engine.close()
     assert results[0][0] == results[1][0]

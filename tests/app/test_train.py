@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardengine.app import corpus, data, loop, report, settings, stopping
-from shardengine.app.together import Together
+from shardengine.app.rank_sums import RankSums
 from shardengine.comm import mesh
 from shardengine.errors import ConfigError, UsageError
 from tests.support import HANG_S
@@ -189,9 +189,9 @@ def test_warmup_then_cosine():
 
 
 def test_sums_at_one_rank():
-    together = Together(mesh.build(torch.device("cpu")))
-    assert together.sums([1.5, 2.0]) == [1.5, 2.0]
-    assert together.from_first("here") == "here"
+    rank_sums = RankSums(mesh.build(torch.device("cpu")))
+    assert rank_sums.sums([1.5, 2.0]) == [1.5, 2.0]
+    assert rank_sums.from_first("here") == "here"
 
 
 def test_sizes_and_durations_for_people():

@@ -249,7 +249,7 @@ def fails_once(folder: str, where: str, rank: int, then: str) -> tuple[list[str]
             calls[call]()
         except CheckpointError as error:
             texts.append(f"{call}: {error}")
-            assert engine._core.collectives.faults._told is None, "every rank raised: nothing is told besides"
+            assert engine._core.collectives.failures._reported is None, "every rank raised: nothing is reported besides"
         if then == "close":
             break
     return texts, [str(warning.message) for warning in caught]

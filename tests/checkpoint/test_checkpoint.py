@@ -199,7 +199,7 @@ def fails_on_one(folder: str, where: str) -> str:
         text = str(error)
     finally:
         setattr(module, name, original)
-    assert engine._core.collectives.faults._told is None, "every rank raised: nothing is told besides"
+    assert engine._core.collectives.failures._reported is None, "every rank raised: nothing is reported besides"
     engine.load_checkpoint(folder)
     text += f" {engine.global_steps}"
     engine.close()

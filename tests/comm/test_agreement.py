@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardengine.comm.agreement import compare, describe, together
+from shardengine.comm.agreement import compare, describe, run_on_all_ranks
 from shardengine.errors import MismatchError
 from tests.support.parts import collectives
 from tests.support.ranks import RankPool
@@ -25,7 +25,7 @@ def work_that_fails_on(failing: list[int]) -> str:
         return "fine"
 
     try:
-        return together(link, "reading the file", work)
+        return run_on_all_ranks(link, "reading the file", work)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

@@ -164,9 +164,9 @@ def second_of_two(**options: Any) -> Collectives:
 def test_an_error_when_waiting_names_operation_parameters_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: FakeWork(fails=True))
     names = [f"block.{i}.weight" for i in range(6)]
-    pending = second_of_two().move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(names), Purpose.WEIGHTS)
+    work = second_of_two().move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(names), Purpose.WEIGHTS)
     with pytest.raises(CommunicationError) as caught:
-        pending.wait()
+        work.wait()
     assert str(caught.value).startswith(
         "all-gather number 1 on rank 1 for block.0.weight, block.1.weight, block.2.weight, block.3.weight and 2 more "
         "failed: connection reset. "
@@ -195,16 +195,16 @@ def test_without_overlap_a_collective_is_over_when_it_is_issued(
 
     monkeypatch.setattr(dist, "broadcast", start)
     monkeypatch.setattr(Collectives, "_compare", lambda *_args: None)
-    pending = second_of_two(**options).move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
-    assert len(works) == 2 and pending.done()
+    work = second_of_two(**options).move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
+    assert len(works) == 2 and work.done()
 
 
 def test_with_overlap_a_collective_is_over_when_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *_args, **_options: FakeWork())
-    pending = second_of_two().move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
-    assert not pending.done()
-    pending.wait()
-    assert pending.done()
+    work = second_of_two().move(torch.zeros(2 * WIDTH), SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
+    assert not work.done()
+    work.wait()
+    assert work.done()
 
 
 def wait_for_a_slow_rank(late_s: float) -> list[Any]:
@@ -214,10 +214,10 @@ def wait_for_a_slow_rank(late_s: float) -> list[Any]:
     said: list[int] = []
     if link.mesh.rank == 1:
         time.sleep(late_s)
-        said.append(len(link.faults.waits()))
+        said.append(len(link.failures.waits()))
     link.move(full, SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS).wait()
     link.barrier()
-    said.append(len(link.faults.waits()))
+    said.append(len(link.failures.waits()))
     return [full.tolist() == [0.0] * WIDTH + [1.0] * WIDTH, said]
 
 
@@ -229,9 +229,9 @@ def test_a_wait_of_many_slices_ends_well_and_is_announced_only_while_it_lasts(po
 def test_waiting_twice_sums_once() -> None:
     link = collectives()
     full, out = torch.ones(WIDTH), torch.zeros(WIDTH)
-    pending = link.move(full, PARTIAL, SHARDED, Named(["a"]), Purpose.GRADIENTS, into(out))
+    work = link.move(full, PARTIAL, SHARDED, Named(["a"]), Purpose.GRADIENTS, into(out))
     assert not out.any(), "the local part belongs to wait()"
-    pending.wait()
+    work.wait()
     full.fill_(5)
-    pending.wait()
+    work.wait()
     assert torch.equal(out, torch.ones(WIDTH))

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine.comm import collectives, faults, store_board
-from shardengine.comm.positions import Waiting, ring
+from shardengine.comm import failures, meeting, store_board, watchdog, work
+from shardengine.comm.positions import Presence, Waiting, deadlock
 from shardengine.comm.store_board import StoreBoard
+from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
-from tests.comm.test_faults import look_twice, voices
+from tests.comm.test_failures import failures_of_ranks, look_twice
 from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool, fork_context
@@ -42,10 +43,10 @@ SAME = "Give every rank the same number of batches, and make the same calls on e
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "STANDS_S", 0.3)
-        patch.setattr(faults, "POST_AFTER_S", 0.2)
-        patch.setattr(faults, "LINGER_S", 0.5)
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=0.1))
+        patch.setattr(watchdog, "STANDS_S", 0.3)
+        patch.setattr(watchdog, "POST_AFTER_S", 0.2)
+        patch.setattr(failures, "LINGER_S", 0.5)
+        patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 
 
@@ -467,7 +468,7 @@ def engine_after_engine(stage: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_another_engine_does_not_hear_a_goodbye(pools: Pools, stage: str) -> None:
+def test_another_engine_does_not_hear_a_departure(pools: Pools, stage: str) -> None:
     for results in zip(*pools(2).run(engine_after_engine, stage), strict=True):
         assert_equal_to_truth(list(results), cases.truth("mlp", "AdamW", 2, 1, "full", 2))
 
@@ -492,9 +493,10 @@ def test_engines_may_be_closed_in_another_order_on_each_rank(pools: Pools) -> No
 def train_and_count() -> int:
     """What is asked of the store while nothing is wrong."""
     asked: list[object] = []
+    gc.collect()  # an engine of an earlier test says that nobody has it any more
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreBoard, "_submit", lambda *_: asked.append(0))
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=50))  # a busy machine is not what this is about
+        patch.setattr(work, "_SLICE", timedelta(seconds=50))  # a busy machine is not what this is about
         engine = make_engine("3", TIMEOUT_S)
         train(engine, 0, 3)
     engine.close()
@@ -511,7 +513,7 @@ def test_training_asks_nothing_of_the_store(pools: Pools) -> None:
 def stand_elsewhere(timeout_s: float) -> str:
     """Rank 0 stands in something of its own until the other has given up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_board, "PUBLISH_S", 0.05)
+        patch.setattr(store_board, "WRITE_LATER_S", 0.05)
         engine = make_engine("2", timeout_s)
         train(engine, 0, STEPS)
         if engine.rank == 0:
@@ -540,121 +542,121 @@ def test_micro_batches_are_counted_in_what_is_said(pools: Pools) -> None:
     assert "rank 0 has closed its engine after micro-batch 1 of step 2; this rank (1) is in backward of step 2" in one
 
 
-def test_a_goodbye_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
     one.issued["gather"], two.issued["gather"] = 3, 3
-    two.note(7, 0)
-    two.leave("has closed its engine", closes=True)
-    one.watch(Waiting("the third gather", "gather 3", "gather", 3)).look()
-    one.watch(Waiting("a gather of others", "gather 1")).look()
+    two.set_progress(7, 0)
+    two.leave("has closed its engine", Presence.CLOSING)
+    Watchdog(one, Waiting("the third gather", "gather 3", "gather", 3)).look()
+    Watchdog(one, Waiting("a gather of others", "gather 1")).look()
     with pytest.raises(CommunicationError, match=r"rank 1 has closed its engine after step 7; rank 0 goes on, and the"):
-        one.watch(Waiting("the fourth gather", "gather 4", "gather", 4)).look()
-    one.leave("has closed its engine", closes=True)
-    assert one.await_leaving() == "", "all close"
-    one.watch(Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    one.leave("has closed its engine", Presence.CLOSING)
+    assert meeting.meet_to_close(one) == "", "all close"
+    Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
     two.leave("has ended its process", error=KeyError("x"))
     with pytest.raises(CommunicationError, match=r"ended its process after step 7, without .* \(KeyError: 'x'\)"):
-        one.watch(Waiting("the fourth gather", "gather 4", "gather", 4)).look()
-    assert one.await_leaving().startswith("rank 1 has ended its process")
+        Watchdog(one, Waiting("the fourth gather", "gather 4", "gather", 4)).look()
+    assert meeting.meet_to_close(one).startswith("rank 1 has ended its process")
 
 
 def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three), _ = voices(monkeypatch, 3)
-    for voice in (one, two, three):
-        voice.issued["reduce"] = 4
-    one.leave("has closed its engine", closes=True)
-    two.leave("has closed its engine", closes=True)
-    assert "Missing: rank 2 says nothing" in one.await_leaving()
+    (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
+    for each in (one, two, three):
+        each.issued["reduce"] = 4
+    one.leave("has closed its engine", Presence.CLOSING)
+    two.leave("has closed its engine", Presence.CLOSING)
+    assert "Missing: rank 2 says nothing" in meeting.meet_to_close(one)
     three.issued["reduce"] = 5
-    three.leave("has closed its engine", closes=True)
-    assert "rank 2 has closed its engine, in the midst of other collectives" in one.await_leaving()
+    three.leave("has closed its engine", Presence.CLOSING)
+    assert "rank 2 has closed its engine, in the midst of other collectives" in meeting.meet_to_close(one)
 
 
 def test_who_gave_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     one.issued["reduce"], two.issued["reduce"] = 4, 4
     two.give_up("no answer")
-    two.leave("has closed its engine", closes=True)
-    one.leave("has closed its engine", closes=True)
-    assert one.await_leaving() == "rank 1 has closed its engine (gave up: no answer)"
+    two.leave("has closed its engine", Presence.CLOSING)
+    one.leave("has closed its engine", Presence.CLOSING)
+    assert meeting.meet_to_close(one) == "rank 1 has closed its engine (gave up: no answer)"
 
 
 def test_a_cause_is_told_before_its_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three), _ = voices(monkeypatch, 3)
-    for voice in (one, two, three):
-        voice.issued["gather"] = 1
+    (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
+    for each in (one, two, three):
+        each.issued["gather"] = 1
     waiting = Waiting("a gather", "gather 2", "gather", 2)
     two.give_up("because of rank 2")
     two.leave("has ended its process")
     with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
-        one.watch(waiting).look()
-    three.leave("has closed its engine", closes=True)
+        Watchdog(one, waiting).look()
+    three.leave("has closed its engine", Presence.CLOSING)
     with pytest.raises(CommunicationError, match=r"^rank 2 has closed its engine;"):
-        one.watch(waiting).look()
+        Watchdog(one, waiting).look()
 
 
 def test_the_process_that_a_rank_forks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     two.issued["gather"] = 1
     monkeypatch.setattr(os, "getpid", lambda: -1)
     two.leave("has ended its process")
-    assert one.goodbyes() == {}
+    assert one.departures() == {}
 
 
-def standing(group: str, place: int, issued: dict[str, int], voice: int = 0, shape: str = "") -> Waiting:
-    return Waiting(f"{group} {place}", f"{group} {place}", group, place, shape, voice, issued)
+def standing(group: str, place: int, issued: dict[str, int], channel: int = 0, shape: str = "") -> Waiting:
+    return Waiting(f"{group} {place}", f"{group} {place}", group, place, shape, channel, issued)
 
 
-def test_only_ranks_that_cannot_go_on_form_a_ring() -> None:
+def test_only_ranks_that_cannot_go_on_are_in_a_deadlock() -> None:
     reduces = standing("reduce", 4, {"reduce": 4, "control": 2})
     saves = standing("control", 3, {"reduce": 3, "control": 3})
-    assert list(ring(0, {0: reduces, 1: saves})) == [0, 1]
-    assert list(ring(1, {0: reduces, 1: saves})) == [1, 0]
-    assert not ring(0, {0: reduces, 1: standing("reduce", 4, {"reduce": 4})}), "both wait for a third"
-    assert not ring(0, {0: reduces, 1: standing("control", 2, {"reduce": 3, "control": 2})}), "rank 0 has issued that"
-    assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 4, "control": 3})}), "it needs rank 0 alone"
-    assert not ring(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, voice=1)}), "another engine"
+    assert list(deadlock(0, {0: reduces, 1: saves})) == [0, 1]
+    assert list(deadlock(1, {0: reduces, 1: saves})) == [1, 0]
+    assert not deadlock(0, {0: reduces, 1: standing("reduce", 4, {"reduce": 4})}), "both wait for a third"
+    assert not deadlock(0, {0: reduces, 1: standing("control", 2, {"reduce": 3, "control": 2})}), "rank 0 issued that"
+    assert not deadlock(0, {0: reduces, 1: standing("control", 3, {"reduce": 4, "control": 3})}), "it needs rank 0"
+    assert not deadlock(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, channel=1)}), "another engine"
     one, two = (standing("gather", 5, {"gather": 5}, shape=shape) for shape in ("all-gather 8", "broadcast 8"))
-    assert list(ring(0, {0: one, 1: two})) == [0, 1] and not ring(0, {0: one, 1: one})
+    assert list(deadlock(0, {0: one, 1: two})) == [0, 1] and not deadlock(0, {0: one, 1: one})
 
 
-def test_a_ring_of_three_is_found_and_a_tail_is_not_in_it() -> None:
+def test_a_deadlock_of_three_is_found_and_a_tail_is_not_in_it() -> None:
     waits = {
         0: standing("a", 1, {"a": 1, "b": 1}),
         1: standing("b", 1, {"b": 1, "c": 1}),
         2: standing("c", 1, {"c": 1, "a": 1}),
         3: standing("a", 1, {"a": 1, "b": 1, "c": 1}),
     }
-    assert [list(ring(rank, waits)) for rank in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], []]
+    assert [list(deadlock(rank, waits)) for rank in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], []]
 
 
-def test_a_ring_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
-    monkeypatch.setattr(faults, "POST_AFTER_S", 0.0)
+def test_a_deadlock_that_has_not_stood_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
+    monkeypatch.setattr(watchdog, "POST_AFTER_S", 0.0)
     one.issued.update(reduce=4, control=2)
     two.issued.update(reduce=3, control=3)
     mine = Waiting("a reduce", "reduce 4", "reduce", 4)
     two.post(Waiting("a save", "control 3", "control", 3))
-    watch = one.watch(mine)
-    watch.look()
+    watching = Watchdog(one, mine)
+    watching.look()
     two.post(None)
     time.sleep(0.15)
-    watch.look()
+    watching.look()
     two.post(Waiting("a save", "control 3", "control", 3))
     with pytest.raises(MismatchError, match=r"rank 0 stands in a call \(a reduce\), rank 1 stands in a call \(a save"):
-        look_twice_at(watch)
+        look_twice_at(watching)
 
 
-def look_twice_at(watch: Any) -> None:
-    watch.look()
+def look_twice_at(watching: Any) -> None:
+    watching.look()
     time.sleep(0.15)
-    watch.look()
+    watching.look()
 
 
 def test_what_is_said_of_a_place_is_no_older_than_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its call a wait is no longer announced, also where it failed."""
-    (one, two), _ = voices(monkeypatch)
+    """After its call a wait is no longer posted, also where it failed."""
+    (one, two), _ = failures_of_ranks(monkeypatch)
     two.post(Waiting("a gather", "gather 1"))
-    with two.announced("step 1", lambda error: "block"):
+    with two.reports_failure("step 1", lambda error: "block"):
         assert one.waits() == {}
     look_twice(one)

@@ -25,7 +25,7 @@ SOON_S = 300
 
 
 def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "shardengine-notices"}
+    return {thread for thread in threading.enumerate() if thread.name == "shardengine-store"}
 
 
 # An update that nothing can finish
@@ -57,7 +57,7 @@ def tear_and_load(stage: str, folder: str, **options: Any) -> dict[str, Any]:
                 call()
         engine.load_checkpoint(folder)
         if engine.world_size > 1:
-            engine._core.collectives.faults.news()  # as in a long wait: the new groups have a thread, too
+            engine._core.collectives.failures.news()  # as in a long wait: the new groups have a thread, too
 
     with listening_closely():
         result = train_through(engine, go_wrong, recover)
@@ -77,7 +77,7 @@ def test_after_a_torn_update_loading_a_checkpoint_is_the_way_back(
     folder = str(tmp_path)
     results = pools(ranks).run(tear_and_load, stage, folder, **options) if ranks > 1 else [tear_and_load(stage, folder)]
     check(results, stage)
-    assert [result["left"] for result in results] == [0] * ranks, "notice threads outlive their process groups"
+    assert [result["left"] for result in results] == [0] * ranks, "store threads outlive their process groups"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
@@ -94,9 +94,9 @@ def fail_again(stage: str) -> dict[str, Any]:
         nonlocal started
         said.append(f"{type(error).__name__}: {error}")
         if len(said) > 1:
-            board = engine._core.collectives.faults
-            while engine.rank == 1 and time.monotonic() - started < SOON_S:  # reset() would tell it, too
-                if any(notice.gave_up for notice in board.notices().values()):
+            board = engine._core.collectives.failures
+            while engine.rank == 1 and time.monotonic() - started < SOON_S:  # reset() would report it, too
+                if any(report.gave_up for report in board.reports().values()):
                     break
                 time.sleep(0.05)
             said.append(str(time.monotonic() - started))

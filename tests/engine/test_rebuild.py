@@ -263,11 +263,11 @@ def peak_of_a_change(frozen: int) -> tuple[int, int, int, int]:
         engine._core.pool.clear()
         move = engine._core.collectives.move
 
-        def observed(full: Any, source: Any, target: Any, what: Any, purpose: Purpose, *land: Any) -> Any:
+        def observed(full: Any, source: Any, target: Any, what: Any, purpose: Purpose, *on_complete: Any) -> Any:
             if purpose is Purpose.REBUILD:
                 assert "bucket" in what.label, "an error would not name it"
                 samples.append(sum(live_storages().values()))
-            return move(full, source, target, what, purpose, *land)
+            return move(full, source, target, what, purpose, *on_complete)
 
         engine._core.collectives.move = observed
         set_trainable(model, True)

@@ -85,7 +85,7 @@ def live_bytes(engine: Any) -> int:
 
 
 def own_groups(stage: str, folder: Path) -> Any:
-    """As ``in_a_file``, with process groups of its own, which a fault may ruin."""
+    """As ``in_a_file``, with process groups of its own, which a failure may ruin."""
     model: Any = cases.make_mlp()
     frozen = set_trainable(model.blocks[0], False)
     chosen = [p for p in model.parameters() if all(p is not other for other in frozen)]

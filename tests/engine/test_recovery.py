@@ -1,4 +1,4 @@
-"""Faults in training: what ranks say when one raises, hangs, dies or goes another way; and ``engine.reset()``."""
+"""Failures in training: what ranks say when one raises, hangs, dies or goes another way; and ``engine.reset()``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 import shardengine
 from shardengine import kernels
-from shardengine.comm import collectives, faults
 from shardengine.comm import mesh as mesh_module
+from shardengine.comm import watchdog, work
 from shardengine.errors import CommunicationError, MismatchError, UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -109,8 +109,8 @@ def raise_in(engine: Any, place: str) -> None:
 def listening_closely() -> Iterator[None]:
     """Shorter times, so that many cases can be tried."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "STANDS_S", 0.3)
-        patch.setattr(collectives, "_SLICE", timedelta(seconds=0.1))
+        patch.setattr(watchdog, "STANDS_S", 0.3)
+        patch.setattr(work, "_SLICE", timedelta(seconds=0.1))
         yield
 
 
@@ -248,7 +248,7 @@ def test_an_update_torn_inside_of_a_bucket_cannot_be_finished(pools: Pools, stag
 
 
 def raise_everywhere(stage: str) -> dict[str, Any]:
-    """On every rank at the same place, caught there; one rank takes longer than notices must stand to go on."""
+    """On every rank at the same place, caught there; one rank takes longer than reports must stand to go on."""
     engine = make_engine(stage, 20)
 
     def recover(engine: Any, error: Exception) -> None:

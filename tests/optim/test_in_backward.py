@@ -1,4 +1,4 @@
-"""Stepping in backward: what would need it undone is refused, no fault loses a step silently, it happens beside it."""
+"""Stepping in backward: what would need it undone is refused, no failure loses a step silently, it runs beside it."""
 
 from __future__ import annotations
 

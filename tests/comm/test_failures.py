@@ -1,4 +1,4 @@
-"""faults.py: what ranks tell each other, what counts, and a store that does not answer."""
+"""failures.py: what ranks tell each other, what counts, and a store that does not answer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from shardengine.comm import faults, store_board
-from shardengine.comm.faults import Faults, Notice
+from shardengine.comm import meeting, store_board, watchdog
+from shardengine.comm.failures import FailureReport, Failures
 from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Waiting
 from shardengine.comm.rendezvous import LAUNCHED
+from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
 
@@ -54,47 +55,49 @@ class FakeStore:
             time.sleep(1000)
 
 
-def voices(monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5) -> tuple[list[Faults], FakeStore]:
-    """One ``Faults`` per rank over one store."""
+def failures_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int = 2, timeout_s: float = 0.5
+) -> tuple[list[Failures], FakeStore]:
+    """One ``Failures`` per rank over one store."""
     store = FakeStore()
     monkeypatch.setattr(Mesh, "store", lambda _mesh: store)
-    monkeypatch.setattr(faults, "STANDS_S", 0.1)
+    monkeypatch.setattr(watchdog, "STANDS_S", 0.1)
     monkeypatch.setattr(store_board, "OPERATION_S", 0.2)
-    monkeypatch.setattr(faults, "_GRACE_S", 0.2)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.2)
     meshes = [Mesh(rank, ranks, torch.device("cpu"), backend="gloo", timeout_s=timeout_s) for rank in range(ranks)]
-    return [Faults(mesh) for mesh in meshes], store
+    return [Failures(mesh) for mesh in meshes], store
 
 
-def raises_in(voice: Faults, where: str) -> None:
-    with pytest.raises(Boom), voice.announced(where, lambda error: "unit 'block'"):
+def raises_in(failures: Failures, where: str) -> None:
+    with pytest.raises(Boom), failures.reports_failure(where, lambda error: "unit 'block'"):
         raise Boom("loud")
 
 
-def look_twice(voice: Faults) -> None:
-    watch = voice.watch(Waiting("a gather", "gather 1"))
-    watch.look()
+def look_twice(failures: Failures) -> None:
+    watching = Watchdog(failures, Waiting("a gather", "gather 1"))
+    watching.look()
     time.sleep(0.15)
-    watch.look()
+    watching.look()
 
 
-def test_a_notice_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
     with pytest.raises(CommunicationError, match=r"rank 1 raised: Boom: loud \(in step 1, unit 'block'\).*a gather"):
         look_twice(one)
 
 
-def test_a_notice_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+def test_a_report_that_is_taken_back_or_has_not_stood_long_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
-    one.watch(Waiting("a gather", "gather 1")).look()
-    with two.announced("step 2", lambda error: "unit 'block'"):
+    Watchdog(one, Waiting("a gather", "gather 1")).look()
+    with two.reports_failure("step 2", lambda error: "unit 'block'"):
         look_twice(one)
-    assert one.notices()[1].over
+    assert one.reports()[1].over
 
 
-def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+def test_a_report_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(one, "step 1")
     raises_in(two, "step 1")
     look_twice(one)
@@ -104,10 +107,10 @@ def test_a_notice_from_where_this_rank_raised_too_does_not(monkeypatch: pytest.M
 
 
 def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(one, "step 1")
     raises_in(two, "step 1")
-    with one.announced("step 1", lambda *_: "block"):
+    with one.reports_failure("step 1", lambda *_: "block"):
         look_twice(one)  # rank 1 has not gone on yet
         raises_in(two, "step 1")
         with pytest.raises(CommunicationError, match="in step 1"):
@@ -115,35 +118,36 @@ def test_a_later_failure_at_the_same_place_counts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_calls_of_another_kind_do_not_shift_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     for _ in range(3):
-        with one.announced("evaluation", lambda *_: "block", "evaluation"):
+        with one.reports_failure("evaluation", lambda *_: "block", "evaluation"):
             pass
     raises_in(one, "step 1")
     raises_in(two, "step 1")
     look_twice(one)
 
 
-def test_what_the_others_know_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), store = voices(monkeypatch)
-    with pytest.raises(Boom), two.announced("saving", lambda *_: "block"):
+def test_what_the_others_know_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = failures_of_ranks(monkeypatch)
+    with pytest.raises(Boom), two.reports_failure("saving", lambda *_: "block"):
         error = Boom("every rank raises")
-        two.know(error)
+        two.mark_known(error)
         raise error
     assert not store.texts
-    with pytest.raises(Boom), two.announced("outer", lambda *_: "block"), two.announced("inner", lambda *_: "block"):
+    outer, inner = (two.reports_failure(where, lambda *_: "block") for where in ("outer", "inner"))
+    with pytest.raises(Boom), outer, inner:
         raise Boom("loud")
-    assert one.notices()[1].where == "inner"
+    assert one.reports()[1].where == "inner"
 
 
-def notice_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "shardengine-notices"]
+def store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shardengine-store"]
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
 def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    before = set(notice_threads())
-    (one, two), _ = voices(monkeypatch)
+    before = set(store_threads())
+    (one, two), _ = failures_of_ranks(monkeypatch)
     connections: list[weakref.ref[FakeStore]] = []
 
     def connect(_mesh: Mesh) -> FakeStore:
@@ -153,7 +157,7 @@ def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) 
 
     monkeypatch.setattr(Mesh, "store", connect)
     raises_in(two, "step 1")
-    [thread] = set(notice_threads()) - before
+    [thread] = set(store_threads()) - before
     if how == "closed":
         two.close()
         two.close()
@@ -163,29 +167,29 @@ def test_threads_and_connections_end(monkeypatch: pytest.MonkeyPatch, how: str) 
     thread.join(20)
     assert not thread.is_alive() and connections[0]() is None
     if how == "closed":
-        assert two.notices() == {} and len(connections) == 2  # a late question has a connection of its own
+        assert two.reports() == {} and len(connections) == 2  # a late question has a connection of its own
         two.close()
 
 
-def test_closing_takes_back_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+def test_closing_takes_back_what_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")
     two.close()
     look_twice(one)
 
 
-def test_consequences_are_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), store = voices(monkeypatch)
+def test_consequences_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, two), store = failures_of_ranks(monkeypatch)
     for error in (CommunicationError("x"), MismatchError("y")):
-        with pytest.raises(type(error)), two.announced("step 1", lambda error: "unit 'block'"):
+        with pytest.raises(type(error)), two.reports_failure("step 1", lambda error: "unit 'block'"):
             raise error
     look_twice(one)
     assert not store.texts
 
 
 def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three), _ = voices(monkeypatch, 3)
-    two.tell(Notice("because of rank 2", gave_up=True))
+    (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
+    two.report(FailureReport("because of rank 2", gave_up=True))
     with pytest.raises(CommunicationError, match="rank 1 gave up: because of rank 2"):
         look_twice(one)
     raises_in(three, "step 1")
@@ -194,40 +198,40 @@ def test_the_cause_is_named_before_those_who_gave_up(monkeypatch: pytest.MonkeyP
 
 
 def test_who_waits_for_the_same_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two, three, four), _ = voices(monkeypatch, 4)
+    (one, two, three, four), _ = failures_of_ranks(monkeypatch, 4)
     two.post(Waiting("the same gather", "gather 1"))
     three.post(Waiting("another gather", "gather 2"))
-    verdict = one.watch(Waiting("a gather", "gather 1")).verdict()
-    assert verdict.startswith("Missing: rank 2 waits for another gather; rank 3 says nothing")
+    diagnosis = Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
+    assert diagnosis.startswith("Missing: rank 2 waits for another gather; rank 3 says nothing")
     three.post(Waiting("the same gather", "gather 1"))
     four.post(Waiting("the same gather", "gather 1"))
-    assert "every rank waits for it" in one.watch(Waiting("a gather", "gather 1")).verdict()
-    assert "Missing" in two.watch(Waiting("a scatter", "reduce 1")).verdict()
+    assert "every rank waits for it" in Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
+    assert "Missing" in Watchdog(two, Waiting("a scatter", "reduce 1")).diagnosis()
 
 
 def test_a_store_that_does_not_answer_is_said_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), store = voices(monkeypatch)
+    (one, two), store = failures_of_ranks(monkeypatch)
     store.stuck.set()
     started = time.monotonic()
     raises_in(two, "step 1")
     look_twice(one)
-    assert "cannot be reached (no answer within 0.2 s)" in one.watch(Waiting("a gather", "gather 1")).verdict()
+    assert "cannot be reached (no answer within 0.2 s)" in Watchdog(one, Waiting("a gather", "gather 1")).diagnosis()
     with pytest.raises(CommunicationError, match="cannot be reached"):
-        one.meet("engine.reset()")
+        meeting.meet(one, "engine.reset()")
     assert time.monotonic() - started < 60
 
 
 def test_the_rank_that_hosts_the_store_is_named_when_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, _, three), store = voices(monkeypatch, 3)
+    (one, _, three), store = failures_of_ranks(monkeypatch, 3)
     monkeypatch.setattr(Mesh, "store_host", lambda _mesh: 0)
     store.stuck.set()
-    verdict = three.watch(Waiting("a gather", "gather 1")).verdict()
-    assert verdict.startswith("Missing: rank 0 cannot be reached (no answer within 0.2 s), so it is gone or stopped")
-    assert verdict.endswith("nothing is known of ranks [1]")
+    diagnosis = Watchdog(three, Waiting("a gather", "gather 1")).diagnosis()
+    assert diagnosis.startswith("Missing: rank 0 cannot be reached (no answer within 0.2 s), so it is gone or stopped")
+    assert diagnosis.endswith("nothing is known of ranks [1]")
     assert "rank 1 waited for another gather" in three.describe({0, 1}, {1: Waiting("another gather", "gather 2")})
     with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 2: .*Missing: rank 0 cannot be reached"):
-        three.meet("engine.reset()")
-    assert "rank 0" not in one.watch(Waiting("a gather", "gather 1")).verdict(), "it is there itself"
+        meeting.meet(three, "engine.reset()")
+    assert "rank 0" not in Watchdog(one, Waiting("a gather", "gather 1")).diagnosis(), "it is there itself"
 
 
 def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
@@ -249,16 +253,16 @@ def test_only_a_rank_that_hosts_the_store_is_taken_for_its_host(
 
 
 def test_meeting_waits_for_every_rank_and_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, two), _ = voices(monkeypatch)
+    (one, two), _ = failures_of_ranks(monkeypatch)
     with pytest.raises(CommunicationError, match=r"engine\.reset\(\) on rank 0: .*within 0\.5 s.*rank 1 says nothing"):
-        one.meet("engine.reset()")
-    other = threading.Thread(target=two.meet, args=("engine.reset()",))
+        meeting.meet(one, "engine.reset()")
+    other = threading.Thread(target=meeting.meet, args=(two, "engine.reset()"))
     other.start()
-    one.meet("engine.reset()")
+    meeting.meet(one, "engine.reset()")
     other.join(5)
     assert not other.is_alive()
-    one.part()
+    meeting.end(one)
     with pytest.raises(CommunicationError):
-        two.meet("engine.reset()")
+        meeting.meet(two, "engine.reset()")
     with pytest.raises(CommunicationError, match="rank 1 gave up: it waits in engine"):
         look_twice(one)

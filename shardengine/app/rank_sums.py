@@ -15,7 +15,7 @@ from shardengine.comm import Collectives, Mesh, agreement
 from shardengine.offload import BufferPool
 
 
-class Together:
+class RankSums:
     """Collective: every rank makes the same calls in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -35,9 +35,9 @@ class Together:
         """Every rank's ``text``, in rank order."""
         return [str(each) for each in self._collectives.exchange_objects(text)]
 
-    def on_first(self, what: str, work: Callable[[], object]) -> None:
-        """Rank 0 does ``work``; where it fails, all ranks raise."""
-        agreement.together(self._collectives, what, lambda: work() if self.rank == 0 else None)
+    def on_first(self, what: str, action: Callable[[], object]) -> None:
+        """Rank 0 does ``action``; where it fails, all ranks raise."""
+        agreement.run_on_all_ranks(self._collectives, what, lambda: action() if self.rank == 0 else None)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""

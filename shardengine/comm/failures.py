@@ -1,0 +1,356 @@
+"""What ranks tell each other when something goes wrong, over the process group's store instead of its collectives.
+
+Owns: what a rank reports (it raised or gave up), that it waits, that it leaves; how the others read and describe it.
+Must not know: which collectives there are, what a wait makes of it (watchdog), buckets, the engine.
+
+[Note: Failure reports] A rank that raises in forward, backward or step leaves the others waiting in a collective that
+it will never issue. So it reports the failure: it writes what happened under its number. A rank whose wait lasts longer
+than ``POST_AFTER_S`` (watchdog) writes what it waits for, and looks at the others' reports between slices of its wait.
+One that has stood for ``STANDS_S`` while we wait ends the wait with an error that names the rank and what it said.
+Shorter-lived ones do not count: an exception that happens on every rank may be caught on every rank, and the next call
+of the engine takes the report back. Nor does a report count of an attempt in which this rank raised, too. An attempt is
+a place and how many calls of its kind there were, since ranks make the same calls: a later failure at the same place
+counts again.
+
+When a wait has failed (``timeout_s``, a closed connection), the missing ranks are those that do not say that they wait
+for the same collective. A wait shorter than one slice touches nothing of this.
+
+[Note: Departures] A rank that closes its engine, lets go of it or ends its process says so at once, with how many
+collectives it has issued. Who waits for a later one raises at its next look: nobody will issue it. A departure is
+written in a channel; ranks take the channels of a mesh in the same order, so that engines beside and after each other
+do not hear each other's. Ranks that wait for each other (positions: [Note: In vain]) raise when they have stood so for
+``STANDS_S``. A killed rank says nothing; how far it was, it said before (store_board: [Note: How far a rank is]).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing.util
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+
+from shardengine.comm.mesh import Mesh, await_threads
+from shardengine.comm.positions import Departure, Presence, Waiting
+from shardengine.comm.store_board import StoreBoard, Unreachable
+from shardengine.errors import CommunicationError, MismatchError
+
+LINGER_S = 5.0
+_TEXT_LIMIT = 2000
+_STORE = "the process group's store, through which ranks tell each other what happened"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """What a rank said. where, attempt: which call raised · gave_up: because of another rank · over: it went on"""
+
+    text: str
+    where: str = ""
+    attempt: int = 0
+    gave_up: bool = False
+    over: bool = False
+
+    @property
+    def verb(self) -> str:
+        """What the rank did."""
+        return "gave up" if self.gave_up else "raised"
+
+
+class Failures:
+    """This rank's side of [Note: Failure reports] over one mesh. At one rank nothing is written."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._process = os.getpid()
+        self._channel = next(mesh.channels)
+        self.board = StoreBoard(mesh, f"at/{self._channel}")
+        self.issued: Counter[str] = Counter()
+        self._progress: tuple[int, int] | None = None
+        self._place = ""
+        self._inside = False
+        self._posted = False
+        self.departure: Departure | None = None
+        self.gave_up = ""
+        self._reported: FailureReport | None = None
+        self._known = 0
+        self._calls: Counter[str] = Counter()
+        self._raised: set[tuple[str, int]] = set()
+        if mesh.ranks > 1:
+            _open.add(self)
+            _at_exit()
+
+    @contextmanager
+    def reports_failure(self, where: str, place: Callable[[BaseException], str], kind: str = "") -> Iterator[None]:
+        """Report to the others when the call inside raises by itself. place: the unit or module in which it raised.
+
+        kind: the calls that are counted together; every rank makes those of one kind in the same order.
+        """
+        self.withdraw()
+        self._known = 0
+        self._calls[kind] += 1
+        attempt = self._calls[kind]
+        outer = (self._place, self._inside)
+        self._place, self._inside = where, True
+        try:
+            yield
+        except (CommunicationError, MismatchError):
+            raise  # the consequence of another rank's failure, or raised on every rank
+        except BaseException as error:
+            if self._known not in (id(error), id(error.__cause__)):
+                self._raised.add((where, attempt))
+                self.report(
+                    FailureReport(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where, attempt)
+                )
+                self.mark_known(error)
+            raise
+        finally:
+            self._place, self._inside = outer if outer[1] else (where, False)
+
+    def set_progress(self, steps: int, micro_batches: int) -> None:
+        """How far this rank is: steps that it has completed, micro-batches of the next one."""
+        if (steps, micro_batches) != self._progress and self._mesh.ranks > 1:
+            self._progress = (steps, micro_batches)
+            self.board.write_later(self._after())
+
+    def take_over_progress(self, before: Failures) -> None:
+        """This rank is as far as it was with ``before``, whose mesh this one's replaces."""
+        if before._progress is not None:
+            self.set_progress(*before._progress)
+
+    def mark_known(self, error: BaseException) -> None:
+        """The others know of ``error``, which is raised now: there is nothing to report."""
+        self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
+
+    def give_up(self, reason: str) -> None:
+        """A wait has failed, so that something is in flight which may never end."""
+        self.gave_up = reason
+        self.report(FailureReport(reason, gave_up=True))
+
+    def report(self, report: FailureReport) -> None:
+        """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
+        if self._mesh.ranks == 1:
+            return
+        self._reported = replace(report, text=report.text[:_TEXT_LIMIT])
+        self._write("failure", json.dumps(asdict(self._reported)))
+
+    def withdraw(self) -> None:
+        """This rank goes on: what it reported, and what it said that it waits for, stands no longer.
+
+        Where it has left it does not go on: that it waited for others to close stands, since some may wait elsewhere.
+        """
+        if self._posted and self.presence is Presence.PRESENT:
+            self.post(None)
+        if self._reported is not None:
+            self.report(replace(self._reported, over=True))
+            self._reported = None
+
+    def close(self) -> None:
+        """Nobody speaks here any more: what this rank reported stands no longer, and its connection ends."""
+        self.withdraw()
+        self.board.close()
+        _open.discard(self)
+        if self.departure is not None and self._hosts:
+            _last[:] = [self]
+
+    def leave(
+        self, what: str, presence: Presence = Presence.LEFT, *, error: BaseException | None = None, wait: bool = True
+    ) -> None:
+        """Say what this rank has done, so that it takes part in nothing any more ([Note: Departures]).
+
+        presence: from now on; where it gave up before, it has LEFT instead of CLOSING, and is not waited for · error:
+        why · wait: until it is said.
+        """
+        may = self.presence.may_become(presence)
+        if self._mesh.ranks == 1 or not self.issued or not may or not self.is_of_this_process:
+            return
+        reason = "" if error is None else f" ({type(error).__name__}: {error})"
+        reason = f" (gave up: {self.gave_up})" if self.gave_up else reason
+        unclosed = presence is not Presence.CLOSING and self._progress is not None
+        without = ", without engine.close()" if unclosed else ""
+        after = self._after()
+        text = f"{what}{after and ' '}{after}{without}{reason}"[:_TEXT_LIMIT]
+        counts = {str(group): count for group, count in self.issued.items()}
+        if presence is Presence.CLOSING and self.gave_up:
+            presence = Presence.LEFT
+        self.departure = Departure(text, presence, bool(reason), counts)
+        with suppress(Unreachable):
+            self.board.write(f"left/{self._channel}", json.dumps(asdict(self.departure)), wait=wait)
+
+    def linger(self, deadline: float) -> None:
+        """The store ends with this process: wait until the others have left, too, or until ``deadline``."""
+        if self.departure is None or not self._hosts:
+            return
+        with suppress(Unreachable):
+            while len(self.departures()) < self._mesh.ranks - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self.board.close(wait_s=1.0)
+
+    def end_with_process(self, error: BaseException | None) -> None:
+        """Say that the process ends; no thread is at work afterwards."""
+        self.leave("has ended its process", Presence.ENDED, error=error)
+        self.board.close(wait_s=1.0)
+
+    @property
+    def _hosts(self) -> bool:
+        return self._mesh.store_host() == self._mesh.rank
+
+    def _after(self) -> str:
+        """How far this rank is, in words; "" where it is not known."""
+        if self._progress is None:
+            return ""
+        steps, micro_batches = self._progress
+        if micro_batches:
+            return f"after micro-batch {micro_batches} of step {steps + 1}"
+        return f"after step {steps}" if steps else "before its first step"
+
+    def repeat_report(self, what: str) -> None:
+        """What this rank reported last counts wherever it was, because those who wait must come to ``what``, too."""
+        last = self._reported or FailureReport(f"it waits in {what}", gave_up=True)
+        self.report(FailureReport(last.text, gave_up=last.gave_up))
+
+    def describe(self, missing: set[int], waits: dict[int, Waiting] | None = None) -> str:
+        """Who is missing, and what each of them said last."""
+        try:
+            waits, reports = (self.waits() if waits is None else waits), self.reports()
+            departed, passed = self.departures(), self.board.read(f"at/{self._channel}")
+        except Unreachable as error:
+            return self._describe_unheard(missing, waits or {}, str(error))
+        said = []
+        for rank in sorted(missing):
+            parts = []
+            report = reports.get(rank)
+            if report is not None and not (report.gave_up and rank in waits):
+                parts.append(f"{report.verb}: {report.text}" + (" (and went on)" if report.over else ""))
+            if rank in departed:
+                parts.append(departed[rank].text)
+            elif rank in waits:
+                parts.append(f"waits for {waits[rank].text}" + (f" in {waits[rank].where}" * bool(waits[rank].where)))
+            if not parts:
+                parts.append("says nothing (busy elsewhere, hung or gone)")
+                parts += [f"last seen {passed[rank]}"] if rank in passed else []
+            said.append(f"rank {rank} " + ", ".join(parts))
+        return "Missing: " + "; ".join(said)
+
+    def _describe_unheard(self, missing: set[int], waits: dict[int, Waiting], reason: str) -> str:
+        """As ``describe``, without the store ([Note: The store may be gone]). waits: what was heard before."""
+        host = self._mesh.store_host()
+        if host is None or host == self._mesh.rank:
+            said = [f"{_STORE}, cannot be reached ({reason}): the process that hosts it may be gone or stopped"]
+        else:
+            said = [f"Missing: rank {host} cannot be reached ({reason}), so it is gone or stopped; it hosts {_STORE}"]
+        said += [f"rank {rank} waited for {waits[rank].text}" for rank in sorted(missing & waits.keys() - {host})]
+        unheard = sorted(missing - waits.keys() - {host})
+        return "; ".join(said) + (f"; without it nothing is known of ranks {unheard}" if unheard else "")
+
+    def waits(self) -> dict[int, Waiting]:
+        """What the other ranks say that they wait for."""
+        return {rank: Waiting(**json.loads(text)) for rank, text in self.board.read("waits").items()}
+
+    def departures(self) -> dict[int, Departure]:
+        """What the other ranks that have left said."""
+        return {rank: Departure.from_json(text) for rank, text in self.board.read(f"left/{self._channel}").items()}
+
+    def reports(self) -> dict[int, FailureReport]:
+        """What the other ranks reported."""
+        return {rank: FailureReport(**json.loads(text)) for rank, text in self.board.read("failure").items()}
+
+    def standing(self) -> dict[int, FailureReport]:
+        """Those of them that count ([Note: Failure reports]), whatever their age."""
+        reports = self.reports().items()
+        return {rank: n for rank, n in reports if not n.over and (n.where, n.attempt) not in self._raised}
+
+    def news(self) -> int:
+        """A number that changes when some rank says something."""
+        return self.board.news()
+
+    def post(self, waiting: Waiting | None) -> None:
+        """Say what this rank waits for (None: for nothing)."""
+        self._posted = waiting is not None
+        self._write("waits", "" if waiting is None else json.dumps(asdict(self.placed(waiting))))
+
+    def placed(self, waiting: Waiting) -> Waiting:
+        """``waiting``, with where this rank stands and what it has issued."""
+        where = self._place if self._inside else waiting.where
+        return replace(waiting, channel=self._channel, issued={**self.issued, **waiting.issued}, where=where)
+
+    @property
+    def place(self) -> str:
+        """For errors: where this rank is."""
+        if not self._place:
+            return f"rank {self._mesh.rank} goes on"
+        return f"this rank ({self._mesh.rank}) {'is in' if self._inside else 'has left'} {self._place}"
+
+    @property
+    def presence(self) -> Presence:
+        """Whether this rank still takes part."""
+        return Presence.PRESENT if self.departure is None else self.departure.presence
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self in _open
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Not of one that has forked this one."""
+        return self._process == os.getpid()
+
+    @property
+    def mesh(self) -> Mesh:
+        """Whose ranks speak here."""
+        return self._mesh
+
+    def _write(self, kind: str, text: str) -> None:
+        with suppress(Unreachable):  # those who read say so
+            self.board.write(kind, text)
+
+
+# The end of the process
+
+_open: weakref.WeakSet[Failures] = weakref.WeakSet()
+_last: list[Failures] = []
+"""The one that was closed last, where this process hosts the store."""
+_registered: list[int] = []
+"""The process that says at its end that it ends; one that it forks does not."""
+
+
+def open_failures() -> list[Failures]:
+    """Those of this process that have not been closed."""
+    return [each for each in list(_open) if each.is_of_this_process]
+
+
+def leave_all(what: str) -> None:
+    """Say of every engine of this process that was not closed what this rank has done, before it waits for the end."""
+    for each in list(_open):
+        each.leave(what, Presence.ENDED)
+
+
+def _at_exit() -> None:
+    if _registered != [os.getpid()]:
+        _registered[:] = [os.getpid()]
+        atexit.register(_end)
+        multiprocessing.util.Finalize(None, _end, exitpriority=0)  # a process of multiprocessing runs nothing else
+
+
+def _end() -> None:
+    """The process ends. Nothing may fail here, nor wait for long."""
+    if _registered != [os.getpid()]:
+        return
+    _registered.clear()
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit) and not error.code:
+        error = None
+    with suppress(Exception):
+        ending = list(_open)
+        for each in ending:
+            each.end_with_process(error)
+        deadline = time.monotonic() + LINGER_S
+        for each in [*ending, *_last]:
+            each.linger(deadline)
+        await_threads(1.0)

@@ -1,0 +1,193 @@
+"""The watchdog of one long wait: what this rank says meanwhile, and what it makes of what the others say.
+
+Owns: when a wait is in vain, the sentences that say so. Must not know: how it is waited, where texts are written.
+
+Whoever waits calls ``look`` between slices of its wait, and ``diagnosis`` where the wait has failed (failures:
+[Note: Failure reports], [Note: Departures]).
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from shardengine.comm.failures import FailureReport, Failures
+from shardengine.comm.mesh import GroupName
+from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
+from shardengine.comm.store_board import Unreachable
+from shardengine.errors import CommunicationError, MismatchError
+
+POST_AFTER_S = 1.0
+STANDS_S = 3.0
+_GRACE_S = 2.0
+MEETING = "meeting"
+"""In the place of a group: the wait of `meeting.meet_before_groups`."""
+_BLOCKS = (
+    "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
+    "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
+)
+_SAME = "Give every rank the same number of batches, and make the same calls on every rank"
+_EVALUATE = (
+    "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
+    "inside of `with engine.full_params():` that every rank opens"
+)
+
+
+class Watchdog:
+    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say."""
+
+    def __init__(self, failures: Failures, waiting: Waiting, lasted: float = 0.0) -> None:
+        self._failures = failures
+        self._waiting = waiting
+        self._started = time.monotonic() - lasted
+        self._posted: float | None = None
+        self._news = -1
+        self._seen: dict[tuple[int, FailureReport], float] = {}
+        self._deadlock: dict[int, Waiting] = {}
+        self._deadlock_since = 0.0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the wait has lasted for ``timeout_s``."""
+        return time.monotonic() - self._started > self._failures.mesh.timeout_s
+
+    def look(self) -> None:
+        """Between two slices: raise where what another rank said means that the wait is in vain.
+
+        ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other.
+        """
+        if time.monotonic() - self._started > POST_AFTER_S:
+            self._post()
+        try:
+            news = self._failures.news()
+            if news == self._news and not self._seen and not self._deadlock:
+                return
+            left = self._left()
+            ripe = self.ripe(frozenset(left))
+            stuck = self._stuck() if self._posted is not None else {}
+        except Unreachable:
+            return  # said when the wait has failed
+        self._news = news
+        self._raise_reported({rank: report for rank, report in ripe.items() if not report.gave_up})
+        self._raise_stuck(stuck)
+        self._raise_left({rank: each for rank, each in left.items() if rank not in ripe})
+        self._raise_reported(ripe)
+
+    def look_before_groups(self) -> None:
+        """As ``look``, for a wait outside of the engine that has this channel: its reports and departures do not count,
+        but those of ranks whose processes end."""
+        self._post()
+        with suppress(Unreachable):
+            self._raise_stuck(self._stuck())
+            departed = self._failures.departures().items()
+            self._raise_left({rank: each for rank, each in departed if each.presence is Presence.ENDED})
+
+    def stuck_before_groups(self) -> str:
+        """For a wait in ``engine.close()``: what to say where another rank waits in such a wait; "" where none does."""
+        if time.monotonic() - self._started <= POST_AFTER_S:
+            return ""
+        self._post()
+        stuck = self._stuck()
+        return _describe_deadlock(stuck) if any(each.group == MEETING for each in stuck.values()) else ""
+
+    def _raise_stuck(self, stuck: dict[int, Waiting]) -> None:
+        if stuck:
+            raise MismatchError(_describe_deadlock(stuck))
+
+    def look_for_departures(self) -> None:
+        """The wait has failed: ``CommunicationError`` where that is because a rank has left."""
+        with suppress(Unreachable):
+            left = self._left()
+            reports = self._failures.standing() if left else {}
+            self._raise_left({rank: each for rank, each in left.items() if rank not in reports})
+
+    def ripe(self, left: frozenset[int] = frozenset()) -> dict[int, FailureReport]:
+        """The reports that have stood for ``STANDS_S`` while we looked, or whose ranks have ``left``."""
+        now = time.monotonic()
+        self._seen = {item: self._seen.get(item, now) for item in self._failures.standing().items()}
+        return {rank: n for (rank, n), since in self._seen.items() if rank in left or now - since >= STANDS_S}
+
+    def _left(self) -> dict[int, Departure]:
+        """Who will not issue what this rank waits for."""
+        departed = self._failures.departures().items()
+        left = {rank: each for rank, each in departed if self._waiting.needs(each.issued)}
+        if self._failures.presence is Presence.PRESENT:
+            return left
+        return {rank: each for rank, each in left.items() if each.presence is not Presence.CLOSING}  # all close
+
+    def _raise_reported(self, reports: dict[int, FailureReport]) -> None:
+        for rank, report in sorted(reports.items()):
+            raise CommunicationError(
+                f"rank {rank} {report.verb}: {report.text}. Meanwhile {self._waiting.text} cannot end. Handle the "
+                "cause, then call engine.reset() on every rank, or start the ranks again"
+            )
+
+    def _raise_left(self, left: dict[int, Departure]) -> None:
+        if left:
+            same = _EVALUATE if self._waiting.group == GroupName.EVALUATE else _SAME
+            cure = "Handle the cause, and start the ranks again" if any(each.failed for each in left.values()) else same
+            said = one_sentence({rank: each.text for rank, each in left.items()})
+            place = self._failures.place
+            if self._waiting.group == MEETING:
+                place = f"this rank ({self._failures.mesh.rank}) is in {self._waiting.where}"
+            raise CommunicationError(f"{said}; {place}, and {self._waiting.text} cannot end. {cure}")
+
+    def _stuck(self) -> dict[int, Waiting]:
+        """The deadlock in which this rank has stood for ``STANDS_S``."""
+        rank, now = self._failures.mesh.rank, time.monotonic()
+        found = deadlock(rank, {**self._failures.waits(), rank: self._failures.placed(self._waiting)})
+        if found != self._deadlock:
+            self._deadlock, self._deadlock_since = found, now
+        return found if now - self._deadlock_since >= STANDS_S else {}
+
+    def diagnosis(self) -> str:
+        """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
+        failures = self._failures
+        deadline = self._post() + _GRACE_S
+        missing = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
+        waits: dict[int, Waiting] = {}
+        while missing:
+            try:
+                waits = failures.waits()
+                missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
+                silent = missing - set(waits) - set(failures.reports())
+            except Unreachable:
+                break  # ``describe`` says so
+            if not silent or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if not missing:
+            return "every rank waits for it: the connection between them is broken"
+        return failures.describe(missing, waits)
+
+    def end(self) -> None:
+        """It was only slow."""
+        if self._posted is not None:
+            self._failures.post(None)
+
+    def _post(self) -> float:
+        """Say, once, what this rank waits for. When it did."""
+        if self._posted is None:
+            self._posted = time.monotonic()
+            self._failures.post(self._waiting)
+        return self._posted
+
+
+def _describe_deadlock(stuck: dict[int, Waiting]) -> str:
+    places = [f"rank {rank} stands in {each.where or 'a call'} ({each.text})" for rank, each in stuck.items()]
+    evaluates = [each.group == GroupName.EVALUATE for each in stuck.values()]
+    trains = [each.where.startswith(("forward", "backward")) for each in stuck.values()]
+    cure = f"{_SAME}. {_BLOCKS}" if all(trains) else _SAME
+    if any(evaluates) and all(one or other for one, other in zip(evaluates, trains, strict=True)):
+        cure = _EVALUATE
+    return f"ranks wait for each other: {', '.join(places)}; none of them can end. {cure}"
+
+
+def one_sentence(said: dict[int, str]) -> str:
+    """What ranks said, as one sentence; those that said the same together."""
+    texts = dict.fromkeys(said[rank] for rank in sorted(said))
+    parts = []
+    for text in texts:
+        ranks = [rank for rank in sorted(said) if said[rank] == text]
+        parts.append(f"rank {ranks[0]} {text}" + (f" (and so ranks {ranks[1:]})" if ranks[1:] else ""))
+    return "; ".join(parts)

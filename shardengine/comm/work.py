@@ -1,0 +1,99 @@
+"""A collective in flight, and the wait for it. Owns: waiting under the watchdog, the error of a wait that failed.
+
+Must not know: what is sent, why and by which operation.
+
+[Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
+slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
+and the host never blocks there; it learns of a failure in the next exchange, which is always gloo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardengine.comm.failures import Failures
+from shardengine.comm.flight_recorder import CollectiveRecord
+from shardengine.comm.mesh import GroupName
+from shardengine.comm.watchdog import Watchdog
+from shardengine.errors import CommunicationError, MismatchError
+
+_SLICE = timedelta(seconds=0.5)
+
+
+class Work:
+    """A collective in flight. ``wait`` blocks until its result may be used (on CUDA: makes the stream wait).
+
+    works: torch's · wait_for: blocks until their data is there · on_complete: the local part, called once.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        wait_for: Callable[[Sequence[dist.Work]], None] = lambda works: None,
+        on_complete: Callable[[], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._wait_for = wait_for
+        self._on_complete = on_complete
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait_data(self) -> None:
+        """Wait until the data is there; the local part is still to be done."""
+        if self._works:
+            self._wait_for(self._works)
+            self._works = ()
+
+    def wait(self) -> None:
+        """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
+        self.wait_data()
+        on_complete, self._on_complete = self._on_complete, None
+        if on_complete is not None:
+            on_complete()
+
+
+def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
+    """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on."""
+    if failures.mesh.backend != "nccl" or record.group is GroupName.CONTROL:
+        _wait_under_watchdog(work, record, failures)
+        return
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(f"{record.describe(failures.mesh.rank)} failed: {error}") from error
+
+
+def _wait_under_watchdog(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
+    """Wait for ``work`` ([Note: Waiting in slices])."""
+    try:
+        work.wait(_SLICE)
+        return
+    except RuntimeError:
+        pass  # the slice is over, or the work has failed: then it is completed
+    rank = failures.mesh.rank
+    watchdog = Watchdog(failures, record.waiting(rank), lasted=0.0 if work.is_completed() else _SLICE.total_seconds())
+    try:
+        while not work.is_completed():
+            watchdog.look()
+            if watchdog.overdue:
+                raise CommunicationError(
+                    f"{record.describe(rank)} did not end within {failures.mesh.timeout_s:g} s. {watchdog.diagnosis()}"
+                )
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                continue
+        try:
+            work.wait()
+        except RuntimeError as error:
+            watchdog.look_for_departures()
+            raise CommunicationError(f"{record.describe(rank)} failed: {error}. {watchdog.diagnosis()}") from error
+    except (CommunicationError, MismatchError) as error:
+        failures.give_up(str(error))
+        raise
+    watchdog.end()
