@@ -90,7 +90,7 @@ def check(runs: Sequence[Run]) -> None:
         if (run.parameter_dtypes, run.computed_in) != ([weights], computed) or not 0 <= run.state_bytes - state < 0.5:
             raise SystemExit(
                 f"{run.precision}: expected weights in {weights}, layers in {computed} and {state} bytes of states and "
-                f"masters per parameter, came {', '.join(run.parameter_dtypes)}, {run.computed_in} and "
+                f"masters per parameter, got {', '.join(run.parameter_dtypes)}, {run.computed_in} and "
                 f"{run.state_bytes:.2f}: not what was asked of the engine"
             )
         start = run.validation[0][1]

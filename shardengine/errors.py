@@ -11,7 +11,7 @@
     ├── CommunicationError (RuntimeError)  a collective failed or timed out; names operation, bucket, parameters, rank
     └── InternalError (AssertionError)     an invariant of ours broke: a bug in shardengine, please report it
 
-A message says what was expected, what came, and what to do.
+A message says what was expected, what was given, and what to do.
 """
 
 from __future__ import annotations

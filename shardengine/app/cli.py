@@ -283,7 +283,7 @@ def _positive(text: str, least: int = 1) -> int:
     except ValueError:
         value = 0
     if value < least:
-        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, came {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
     return value
 
 

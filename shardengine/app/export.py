@@ -62,7 +62,7 @@ def _check_together(options: argparse.Namespace) -> None:
     for name in ("adapter", "config", "tokenizer", "max_shard_size"):
         if getattr(options, name) is not None and name not in used[options.format]:
             formats = " or ".join(form for form, names in used.items() if name in names)
-            raise UsageError(f"--{name.replace('_', '-')} goes with --format {formats}, came --format {options.format}")
+            raise UsageError(f"--{name.replace('_', '-')} goes with --format {formats}, got --format {options.format}")
 
 
 def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path | None) -> list[str]:

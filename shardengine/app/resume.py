@@ -60,22 +60,22 @@ class Earlier:
         for name in ("model", "data"):
             value = getattr(self, name)
             if not isinstance(value, str) and (name, value) != ("model", None):
-                raise TypeError(f"{name}: expected a text, came {value!r:.80}")
+                raise TypeError(f"{name}: expected a text, got {value!r:.80}")
         for name in ("length", "steps", "planned_steps", "save_every", "ranks", "first_ranks"):
             value, least = getattr(self, name), 0 if name in ("save_every", "first_ranks") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: expected an integer >= {least}, came {value!r:.80}")
+                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r:.80}")
         if not isinstance(self.job, list | tuple) or not all(isinstance(name, str) for name in self.job):
-            raise TypeError(f"job: expected texts, came {self.job!r:.80}")
+            raise TypeError(f"job: expected texts, got {self.job!r:.80}")
         object.__setattr__(self, "job", tuple(self.job))  # JSON has lists
 
     def settings(self, options: argparse.Namespace) -> Settings:
         """The settings of the run that goes on; UsageError that names every option that contradicts the earlier one."""
         problems = []
         if options.length not in (None, self.length):
-            problems.append(f"--length: it was started with {self.length}, came {options.length}")
+            problems.append(f"--length: it was started with {self.length}, got {options.length}")
         if options.model is not None and _absolute(options.model) != self.model:
-            problems.append(f"--model: it was started with {self.model or 'the default model'}, came {options.model}")
+            problems.append(f"--model: it was started with {self.model or 'the default model'}, got {options.model}")
         if options.config is not None and not problems:
             problems += self._other_config(Path(options.config))
         if problems:
@@ -104,8 +104,7 @@ class Earlier:
         configs = keep_batch(load_config(self.output / CONFIG), ranks), read_config(path, ranks)
         before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [
-            f"--config {path}, {key}: it was started with {json.dumps(before.get(key))}, came "
-            f"{json.dumps(now.get(key))}"
+            f"--config {path}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"
             for key in dict.fromkeys([*before, *now])
             if before.get(key) != now.get(key)
         ]

@@ -54,7 +54,7 @@ def check_tag(tag: str) -> str:
 def check_folder(directory: str | Path) -> Path:
     """``directory`` as a path; ``UsageError`` unless it is one."""
     if not isinstance(directory, str | Path) or not str(directory):
-        raise UsageError(f"directory of checkpoints: expected a path, came {directory!r}")
+        raise UsageError(f"directory of checkpoints: expected a path, got {directory!r}")
     return Path(directory)
 
 

@@ -59,7 +59,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
             engine.optimizer.require_whole()
         require_rest(engine, "save_checkpoint")
         if not isinstance(client, dict):
-            raise UsageError(f"client_state: expected a dict of JSON values, came {type(client).__name__}")
+            raise UsageError(f"client_state: expected a dict of JSON values, got {type(client).__name__}")
         state.require_json(client, "client_state")
         place = directory.check_folder(folder)
         name = directory.check_tag(directory.tag_of(engine.global_steps) if tag is None else tag)

@@ -91,7 +91,7 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
     ``fn`` cannot be sent or ``ranks`` is not a positive integer; ShardEngineError if a rank died without an exception.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"launch: expected ranks to be an integer >= 1, came {ranks!r}")
+        raise UsageError(f"launch: expected ranks to be an integer >= 1, got {ranks!r}")
     if os.environ.get(LAUNCHED):
         raise UsageError(
             "launch was called in a process that launch itself started. If this is a script, its start-up code runs "

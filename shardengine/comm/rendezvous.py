@@ -114,7 +114,7 @@ def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: ``node[01-03,07],gpu5`` → ``node01``, ``r[2-3]n[0-7]`` → ``r2n0``."""
     first = re.match(r"((?:[^,\[\]\s]|\[[^,\[\]-]+[^\[\]]*\])+)(?:,|$)", nodes)
     if first is None:
-        raise UsageError(f"expected a SLURM node list such as node[01-03,07],gpu5, came {nodes!r}; set MASTER_ADDR")
+        raise UsageError(f"expected a SLURM node list such as node[01-03,07],gpu5, got {nodes!r}; set MASTER_ADDR")
     return re.sub(r"\[([^,\[\]-]+)[^\[\]]*\]", r"\1", first[1])
 
 
@@ -124,7 +124,7 @@ def tasks_on(node: int, tasks: str) -> str:
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UsageError(f"expected SLURM's tasks per node such as 2(x3),1, came {tasks!r}; set LOCAL_WORLD_SIZE")
+            raise UsageError(f"expected SLURM's tasks per node such as 2(x3),1, got {tasks!r}; set LOCAL_WORLD_SIZE")
         counts += [match[1]] * int(match[2] or 1)
     if node >= len(counts):
         raise UsageError(f"SLURM_NODEID is {node}, but {tasks!r} are the tasks of {len(counts)} nodes")

@@ -21,7 +21,7 @@ def check_together(config: TopLevel, reader: Reader) -> None:
     _check_offload(config, reader)
     _check_step_in_backward(config, reader)
     if config.aio.block_size % 4096:
-        reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, came {config.aio.block_size}")
+        reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, got {config.aio.block_size}")
     if config.activation_checkpointing.cpu_offload and not config.activation_checkpointing.enabled:
         reader.problem(
             "activation_checkpointing.cpu_offload",
@@ -35,7 +35,7 @@ def check_together(config: TopLevel, reader: Reader) -> None:
 def _check_precision(config: TopLevel, reader: Reader) -> None:
     bf16, fp16 = config.bf16, config.fp16
     if fp16.enabled and bf16.enabled:
-        reader.problem("fp16.enabled", "expected fp16 or bf16, came both; switch one of them off")
+        reader.problem("fp16.enabled", "expected fp16 or bf16, got both; switch one of them off")
     if bf16.enabled and bf16.stochastic_rounding and bf16.master_weights:
         reader.problem(
             "bf16.stochastic_rounding",
@@ -44,22 +44,21 @@ def _check_precision(config: TopLevel, reader: Reader) -> None:
         )
     for name, scale in (("loss_scale", fp16.loss_scale), ("min_loss_scale", fp16.min_loss_scale)):
         if 0 < scale < _SMALLEST_SCALE:
-            text = f"expected a number that fp32 can divide by, at least 2 ** -126, came {scale:g}"
+            text = f"expected a number that fp32 can divide by, at least 2 ** -126, got {scale:g}"
             reader.problem(f"fp16.{name}", text)
     if not _scales_loss(config) or fp16.loss_scale:
         return
     if config.nonfinite_gradients in ("raise", "step"):
         reader.problem(
             "nonfinite_gradients",
-            'expected "skip" with a dynamic loss scale, which finds its value by leaving steps out, came '
+            'expected "skip" with a dynamic loss scale, which finds its value by leaving steps out, got '
             f'"{config.nonfinite_gradients}"; give fp16.loss_scale a fixed value, or leave this key out',
         )
     first = 2.0**fp16.initial_scale_power
     if first < fp16.min_loss_scale:
         reader.problem(
             "fp16.min_loss_scale",
-            f"expected at most the first loss scale, 2 ** initial_scale_power = {first:g}, came "
-            f"{fp16.min_loss_scale:g}",
+            f"expected at most the first loss scale, 2 ** initial_scale_power = {first:g}, got {fp16.min_loss_scale:g}",
         )
 
 
@@ -74,7 +73,7 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
     for name, tier in (("offload_optimizer", offload), ("offload_param", zero.offload_param)):
         path = f"zero_optimization.{name}.nvme_path"
         if tier.device == "nvme" and tier.nvme_path is None and path not in reader.failed:
-            reader.problem(path, "expected a directory on the disk, because device is nvme, came none")
+            reader.problem(path, "expected a directory on the disk, because device is nvme, got none")
     ratio, device, memory = (
         f"zero_optimization.offload_optimizer.{name}" for name in ("ratio", "device", "device_memory")
     )
@@ -83,15 +82,15 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
     elif offload.ratio == "auto":
         if offload.device == "none":
             reader.problem(
-                ratio, 'expected device "cpu" or "nvme" beside "auto", came "none": there is nowhere to go; set it'
+                ratio, 'expected device "cpu" or "nvme" beside "auto", got "none": there is nowhere to go; set it'
             )
     elif offload.device_memory is not None:
         came = f"ratio {offload.ratio:g}, which says itself what stays"
-        reader.problem(memory, f'expected "ratio": "auto" beside it, came {came}; set that, or leave this out')
+        reader.problem(memory, f'expected "ratio": "auto" beside it, got {came}; set that, or leave this out')
     if zero.offload_param.device != "none" and zero.stage < 3:
         reader.problem(
             "zero_optimization.offload_param.device",
-            f"expected stage 3, where weights rest sharded, came stage {zero.stage}; offload_optimizer is for every "
+            f"expected stage 3, where weights rest sharded, got stage {zero.stage}; offload_optimizer is for every "
             "stage",
         )
 
@@ -113,7 +112,7 @@ def _check_step_in_backward(config: TopLevel, reader: Reader) -> None:
     if config.nonfinite_gradients == "skip":
         reader.problem(
             name,
-            'expected nonfinite_gradients "raise" (its default here) or "step", came "skip": a step that has begun in '
+            'expected nonfinite_gradients "raise" (its default here) or "step", got "skip": a step that has begun in '
             "backward cannot be left out",
         )
 

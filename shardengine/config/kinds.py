@@ -29,7 +29,7 @@ class Kind:
         try:
             return self.convert(value)
         except ValueError:
-            raise ValueError(f"expected {self.words}, came {describe(value)}") from None
+            raise ValueError(f"expected {self.words}, got {describe(value)}") from None
 
 
 Table = Mapping[str, tuple[Kind, Any]]
@@ -60,7 +60,7 @@ def check_table(
 
 
 def describe(value: object) -> str:
-    """Name a JSON value for "…, came X": its type and, where short, the value itself."""
+    """Name a JSON value for "…, got X": its type and, where short, the value itself."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, (list, tuple)):

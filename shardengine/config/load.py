@@ -42,7 +42,7 @@ class Config(TopLevel):
         cannot fit.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise UsageError(f"resolve_batch: expected a world size >= 1, came {describe(world_size)}")
+            raise UsageError(f"resolve_batch: expected a world size >= 1, got {describe(world_size)}")
         given = {name: vars(self)[name] for name in TRIPLE if self.sources.get(name) != "derived"}
         total, micro, steps = (given.get(name) for name in TRIPLE)
         if total is None and micro is None:
@@ -109,7 +109,7 @@ def load_config(source: Mapping[str, Any] | str | Path | Config, auto: Mapping[s
         return _build(read_json(Path(source)), str(source), auto)
     if isinstance(source, Mapping):
         return _build(plain(source), "config", auto)
-    raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, came {describe(source)}")
+    raise ConfigError(f"expected a path to a JSON file, a mapping or a Config, got {describe(source)}")
 
 
 def fitting_ranks(total: int, each: int) -> list[int]:

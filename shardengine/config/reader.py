@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON that can be read: {error}", str(path)) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"expected a JSON object at the top level, came {describe(tree)}", str(path))
+        raise ConfigError(f"expected a JSON object at the top level, got {describe(tree)}", str(path))
     return tree
 
 
@@ -142,7 +142,7 @@ class Reader:
                 self.problem(join(path, name), "the key is written more than once; keep one")
             for name in list(node):
                 if not isinstance(name, str):
-                    self.problem(path, f"expected keys that are strings, came {describe(name)}")
+                    self.problem(path, f"expected keys that are strings, got {describe(name)}")
                     del node[name]
                 elif is_comment(name) or not self._scan(node[name], join(path, name), opaque=opaque):
                     del node[name]
@@ -155,9 +155,9 @@ class Reader:
         if opaque or (node == math.inf and known is not None and known.kind is EVERY):
             return True
         if isinstance(node, float) and not math.isfinite(node):
-            self.problem(path, f"expected a finite number, came {node!r}")
+            self.problem(path, f"expected a finite number, got {node!r}")
         elif node is not None and not isinstance(node, (str, int, float)):
-            self.problem(path, f"expected a JSON value, came {describe(node)}")
+            self.problem(path, f"expected a JSON value, got {describe(node)}")
         else:
             return True
         return False
@@ -244,7 +244,7 @@ class Reader:
         elif value is None and name != "zero_optimization":
             return
         elif value is not False or name in _NEVER_FALSE:
-            self.problem(name, f"expected an object, came {describe(value)}")
+            self.problem(name, f"expected an object, got {describe(value)}")
 
     def _leaf(self, key: Key, value: Any) -> None:
         section = key.name.rpartition(".")[0]
@@ -347,7 +347,7 @@ class Reader:
         )
         if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
             came = f"{params['momentum']:g} and {params['dampening']:g}"
-            self.problem(f"{place}nesterov", f"nesterov needs momentum > 0 and dampening 0, came {came}")
+            self.problem(f"{place}nesterov", f"nesterov needs momentum > 0 and dampening 0, got {came}")
         return name, params
 
     def _not_in_table(self, name: str, param: str, value: Any) -> None:
@@ -362,18 +362,16 @@ class Reader:
             close = nearest(param, (*OPTIMIZERS[name], *OPTIMIZER_NO_EFFECT, *switch))
             self.problem(dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"')
         elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
-            text = f"expected {json.dumps(fixed)}, came {describe(value)}; nothing else is supported, because {why}"
+            text = f"expected {json.dumps(fixed)}, got {describe(value)}; nothing else is supported, because {why}"
             self.problem(dotted, text)
 
     def _decoupled(self, name: str, given: dict[str, Any]) -> str:
         mode = given.pop("adam_w_mode", True)
         self.sources.pop("optimizer.params.adam_w_mode", None)
         if not isinstance(mode, bool):
-            self.problem("optimizer.params.adam_w_mode", f"expected true or false, came {describe(mode)}")
+            self.problem("optimizer.params.adam_w_mode", f"expected true or false, got {describe(mode)}")
         elif name == "AdamW" and not mode:
-            self.problem(
-                "optimizer.params.adam_w_mode", 'expected true for AdamW, came false; for L2 write type "Adam"'
-            )
+            self.problem("optimizer.params.adam_w_mode", 'expected true for AdamW, got false; for L2 write type "Adam"')
         elif name == "Adam" and not mode:
             self.notices.append('optimizer "Adam" with "adam_w_mode": false is Adam, with weight decay as an L2 term')
         elif name == "Adam":

@@ -84,7 +84,7 @@ class Window:
         place = forward.micro_batch - (self.total - self.done)
         if self.size > 1 and 0 <= place < self.done:
             raise UsageError(
-                f"backward of micro-batch {self.done + 1} of {self.size}: expected a loss of a new forward, came one "
+                f"backward of micro-batch {self.done + 1} of {self.size}: expected a loss of a new forward, got one "
                 f"of the forward whose backward was micro-batch {place + 1}; add the losses of one forward and call "
                 "engine.backward once, or set gradient_accumulation_steps to 1"
             )

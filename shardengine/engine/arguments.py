@@ -33,15 +33,15 @@ def checked(initialize: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
             if name not in known and (name in KEYS or name in SECTIONS):
-                raise TypeError(f"shardengine.initialize has no argument {name!r}: it belongs into the config")
+                raise TypeError(f"shardengine.initialize has no argument {name!r}: it belongs in the config")
             if name not in known:
                 raise TypeError(about_argument("initialize", name, known))
         if len(args) > 2:
             kinds = ", ".join(type(each).__name__ for each in args)
-            raise TypeError(f"shardengine.initialize: {_ORDER}, came {len(args)} without a name: {kinds}")
+            raise TypeError(f"shardengine.initialize: {_ORDER}, got {len(args)} without a name: {kinds}")
         given = signature.bind_partial(*args, **kwargs).arguments
         if missing := [name for name in ("model", "config") if name not in given]:
-            raise TypeError(f"shardengine.initialize: {_ORDER}, came nothing for {' and '.join(missing)}")
+            raise TypeError(f"shardengine.initialize: {_ORDER}, got nothing for {' and '.join(missing)}")
         _check(**given)
         return initialize(*args, **kwargs)
 
@@ -81,7 +81,7 @@ def _check(
         cure = ""
         if isinstance(optimizer, (str, Mapping)):
             example = '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}'
-            cure = f": an optimizer by its name belongs into the config, {example}"
+            cure = f": an optimizer by its name belongs in the config, {example}"
         elif isinstance(optimizer, (list, tuple)):
             cure = ": one engine has one optimizer, with several groups where that is wanted"
         raise _refused("optimizer", "a torch optimizer, a function from parameters to one, or None", optimizer, cure)
@@ -89,7 +89,7 @@ def _check(
         cure = ": put it into a list" if isinstance(model_parameters, (torch.Tensor, Mapping)) else ""
         raise _refused("model_parameters", "a list of parameters or of groups, or None", model_parameters, cure)
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
-        cure = ': by its name it belongs into the config, under "scheduler"'
+        cure = ': by its name it belongs in the config, under "scheduler"'
         raise _refused("lr_scheduler", "a scheduler, a function from the optimizer to one, or None", lr_scheduler, cure)
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise _refused("mesh", "what shardengine.comm.mesh.build() returns, or None", mesh, "")
@@ -98,7 +98,7 @@ def _check(
 
 
 def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:
-    return UsageError(f"shardengine.initialize: expected {name} to be {expected}, came {_kind(value)}{cure}")
+    return UsageError(f"shardengine.initialize: expected {name} to be {expected}, got {_kind(value)}{cure}")
 
 
 def _kind(value: Any) -> str:

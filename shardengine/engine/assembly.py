@@ -144,7 +144,7 @@ def free_bytes(device: torch.device) -> int:
     if not is_apart(device):
         raise ConfigError(
             'zero_optimization.offload_optimizer.device_memory: expected a number of bytes beside "ratio": "auto", '
-            "came null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
+            "got null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
         )
     return torch.cuda.mem_get_info(device)[0]
 

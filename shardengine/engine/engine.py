@@ -206,7 +206,7 @@ class Engine(Inspection):
         if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
-                f"backward: expected a scalar loss with a graph, or gradient= for one that is no scalar, came {shape}"
+                f"backward: expected a scalar loss with a graph, or gradient= for one that is no scalar, got {shape}"
                 + (" without requires_grad" if isinstance(loss, Tensor) and not loss.requires_grad else "")
             )
         schedule = self._need_core().schedule
@@ -546,7 +546,7 @@ class Engine(Inspection):
     def __iter__(self) -> NoReturn:
         """An engine is no tuple."""
         raise TypeError(
-            "initialize returns the engine alone, came an assignment to several names: expected engine = "
+            "initialize returns the engine alone, got an assignment to several names: expected engine = "
             "shardengine.initialize(...); then engine.optimizer and engine.lr_scheduler"
         )
 

@@ -232,7 +232,7 @@ def full_optimizer_state(
 def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any]) -> None:
     step = entry.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise UsageError(f"full_optimizer_state: expected the step count of {name!r} to be 0 or more, came {step!r}")
+        raise UsageError(f"full_optimizer_state: expected the step count of {name!r} to be 0 or more, got {step!r}")
     if unknown := entry.keys() - given.keys():
         raise UsageError(
             f"full_optimizer_state: {name!r} has no {sorted(unknown)[0]!r}; it has {', '.join(map(repr, given))}"
@@ -325,6 +325,6 @@ def _take_over(what: str, now: Any, tensor: Tensor | None) -> None:
         raise UsageError(f"{what}: no rank has one, so that the step leaves the parameter alone; expected None to stay")
     if not isinstance(now, Tensor) or now.shape != tensor.shape:
         came = tuple(now.shape) if isinstance(now, Tensor) else type(now).__name__
-        raise UsageError(f"{what}: expected a tensor of shape {tuple(tensor.shape)}, came {came}; nothing was written")
+        raise UsageError(f"{what}: expected a tensor of shape {tuple(tensor.shape)}, got {came}; nothing was written")
     with torch.no_grad():
         tensor.copy_(now)

@@ -105,7 +105,7 @@ class CsvMonitor:
             there = tuple(next(csv.reader(file), ()))
         if there != self._columns:
             raise ValueError(
-                f"expected a file that begins with {','.join(self._columns)}, came {','.join(there)[:200]!r}; move it "
+                f"expected a file that begins with {','.join(self._columns)}, got {','.join(there)[:200]!r}; move it "
                 "away or choose another job_name"
             )
         self._lines.mend()
@@ -113,7 +113,7 @@ class CsvMonitor:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the line of ``step``."""
         if unknown := values.keys() - set(self._columns):
-            raise ValueError(f"expected values of {', '.join(self._columns[1:])}, came {', '.join(sorted(unknown))}")
+            raise ValueError(f"expected values of {', '.join(self._columns[1:])}, got {', '.join(sorted(unknown))}")
         row = {"step": step, **values}
         self._lines.append(self._line([row.get(name, "") for name in self._columns]))
 

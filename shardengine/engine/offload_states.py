@@ -26,10 +26,10 @@ def offload(
     """Move ``include`` of what rests on the device to host memory. See ``Engine.offload_states``."""
     wanted = {include} if isinstance(include, str) else set(include)
     if unknown := wanted - set(STATES):
-        raise UsageError(f"offload_states: expected some of {', '.join(STATES)}, came {sorted(map(str, unknown))}")
+        raise UsageError(f"offload_states: expected some of {', '.join(STATES)}, got {sorted(map(str, unknown))}")
     if core.attachments.shown or not core.window.is_first:
         raise UsageError(
-            "offload_states: expected it between two steps, and outside of full_params(), came inside of one (rank "
+            "offload_states: expected it between two steps, and outside of full_params(), got inside of one (rank "
             f"{core.mesh.rank}); call engine.step() or engine.zero_grad() first"
         )
     if optimizer is not None:

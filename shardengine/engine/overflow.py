@@ -42,7 +42,7 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
 
     taken: buckets may have taken the step already.
     """
-    came = f"rank {core.mesh.rank}: expected finite ones, came {describe(core)}"
+    came = f"rank {core.mesh.rank}: expected finite ones, got {describe(core)}"
     left = "The step was left out, the weights are those of the last one"
     if scaler.policy.dynamic:
         raise LossScaleError(
@@ -69,7 +69,7 @@ def tell(core: Core, step: int, limit: int) -> None:
     if core.mesh.rank == 0:
         end = f"{limit} in a row are an error (max_nonfinite_steps)" if limit else "they are no error"
         _log.warning(
-            "step %d was left out on all ranks: expected finite gradients, came %s. Weights, optimizer state and "
+            "step %d was left out on all ranks: expected finite gradients, got %s. Weights, optimizer state and "
             'engine.lr_scheduler stay as they were. Later ones are only counted (engine.skipped_steps); %s. '
             '"nonfinite_gradients": "raise" stops at the first.%s',
             step, found, end, _hint(core),

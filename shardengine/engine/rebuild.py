@@ -121,12 +121,12 @@ def add_group(
 def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: dict[str, Any]) -> None:
     if not isinstance(group, dict) or "params" not in group:
         came = f"a dict with {sorted(group)}" if isinstance(group, dict) else type(group).__name__
-        raise UsageError(f'add_param_group: expected a dict with "params" and options, came {came}')
+        raise UsageError(f'add_param_group: expected a dict with "params" and options, got {came}')
     groups = optimizer.param_groups
     if not isinstance(group["params"], (Tensor, set)):
         group["params"] = list(group["params"])
         if not group["params"]:
-            raise UsageError("add_param_group: expected at least one parameter in the group, came none")
+            raise UsageError("add_param_group: expected at least one parameter in the group, got none")
         _refuse_known(core, groups, group["params"])
     elif isinstance(group["params"], Tensor):
         _refuse_known(core, groups, [group["params"]])

@@ -63,7 +63,7 @@ def read(directory: str | Path, buffers: Collection[str] = ()) -> Foreign:
 def _read(store: Store, buffers: Collection[str]) -> Foreign:
     keys = _Keys.of(store)
     if unknown := sorted(set(buffers) - keys.model.keys()):
-        raise UsageError(f"{store.place}: expected names of the model's tensors as buffers, came {', '.join(unknown)}")
+        raise UsageError(f"{store.place}: expected names of the model's tensors as buffers, got {', '.join(unknown)}")
     notes = [f"{'.'.join(path)}: part of neither a model nor an optimizer" for path in keys.other]
     optimizer = _Optimizer.of(store, keys, notes)
     names, held_buffers = _sort(store, keys, optimizer.group_of, buffers, notes)
@@ -268,7 +268,7 @@ def _optimizer_rows(
     for group in groups.values():
         if not isinstance(group, dict):
             raise CheckpointError(
-                f"{store.place}: expected dicts as the optimizer's groups (param_groups), came {named(group)}"
+                f"{store.place}: expected dicts as the optimizer's groups (param_groups), got {named(group)}"
             )
     rows = [(group.pop("params", []), group) for _, group in sorted(groups.items())]
     if any(not isinstance(names, list) or not all(isinstance(n, str) for n in names) for names, _ in rows):

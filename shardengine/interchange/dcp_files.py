@@ -144,7 +144,7 @@ def _tensor(row: Inert) -> TensorStorageMetadata:
     properties = row.get("properties").state
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"expected a dtype, came {str(dtype)[:80]}")
+        raise TypeError(f"expected a dtype, got {str(dtype)[:80]}")
     size, chunks = _size(row.get("size")), []
     for chunk in row.get("chunks"):
         offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
@@ -162,5 +162,5 @@ def _size(value: Any) -> torch.Size:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 60:
-        raise ValueError(f"expected a number of elements or bytes, came {str(value)[:80]}")
+        raise ValueError(f"expected a number of elements or bytes, got {str(value)[:80]}")
     return value

@@ -132,7 +132,7 @@ def _place(directory: Path, tag: str | None) -> Path:
                 "files *_model_states.pt; give the directory's name as the tag"
             ) from None
     if not tag or tag in (".", "..") or "/" in tag or "\\" in tag or "\0" in tag:
-        raise UsageError(f"{directory}: expected the name of a directory in it as the tag, came {tag[:200]!r}")
+        raise UsageError(f"{directory}: expected the name of a directory in it as the tag, got {tag[:200]!r}")
     if not (directory / tag).is_dir():
         raise CheckpointError(f"{directory} has no checkpoint {tag!r}")
     return directory / tag
@@ -156,7 +156,7 @@ def _level(parts: list[Part]) -> int:
     if isinstance(level, Inert):
         level = level.args[0] if level.args else None
     if level not in (1, 2, 3) or any("ds_zero_partition_groups" in part.content for part in parts):
-        raise UsageError(f"{parts[0].path}: expected ZeRO stage 1, 2 or 3 over all ranks, came {str(level)[:80]!r}")
+        raise UsageError(f"{parts[0].path}: expected ZeRO stage 1, 2 or 3 over all ranks, got {str(level)[:80]!r}")
     return int(level)
 
 
@@ -358,10 +358,10 @@ def _shapes(groups: list[Any], path: Path) -> Shapes:
     found: Shapes = []
     for group in groups:
         if not isinstance(group, Mapping):
-            raise CheckpointError(f"{path}: expected names with shapes, came {named(group)}")
+            raise CheckpointError(f"{path}: expected names with shapes, got {named(group)}")
         for name, shape in group.items():
             fine = isinstance(name, str) and isinstance(shape, tuple | list)
             if not fine or any(not isinstance(n, int) or n < 0 for n in shape) or prod(shape) > 1 << 60:
-                raise CheckpointError(f"{path}: expected a shape for {str(name)[:200]!r}, came {str(shape)[:200]!r}")
+                raise CheckpointError(f"{path}: expected a shape for {str(name)[:200]!r}, got {str(shape)[:200]!r}")
         found.append({name: tuple(shape) for name, shape in group.items()})
     return found

@@ -44,7 +44,7 @@ def read_model(place: Path) -> dict[str, Any]:
         raise UsageError(f"{expected}: {error}") from None
     classes = found["config"].get("architectures") if isinstance(found["config"], dict) else None
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
-        raise UsageError(f"{expected}, came {classes!r}")
+        raise UsageError(f"{expected}, got {classes!r}")
     return {**found, "class": classes[0]}
 
 

@@ -82,12 +82,10 @@ def options_of(groups: list[dict[str, Any]], kind: str, notes: list[str]) -> lis
     for number, group in enumerate(groups):
         options = {k: _plain(group[k], f"optimizer group {number}: {k}") for k in _TAKEN[kind] if k in group}
         if not isinstance(options.get("lr"), int | float):
-            raise CheckpointError(
-                f"optimizer group {number}: expected a learning rate (lr), came {options.get('lr')!r}"
-            )
+            raise CheckpointError(f"optimizer group {number}: expected a learning rate (lr), got {options.get('lr')!r}")
         betas = options.get("betas", [0.0, 0.0])
         if not isinstance(betas, list) or len(betas) != 2:
-            raise CheckpointError(f"optimizer group {number}: expected two numbers as betas, came {betas!r}")
+            raise CheckpointError(f"optimizer group {number}: expected two numbers as betas, got {betas!r}")
         found.append(options)
         check_options(options, f"import of {kind}", number, found[0])
         strange = sorted(str(key) for key in group.keys() - _SILENT.union(_TAKEN[kind]))

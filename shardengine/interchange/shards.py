@@ -67,7 +67,7 @@ def need(source: Any, key: str, kind: type | tuple[type, ...], path: Path) -> An
         raise CheckpointError(f"{path}: {key!r} is missing")
     if not isinstance(value, kind) or isinstance(value, bool):
         kinds = " or ".join(KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise CheckpointError(f"{path}: expected {key!r} to be {kinds}, came {named(value)}")
+        raise CheckpointError(f"{path}: expected {key!r} to be {kinds}, got {named(value)}")
     return value
 
 
@@ -132,7 +132,7 @@ def whole_of_shards(shards: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """A parameter of stage 3 from every rank's shard."""
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     if not 0 <= flat.numel() - prod(shape) < max(len(shards), 1):
-        raise CheckpointError(f"expected shards of {prod(shape)} elements, came {flat.numel()}")
+        raise CheckpointError(f"expected shards of {prod(shape)} elements, got {flat.numel()}")
     return flat[: prod(shape)].reshape(shape).clone()
 
 
@@ -169,7 +169,7 @@ def _flat(value: Any, part: Part) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
         form = f" {value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
-            f"{part.path}: expected a flat tensor of floats for each group and state, came {named(value)}{form}"
+            f"{part.path}: expected a flat tensor of floats for each group and state, got {named(value)}{form}"
         )
     return value.detach()
 

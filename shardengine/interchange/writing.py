@@ -84,7 +84,7 @@ def _bytes_of(entry: _Entry, source: str) -> Tensor:
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{expected}, its files are damaged ({type(error).__name__}: {error})") from error
     if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
-        raise CheckpointError(f"{expected}, came {_text(value.dtype)} {tuple(value.shape)}")
+        raise CheckpointError(f"{expected}, got {_text(value.dtype)} {tuple(value.shape)}")
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -41,7 +41,7 @@ class Offer(IntEnum):
 def _chosen() -> str:
     choice = os.environ.get("SHARDENGINE_KERNELS", "auto")
     if choice not in _CHOICES:
-        raise UsageError(f"SHARDENGINE_KERNELS: expected one of {', '.join(_CHOICES)}, came {choice!r}")
+        raise UsageError(f"SHARDENGINE_KERNELS: expected one of {', '.join(_CHOICES)}, got {choice!r}")
     return choice
 
 
@@ -97,20 +97,20 @@ def flatten(
     end = 0
     for tensor, start in zip(tensors, starts, strict=True):
         if not tensor.is_contiguous():
-            raise ValueError(f"flatten: expected contiguous tensors, came strides {tensor.stride()}")
+            raise ValueError(f"flatten: expected contiguous tensors, got strides {tensor.stride()}")
         if start < end:
             end = out.numel() + 1
             break
         end = start + tensor.numel()
     if end > out.numel():
-        raise ValueError(f"flatten: expected ascending starts inside of {out.numel()} elements, came {list(starts)}")
+        raise ValueError(f"flatten: expected ascending starts inside of {out.numel()} elements, got {list(starts)}")
     (implementation(out.device) or reference).flatten(tensors, starts, out, scale=scale, add=add)
 
 
 def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> None:
     """The opposite: each of ``outs`` (contiguous, any shape and dtype) takes its elements of ``flat``, rounded once."""
     if any(not 0 <= start <= flat.numel() - out.numel() for start, out in zip(starts, outs, strict=True)):
-        raise ValueError(f"unflatten: expected starts inside of {flat.numel()} elements, came {list(starts)}")
+        raise ValueError(f"unflatten: expected starts inside of {flat.numel()} elements, got {list(starts)}")
     (implementation(flat.device) or reference).unflatten(flat, starts, outs)
 
 
@@ -192,9 +192,9 @@ def compress(
     for values[0]. Shards are compressed as the whole would be if they are cut at multiples of ``block``.
     """
     if kind not in compression.FLOATS and kind not in compression.LEVELS:
-        raise ValueError(f"compress: expected fp16, bf16, int8 or int4, came {kind!r}")
+        raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
     if block < 2 or block % 2:
-        raise ValueError(f"compress: expected an even block of at least 2 elements, came {block}")
+        raise ValueError(f"compress: expected an even block of at least 2 elements, got {block}")
     module = implementation(values.device) or compression
     return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated)
 

@@ -34,7 +34,7 @@ class Spans(tuple[Span, ...]):
         made = super().__new__(cls, (Span(*span) for span in spans))
         edges = [edge for span in made for edge in span[:2]]
         if any(after < before for before, after in itertools.pairwise([0, *edges])):
-            raise ValueError(f"Spans: expected ascending ones that do not overlap, came {list(made)}")
+            raise ValueError(f"Spans: expected ascending ones that do not overlap, got {list(made)}")
         made.aligned = all(edge % 16 == 0 for edge in edges)
         made._tables = {}
         return made

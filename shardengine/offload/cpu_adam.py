@@ -202,7 +202,7 @@ def _converted_state(parameter: Tensor, state: Mapping[str, Any], place: str) ->
     if missing or any(name in state for name in ("max_exp_avg_sq",)):
         raise UsageError(
             f"CPUAdam.load_state_dict: {place}: expected the states step, exp_avg and exp_avg_sq of Adam without "
-            f"amsgrad, came {', '.join(map(str, state))}; load what CPUAdam or torch.optim.AdamW has saved"
+            f"amsgrad, got {', '.join(map(str, state))}; load what CPUAdam or torch.optim.AdamW has saved"
         )
     found = {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
     for name in (*_MOMENTS, MASTER):
@@ -245,14 +245,14 @@ def _check(parameter: Tensor, place: str) -> None:
     else:
         return
     raise UsageError(
-        f"CPUAdam: {place}: expected a dense fp32, bf16 or fp16 parameter on the CPU, came {came}; {advice}"
+        f"CPUAdam: {place}: expected a dense fp32, bf16 or fp16 parameter on the CPU, got {came}; {advice}"
     )
 
 
 def _check_gradient(gradient: Tensor, place: str) -> None:
     if gradient.layout is not torch.strided or gradient.dtype not in _DTYPES or gradient.device.type != "cpu":
         raise UsageError(
-            f"CPUAdam: {place}: expected a dense gradient in fp32, bf16 or fp16 on the CPU, came {gradient.dtype} of "
+            f"CPUAdam: {place}: expected a dense gradient in fp32, bf16 or fp16 on the CPU, got {gradient.dtype} of "
             f"layout {gradient.layout} on {gradient.device}; for an embedding with sparse=True switch that off, or use "
             "torch.optim.SparseAdam for it"
         )
@@ -264,9 +264,9 @@ def _check_options(group: Mapping[str, Any], number: int) -> None:
             raise UsageError(f"CPUAdam: group {number}: option {name}=True is not available; leave it out")
     lr, betas = group["lr"], tuple(group["betas"])
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise UsageError(f"CPUAdam: group {number}: lr: expected a number or a tensor of one, came {tuple(lr.shape)}")
+        raise UsageError(f"CPUAdam: group {number}: lr: expected a number or a tensor of one, got {tuple(lr.shape)}")
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0:
-            raise UsageError(f"CPUAdam: group {number}: {name}: expected a number of at least 0, came {group[name]}")
+            raise UsageError(f"CPUAdam: group {number}: {name}: expected a number of at least 0, got {group[name]}")
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-        raise UsageError(f"CPUAdam: group {number}: betas: expected two numbers in [0, 1), came {group['betas']}")
+        raise UsageError(f"CPUAdam: group {number}: betas: expected two numbers in [0, 1), got {group['betas']}")

@@ -133,7 +133,7 @@ class Tiers:
         if fewest > count:
             raise UsageError(
                 f'"ratio": "auto" of offload_optimizer: expected that the device needs at most {memory:,} bytes '
-                f"(device_memory, or what the rank with the least memory had free), came "
+                f"(device_memory, or what the rank with the least memory had free), got "
                 f"{device_bytes(self._first(count)):,} with all of the optimizer's state away. Give it more memory, "
                 "shard more (a higher stage, more ranks, offload_param), or take a smaller reduce_bucket_size or "
                 "stage3_prefetch_bucket_size, whose buffers are counted"

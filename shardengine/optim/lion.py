@@ -44,7 +44,7 @@ class Lion(torch.optim.Optimizer):
                     continue
                 if parameter.dtype is not torch.float32 or parameter.grad.layout is not torch.strided:
                     raise UsageError(
-                        f"Lion: expected dense fp32 parameters, came {parameter.dtype} with a gradient of layout "
+                        f"Lion: expected dense fp32 parameters, got {parameter.dtype} with a gradient of layout "
                         f"{parameter.grad.layout}; shardengine.initialize keeps fp32 master weights for bf16 ones"
                     )
                 state = self.state[parameter]

@@ -76,7 +76,7 @@ def check(config: SchedulerConfig) -> None:
 def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
     """``UsageError`` unless ``scheduler`` is one that the engine can step and that drives ``optimizer``'s groups."""
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise UsageError(f"lr_scheduler: expected a torch LRScheduler, came {type(scheduler).__name__}")
+        raise UsageError(f"lr_scheduler: expected a torch LRScheduler, got {type(scheduler).__name__}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError("lr_scheduler: ReduceLROnPlateau needs a metric; step it yourself, over engine.optimizer")
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
@@ -138,7 +138,7 @@ def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_sched
         peak = float(group.get("initial_lr", group["lr"]))
         if params["warmup_min_lr"] > peak:
             expected = f"expected at most the rate of every parameter group, one has {peak:g}"
-            raise ConfigError(f"scheduler.params.warmup_min_lr: {expected}, came {params['warmup_min_lr']:g}")
+            raise ConfigError(f"scheduler.params.warmup_min_lr: {expected}, got {params['warmup_min_lr']:g}")
         ratios.append(warmup(params, peak))
     return lr_scheduler.LambdaLR(optimizer, ratios)
 
@@ -205,7 +205,7 @@ class _OneCycle(lr_scheduler.LambdaLR):
             if params["cycle_momentum"] and "betas" not in group and "momentum" not in group:
                 needs = "expected an optimizer with momentum or betas"
                 raise ConfigError(
-                    f"scheduler.params.cycle_momentum: {needs}, came {type(optimizer).__name__}; set it to false"
+                    f"scheduler.params.cycle_momentum: {needs}, got {type(optimizer).__name__}; set it to false"
                 )
             _set_base(group, params["cycle_max_lr"])
         super().__init__(optimizer, self._ratio)
@@ -264,7 +264,7 @@ def _cross_checks(params: Mapping[str, Any]) -> list[str]:
     if params.get("total_num_steps", math.inf) < params.get("warmup_num_steps", 0):
         total, steps = params["total_num_steps"], params["warmup_num_steps"]
         problems.append(
-            f"scheduler.params.total_num_steps: expected at least warmup_num_steps, which is {steps}, came {total}"
+            f"scheduler.params.total_num_steps: expected at least warmup_num_steps, which is {steps}, got {total}"
         )
     for low, high in (
         ("warmup_min_lr", "warmup_max_lr"),
@@ -273,10 +273,10 @@ def _cross_checks(params: Mapping[str, Any]) -> list[str]:
     ):
         if params.get(high) is not None and params[low] > params[high]:
             expected = f"expected at most {high}, which is {params[high]:g}"
-            problems.append(f"scheduler.params.{low}: {expected}, came {params[low]:g}")
+            problems.append(f"scheduler.params.{low}: {expected}, got {params[low]:g}")
     for rate in ("decay_lr_rate", "decay_mom_rate"):
         if params.get(rate, 0.0) > 0 and params["decay_step_size"] == 0:
-            problems.append(f"scheduler.params.decay_step_size: expected an integer >= 1 beside {rate}, came 0")
+            problems.append(f"scheduler.params.decay_step_size: expected an integer >= 1 beside {rate}, got 0")
     return problems
 
 

@@ -369,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "before the norm is known"
             )
         if not 0 < max_norm < math.inf:
-            raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, came {max_norm}")
+            raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, got {max_norm}")
         self.update = self.update or Update()
         self.update.clip_to(max_norm)
 
@@ -481,11 +481,11 @@ _STEPPED_WITH = (
 
 
 def _no_step() -> None:
-    raise UsageError("engine.optimizer.step(): expected the optimizer of an open engine, came one without an engine")
+    raise UsageError("engine.optimizer.step(): expected the optimizer of an open engine, got one without an engine")
 
 
 def _no_engine(_group: dict[str, Any]) -> None:
-    raise UsageError("add_param_group: expected the optimizer of an open engine, came one without an engine")
+    raise UsageError("add_param_group: expected the optimizer of an open engine, got one without an engine")
 
 
 def _plain(rate: Any) -> Any:

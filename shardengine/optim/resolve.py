@@ -80,7 +80,7 @@ def groups_for(
     if isinstance(given, torch.optim.Optimizer):
         if model_parameters is not None:
             raise UsageError(
-                "initialize: expected optimizer= or model_parameters=, came both; the optimizer has its own groups"
+                "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups"
             )
         optimizer = given
     elif not chosen and (given is not None or config is not None):

@@ -38,7 +38,7 @@ def check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
     if not blocks:
         raise UsageError(
             "activation_checkpointing: expected a model with repeated blocks (zero_optimization.units names their "
-            f"classes, otherwise those in an nn.ModuleList), came {type(model).__name__}, which has none; name the "
+            f"classes, otherwise those in an nn.ModuleList), got {type(model).__name__}, which has none; name the "
             "class of its blocks, or switch activation_checkpointing off"
         )
     own = [name or "the model" for name, module in model.named_modules() if _checkpoints_itself(module)]

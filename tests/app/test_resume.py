@@ -270,12 +270,12 @@ def test_contradictions_are_found_by_name_before_ranks_start(tiny: Path, finishe
     assert main([*options, "2", "--length", "16", "--model", str(tmp_path)]) == 2
     text = capsys.readouterr().err
     assert "--ranks" not in text
-    assert "--length: it was started with 128, came 16" in text
-    assert f"--model: it was started with {tiny / 'model'}, came {tmp_path}" in text
+    assert "--length: it was started with 128, got 16" in text
+    assert f"--model: it was started with {tiny / 'model'}, got {tmp_path}" in text
     assert main([*options, "1", "--config", str(other)]) == 2
     text = capsys.readouterr().err
-    assert "gradient_clipping: it was started with 1.0, came 0.5" in text
-    assert "seed: it was started with 42, came 3" in text
+    assert "gradient_clipping: it was started with 1.0, got 0.5" in text
+    assert "seed: it was started with 42, got 3" in text
     assert text.count("it was started") == 2
     with pytest.raises(SystemExit):
         main(["train", "--resume", str(finished), "--output", str(tmp_path / "new")])

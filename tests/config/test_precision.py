@@ -31,7 +31,7 @@ def test_numbers_of_a_precision_that_is_off_are_accepted(section: dict[str, Any]
 @pytest.mark.parametrize(
     ("wrong", "place", "text"),
     [
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "expected fp16 or bf16, came both"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "expected fp16 or bf16, got both"),
         (
             {"bf16": {"enabled": True, "stochastic_rounding": True}},
             "bf16.stochastic_rounding",
@@ -48,8 +48,8 @@ def test_numbers_of_a_precision_that_is_off_are_accepted(section: dict[str, Any]
         ({"fp16": {"enabled": True, "loss_scale": 1e-40}}, "fp16.loss_scale", "at least 2 ** -126"),
         ({"fp16": {"enabled": True, "min_loss_scale": 1e-60}}, "fp16.min_loss_scale", "at least 2 ** -126"),
         ({"fp16": {"enabled": True, "loss_scale": 1e39}}, "fp16.loss_scale", "< 3e+38"),
-        ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype", "came"),
-        ({"communication_data_type": "fp64"}, "communication_data_type", "came"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype", "got"),
+        ({"communication_data_type": "fp64"}, "communication_data_type", "got"),
     ],
 )
 def test_precisions_that_do_not_fit_together_are_refused(wrong: dict[str, Any], place: str, text: str) -> None:

@@ -24,13 +24,13 @@ def test_auto_is_a_value_of_ratio() -> None:
 @pytest.mark.parametrize(
     ("written", "place", "came"),
     [
-        ({"ratio": "auto"}, "ratio", 'device "cpu" or "nvme" beside "auto", came "none"'),
-        ({"ratio": "most", "device": "cpu"}, "ratio", 'a number from 0 to 1, or "auto", came the string "most"'),
-        ({"ratio": 1.5, "device": "cpu"}, "ratio", 'a number from 0 to 1, or "auto", came the number 1.5'),
-        ({"device_memory": 1e9, "device": "cpu"}, "device_memory", '"ratio": "auto" beside it, came ratio 1,'),
+        ({"ratio": "auto"}, "ratio", 'device "cpu" or "nvme" beside "auto", got "none"'),
+        ({"ratio": "most", "device": "cpu"}, "ratio", 'a number from 0 to 1, or "auto", got the string "most"'),
+        ({"ratio": 1.5, "device": "cpu"}, "ratio", 'a number from 0 to 1, or "auto", got the number 1.5'),
+        ({"device_memory": 1e9, "device": "cpu"}, "device_memory", '"ratio": "auto" beside it, got ratio 1,'),
         ({"device_memory": 1.5, "ratio": "auto", "device": "cpu"}, "device_memory", "an integer >= 1, or null"),
-        ({"device_memory": 0, "ratio": "auto", "device": "cpu"}, "device_memory", "came the number 0"),
-        ({"device_memory": "2GB", "ratio": "auto", "device": "cpu"}, "device_memory", 'came the string "2GB"'),
+        ({"device_memory": 0, "ratio": "auto", "device": "cpu"}, "device_memory", "got the number 0"),
+        ({"device_memory": "2GB", "ratio": "auto", "device": "cpu"}, "device_memory", 'got the string "2GB"'),
     ],
 )
 def test_a_ratio_that_is_chosen_needs_a_tier_and_bytes(written: dict[str, Any], place: str, came: str) -> None:

@@ -171,7 +171,7 @@ def test_a_key_under_its_old_and_its_new_name_is_refused() -> None:
 def test_a_wrong_value_says_what_was_expected_and_what_came(written: Any, expected: str, came: str) -> None:
     message = problem(**written)
     assert f": expected {expected}" in message
-    assert message.endswith(f", came {came}")
+    assert message.endswith(f", got {came}")
 
 
 def test_1e9_is_an_integer() -> None:
@@ -275,7 +275,7 @@ def test_the_caller_gives_values_for_auto_and_for_nothing_else() -> None:
         ConfigError, match=r'auto names the unknown key "lr"; the nearest valid key is "optimizer\.params'
     ):
         load_config(file, {"train_batch_size": 2, "optimizer.params.lr": 1, "lr": 1})
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: expected a number >= 0, came the string"):
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: expected a number >= 0, got the string"):
         load_config(file, {"train_batch_size": 2, "optimizer.params.lr": "fast"})
 
 
@@ -404,7 +404,7 @@ def test_a_file_that_is_not_json_names_path_line_and_column(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"[1]", "expected a JSON object at the top level, came a list of 1"),
+        (b"[1]", "expected a JSON object at the top level, got a list of 1"),
         (b"\xff\xfe{", "not JSON that can be read"),
         (b"[" * 200_000, "not JSON that can be read"),
         (b"", "not JSON"),
@@ -429,7 +429,7 @@ def test_a_mapping_is_not_changed() -> None:
 
 
 def test_another_type_of_source_is_refused() -> None:
-    assert problems(3) == ["expected a path to a JSON file, a mapping or a Config, came the number 3"]
+    assert problems(3) == ["expected a path to a JSON file, a mapping or a Config, got the number 3"]
 
 
 # --- optimizer and scheduler
@@ -478,14 +478,14 @@ def test_implementation_choices_of_optimizers_have_no_effect(name: str) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"lr": -1}, "lr: expected a number >= 0, came the number -1"),
-        ({"betas": [0.9, 1.0]}, "betas: expected a list of two numbers, each >= 0 and < 1, came a list of 2"),
-        ({"betas": 0.9}, "betas: expected a list of two numbers, each >= 0 and < 1, came the number 0.9"),
-        ({"eps": "1e-8"}, 'eps: expected a number >= 0, came the string "1e-8"'),
-        ({"amsgrad": True}, "amsgrad: expected false, came true; nothing else is supported"),
-        ({"bias_correction": False}, "bias_correction: expected true, came false; nothing else is supported"),
+        ({"lr": -1}, "lr: expected a number >= 0, got the number -1"),
+        ({"betas": [0.9, 1.0]}, "betas: expected a list of two numbers, each >= 0 and < 1, got a list of 2"),
+        ({"betas": 0.9}, "betas: expected a list of two numbers, each >= 0 and < 1, got the number 0.9"),
+        ({"eps": "1e-8"}, 'eps: expected a number >= 0, got the string "1e-8"'),
+        ({"amsgrad": True}, "amsgrad: expected false, got true; nothing else is supported"),
+        ({"bias_correction": False}, "bias_correction: expected true, got false; nothing else is supported"),
         ({"momentum": 0.9}, "momentum: unknown parameter of AdamW"),
-        ({"adam_w_mode": 1}, "adam_w_mode: expected true or false, came the number 1"),
+        ({"adam_w_mode": 1}, "adam_w_mode: expected true or false, got the number 1"),
     ],
 )
 def test_wrong_optimizer_parameters_are_refused(params: dict[str, Any], message: str) -> None:

@@ -98,7 +98,7 @@ def test_clipping_once_is_forgotten_with_its_window() -> None:
 
 SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plateau": (torch.optim.lr_scheduler.ReduceLROnPlateau, "needs a metric"),
-    "nothing": (lambda optimizer: None, "came NoneType"),
+    "nothing": (lambda optimizer: None, "got NoneType"),
     "another optimizer": (
         lambda _: torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
         "another optimizer",

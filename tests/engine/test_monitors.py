@@ -197,13 +197,13 @@ def test_a_file_of_other_columns_stays_as_it_is(tmp_path: Path, caplog: pytest.L
     train(engine, 1)
     engine.close()
     assert path.read_text() == "step,accuracy\n1,0.5\n"
-    assert "came 'step,accuracy'; move it away or choose another job_name" in caplog.text
+    assert "got 'step,accuracy'; move it away or choose another job_name" in caplog.text
 
 
 def test_a_csv_monitor_has_the_columns_that_it_was_made_with(tmp_path: Path) -> None:
     monitor = monitors.CsvMonitor(tmp_path / "own.csv", ["b", "a"])
     monitor.write(7, {"a": 1.5})
-    with pytest.raises(ValueError, match="expected values of b, a, came c"):
+    with pytest.raises(ValueError, match="expected values of b, a, got c"):
         monitor.write(8, {"c": 1.0})
     monitor.close()
     assert (tmp_path / "own.csv").read_text() == "step,b,a\n7,,1.5\n"

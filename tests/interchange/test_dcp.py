@@ -112,7 +112,7 @@ def test_a_model_alone(form: str, tmp_path: Path):
     found = {name: p.read("weight") for p in foreign.parameters for name in p.names} | foreign.buffers
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
     writing.write(foreign, tmp_path / "to")
-    with pytest.raises(UsageError, match=r"names of the model's tensors as buffers, came shifd"):
+    with pytest.raises(UsageError, match=r"names of the model's tensors as buffers, got shifd"):
         dcp.read(tmp_path / "from", ["shifd"])
 
 

@@ -333,7 +333,7 @@ def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path):
         return torch.rand(5).reshape(2, 3)
 
     good = parameter("bias", torch.rand(2))
-    for read, text in ((broken, "its files are damaged"), (lambda state: torch.rand(3, 2), r"came float32 \(3, 2\)")):
+    for read, text in ((broken, "its files are damaged"), (lambda state: torch.rand(3, 2), r"got float32 \(3, 2\)")):
         bad = ForeignParameter(("weight",), (2, 3), torch.float32, True, 0, 0, ("weight",), read)
         foreign = Foreign("nowhere", [good, bad], {}, "AdamW", [{"lr": 0.5}], 4, 8, 4, None, [])
         with pytest.raises(

@@ -30,7 +30,7 @@ def whole(groups: Any = None, **state: Any) -> dict[str, Any]:
     return {"model": WEIGHTS, "optim": optimizer}
 
 
-A_COUNT, GROUPS = "expected a whole number that is not negative, came ", r"optimizer's groups \(param_groups\), came "
+A_COUNT, GROUPS = "expected a whole number that is not negative, got ", r"optimizer's groups \(param_groups\), got "
 ODD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "groups are numbers": (whole([1, 2]), CheckpointError, f"{GROUPS}a whole number"),
     "groups are a text": (whole("x"), CheckpointError, f"{GROUPS}a string"),
@@ -41,7 +41,7 @@ ODD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a step": (whole(step=2.5), CheckpointError, f"step: {A_COUNT}2.5"),
     "unlike values": (whole([{**GROUP, "lr": torch.ones(2)}]), CheckpointError, "lr is a tensor, expected a number"),
     "lr is nan": (whole([{**GROUP, "lr": float("nan")}]), CheckpointError, "lr is nan, expected a finite number"),
-    "one beta": (whole([{**GROUP, "betas": 0.9}]), CheckpointError, "expected two numbers as betas, came 0.9"),
+    "one beta": (whole([{**GROUP, "betas": 0.9}]), CheckpointError, "expected two numbers as betas, got 0.9"),
     "an optimizer alone": ({"optim": whole()["optim"]}, UsageError, "an optimizer without a model"),
     "a bare optimizer": (whole()["optim"], UsageError, "an optimizer without a model"),
     "no tensors": ({"model": {"x": "hello"}}, UsageError, "expected the tensors of a model, there are none"),
@@ -125,15 +125,15 @@ def test_a_value_of_another_kind_is_named_in_words():
     path = Path("file.pt")
     for content, text in (
         ({}, "file.pt: 'names' is missing"), ({"names": None}, "file.pt: 'names' is missing"),
-        ({"names": {}}, "file.pt: expected 'names' to be a list, came a dict"),
-        ({"names": True}, "file.pt: expected 'names' to be a list, came true or false"),
+        ({"names": {}}, "file.pt: expected 'names' to be a list, got a dict"),
+        ({"names": True}, "file.pt: expected 'names' to be a list, got true or false"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError) as caught:
             shards.need(content, "names", list, path)
         assert str(caught.value) == text
     part = shards.Part(path, {"fp32_flat_groups": [None], "base_optimizer_state": {
         "state": {0: {"step": -1}}, "param_groups": [{"params": [0]}]}})  # fmt: skip
-    with pytest.raises(CheckpointError, match="a flat tensor of floats for each group and state, came nothing"):
+    with pytest.raises(CheckpointError, match="a flat tensor of floats for each group and state, got nothing"):
         shards.rows_by_parameter([part], [{"a": (2,)}], 0)
     part.content["fp32_flat_groups"][0] = torch.rand(2)
     with pytest.raises(CheckpointError, match=f"file.pt: 'step' of the optimizer: {A_COUNT}-1"):

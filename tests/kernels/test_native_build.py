@@ -155,7 +155,7 @@ def test_an_instruction_set_is_taken_or_an_error_says_that_it_is_not_there(
 @pytest.mark.parametrize("name", ["SHARDENGINE_ISA", "SHARDENGINE_NATIVE"])
 def test_a_value_that_does_not_exist_is_an_error(own_cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "sse9")
-    with pytest.raises(UsageError, match=f"{name}: expected one of .*, came 'sse9'"):
+    with pytest.raises(UsageError, match=f"{name}: expected one of .*, got 'sse9'"):
         load_again()
 
 

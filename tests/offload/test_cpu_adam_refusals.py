@@ -45,7 +45,7 @@ BAD: list[tuple[Callable[[], Tensor], str]] = [
 def test_a_parameter_that_cannot_be_stepped_is_named(make: Callable[[], Tensor], why: str) -> None:
     good = nn.Parameter(torch.zeros(1))
     named = [("first", good), ("second.weight", make())]
-    place = r"CPUAdam: group 0, parameter 1 'second.weight' \(shape \(2, 3\)\): expected a dense .* came "
+    place = r"CPUAdam: group 0, parameter 1 'second.weight' \(shape \(2, 3\)\): expected a dense .* got "
     with pytest.raises(UsageError, match=place + why):
         CPUAdam(named)
     optimizer = CPUAdam([good])
@@ -62,17 +62,17 @@ def test_a_parameter_on_a_gpu_is_named() -> None:
 
 
 def test_a_lazy_parameter_is_named() -> None:
-    with pytest.raises(UsageError, match=r"parameter 0 \(no shape yet\).*came a lazy one; run one forward"):
+    with pytest.raises(UsageError, match=r"parameter 0 \(no shape yet\).*got a lazy one; run one forward"):
         CPUAdam(nn.LazyLinear(3).parameters())
 
 
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
-    ({"lr": -1.0}, "lr: expected a number of at least 0, came -1.0"),
+    ({"lr": -1.0}, "lr: expected a number of at least 0, got -1.0"),
     ({"lr": float("nan")}, "lr: expected"),
-    ({"lr": torch.ones(2)}, r"lr: expected a number or a tensor of one, came \(2,\)"),
+    ({"lr": torch.ones(2)}, r"lr: expected a number or a tensor of one, got \(2,\)"),
     ({"eps": -1e-8}, "eps: expected"),
     ({"weight_decay": -0.1}, "weight_decay: expected"),
-    ({"betas": (0.9, 1.0)}, r"betas: expected two numbers in \[0, 1\), came \(0.9, 1.0\)"),
+    ({"betas": (0.9, 1.0)}, r"betas: expected two numbers in \[0, 1\), got \(0.9, 1.0\)"),
     ({"betas": (-0.1, 0.9)}, "betas: expected"),
     ({"betas": (0.9,)}, "betas: expected"),
     ({"amsgrad": True}, "option amsgrad=True is not available"),
@@ -111,10 +111,10 @@ def test_a_parameter_that_can_no_longer_be_stepped_is_refused_at_the_step() -> N
     optimizer = CPUAdam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     model.weight.data = torch.zeros(2, 4)[:, ::2]
-    with pytest.raises(UsageError, match=r"parameter 0 .*came strides \(4, 2\) with gaps"):
+    with pytest.raises(UsageError, match=r"parameter 0 .*got strides \(4, 2\) with gaps"):
         optimizer.step()
     model.double()
-    with pytest.raises(UsageError, match=r"parameter 0 .*came torch\.float64; cast"):
+    with pytest.raises(UsageError, match=r"parameter 0 .*got torch\.float64; cast"):
         optimizer.step()
     assert not optimizer.state
 
@@ -137,7 +137,7 @@ def of_other_shapes() -> dict[str, Any]:
 WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (
         lambda: trained(torch.optim.SGD, lr=0.1, momentum=0.9),
-        "expected the states step, exp_avg .* came momentum_buffer;",
+        "expected the states step, exp_avg .* got momentum_buffer;",
     ),
     (lambda: trained(torch.optim.AdamW, amsgrad=True), "group 0: option amsgrad=True is not available"),
     (of_other_shapes, r"group 0, parameter 0 \(shape \(3,\)\): exp_avg has shape \(2,\), expected the parameter's"),

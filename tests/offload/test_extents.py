@@ -148,7 +148,7 @@ def test_thread_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: in
 @pytest.mark.parametrize("bad", [{"block_size": 0}, {"block_size": 5000}, {"queue_depth": 0}, {"thread_count": -1}])
 def test_aio_is_checked(bad: dict[str, int]) -> None:
     ((name, value),) = bad.items()
-    with pytest.raises(UsageError, match=rf"aio: {name}: expected a positive multiple .*, came {value}"):
+    with pytest.raises(UsageError, match=rf"aio: {name}: expected a positive multiple .*, got {value}"):
         Aio(**bad)
 
 
@@ -170,7 +170,7 @@ def test_memory_that_does_not_fit(file: ExtentFile, wrong: Any) -> None:
             getattr(file, name)(extent, wrong())
     with pytest.raises(UsageError, match="expected an extent of"):
         file.read(Extent(0, 4096), staging(4096))
-    with pytest.raises(UsageError, match="expected a count of bytes, came -1"):
+    with pytest.raises(UsageError, match="expected a count of bytes, got -1"):
         file.allocate(-1)
 
 

@@ -257,7 +257,7 @@ def test_too_little_memory_is_told_before_anything_is_moved(tmp_path: Path) -> N
     before = [(parameter.data_ptr(), parameter.device) for parameter in model.parameters()]
     place = {"device": "nvme", "nvme_path": str(tmp_path), **auto(1000)}
     with pytest.raises(
-        UsageError, match=r"at most 1,000 bytes .* came [\d,]{7,} with all of the optimizer's state away"
+        UsageError, match=r"at most 1,000 bytes .* got [\d,]{7,} with all of the optimizer's state away"
     ) as error:
         cases.make_engine(model, config_of("2", place))
     assert [(parameter.data_ptr(), parameter.device) for parameter in model.parameters()] == before

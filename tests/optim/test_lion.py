@@ -141,6 +141,6 @@ def test_a_closure_runs_with_grad_before_the_update_and_its_loss_comes_back() ->
 def test_other_dtypes_and_sparse_gradients_are_refused(what: str) -> None:
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16 if what == "bfloat16" else torch.float32))
     parameter.grad = torch.ones_like(parameter) if what == "bfloat16" else torch.eye(2).to_sparse()
-    with pytest.raises(UsageError, match=f"expected dense fp32 parameters, came .*{what}"):
+    with pytest.raises(UsageError, match=f"expected dense fp32 parameters, got .*{what}"):
         Lion([parameter]).step()
     assert parameter.eq(1).all()

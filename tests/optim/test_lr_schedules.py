@@ -159,7 +159,7 @@ def test_one_cycle_leaves_momentum_alone_when_told() -> None:
 
 def test_one_cycle_with_momentum_needs_an_optimizer_that_has_it() -> None:
     optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(ConfigError, match="expected an optimizer with momentum or betas, came Adagrad"):
+    with pytest.raises(ConfigError, match="expected an optimizer with momentum or betas, got Adagrad"):
         build(SchedulerConfig("OneCycle", CYCLE), optimizer)
 
 
@@ -211,11 +211,11 @@ def test_a_schedule_resumes_from_its_state(kind: str, params: dict[str, Any]) ->
             'unknown parameter of WarmupLR; the nearest valid key is "scheduler.params.w',
         ),
         ("WarmupLR", {"total_num_steps": 9}, "scheduler.params.total_num_steps: unknown parameter of WarmupLR"),
-        ("WarmupLR", {"warmup_num_steps": 1.5}, "warmup_num_steps: expected an integer >= 0, came the number 1.5"),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, "warmup_num_steps: expected an integer >= 0, got the number 1.5"),
         (
             "WarmupLR",
             {"warmup_type": "cosine"},
-            'warmup_type: expected one of "log", "linear", came the string "cosine"',
+            'warmup_type: expected one of "log", "linear", got the string "cosine"',
         ),
         (
             "WarmupLR",
@@ -224,8 +224,8 @@ def test_a_schedule_resumes_from_its_state(kind: str, params: dict[str, Any]) ->
         ),
         ("WarmupLR", {"warmup_min_lr": 2}, "expected at most the rate of every parameter group, one has 0.1"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: the key is missing"),
-        ("WarmupCosineLR", {"total_num_steps": 200}, "expected at least warmup_num_steps, which is 1000, came 200"),
-        ("OneCycle", {**CYCLE, "cycle_min_lr": 1}, "cycle_min_lr: expected at most cycle_max_lr, which is 0.5, came 1"),
+        ("WarmupCosineLR", {"total_num_steps": 200}, "expected at least warmup_num_steps, which is 1000, got 200"),
+        ("OneCycle", {**CYCLE, "cycle_min_lr": 1}, "cycle_min_lr: expected at most cycle_max_lr, which is 0.5, got 1"),
         ("OneCycle", {**CYCLE, "decay_lr_rate": 1}, "decay_step_size: expected an integer >= 1 beside decay_lr_rate"),
         ("StepLR", {"step_sise": 3, "step_size": 1}, 'the nearest valid key is "scheduler.params.step_size"'),
         ("StepLR", {}, "scheduler.params.step_size: the key is missing, StepLR needs it"),

@@ -146,7 +146,7 @@ def test_it_is_said_once_with_the_parameters(pools: Pools, stage: str, ranks: in
         assert schedule == [(True, 0), (False, 1), (False, 2), (True, 2)]
         assert len(lines) == (rank == 0)
     (line,) = results[0][1]
-    assert line.startswith("step 2 was left out on all ranks: expected finite gradients, came Inf or NaN in 'second'.")
+    assert line.startswith("step 2 was left out on all ranks: expected finite gradients, got Inf or NaN in 'second'.")
     assert "20 in a row are an error (max_nonfinite_steps)" in line
 
 
@@ -183,7 +183,7 @@ def test_an_error_names_the_parameters_on_every_rank(
     if came:
         often = " in 3 steps in a row (max_nonfinite_steps)" if came == 3 else ""
         assert text.startswith(
-            f"gradients are not finite{often}, rank R: expected finite ones, came Inf or NaN in 'first'."
+            f"gradients are not finite{often}, rank R: expected finite ones, got Inf or NaN in 'first'."
         )
         assert "The step was left out, the weights are those of the last one" in text
 
@@ -201,7 +201,7 @@ def test_a_good_step_ends_a_row() -> None:
 
 def test_gradients_whose_norm_is_too_large_are_left_out_and_said_to_be_finite() -> None:
     engine = engine_of("2", nonfinite_gradients="raise")
-    with pytest.raises(NonfiniteGradientError, match="came finite ones whose norm is larger than fp32 holds"):
+    with pytest.raises(NonfiniteGradientError, match="got finite ones whose norm is larger than fp32 holds"):
         step(engine, 3e38)
     engine.close()
 
@@ -237,7 +237,7 @@ def test_the_keys() -> None:
     with pytest.raises(ConfigError, match="nonfinite_gradients"):
         load(nonfinite_gradients="ignore")
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu", "step_in_backward": True}}
-    with pytest.raises(ConfigError, match=r'nonfinite_gradients "raise" .its default here. or "step", came "skip"'):
+    with pytest.raises(ConfigError, match=r'nonfinite_gradients "raise" .its default here. or "step", got "skip"'):
         load(zero_optimization=offload, nonfinite_gradients="skip")
     assert load(zero_optimization=offload).nonfinite_gradients is None
 
@@ -277,7 +277,7 @@ def spoiled(stage: str, x: float, y: float) -> list[Any]:
 def test_what_steps_in_backward_says_that_it_cannot_take_back(pools: Pools, stage: str, ranks: int) -> None:
     results = pools(ranks).run(spoiled, stage, float("nan"), 1.0)
     for text, same, reset in results:
-        assert "came Inf or NaN in 'first'" in text and "engine.reset() on every rank" in text
+        assert "got Inf or NaN in 'first'" in text and "engine.reset() on every rank" in text
         assert same, "no weight is written"
         assert reset == "fine" or "engine.load_checkpoint() on every rank" in reset
     assert len({reset for *_, reset in results}) == 1

@@ -49,7 +49,7 @@ def broken(page: Path, link: str) -> str:
     if not target.exists():
         return "expected a file that is there"
     if anchor and (target.suffix != ".md" or anchor not in anchors(target)):
-        return f"expected a heading of {target.name}, came #{anchor}"
+        return f"expected a heading of {target.name}, got #{anchor}"
     return ""
 
 

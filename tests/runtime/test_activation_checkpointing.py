@@ -334,7 +334,7 @@ def test_compiled_models(way: str, compiled: str) -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"repeated blocks .*came Sequential, which has none; name the class"):
+    with pytest.raises(UsageError, match=r"repeated blocks .*got Sequential, which has none; name the class"):
         engine_of("recomputed", "0", nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     named = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     train(engine_of("recomputed", "0", named, zero={"units": ["Linear"]}), squares)

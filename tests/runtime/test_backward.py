@@ -73,7 +73,7 @@ def test_a_gradient_for_a_loss_that_is_no_scalar(pools: Pools, stage: str, kind:
 
 def test_a_loss_that_is_no_scalar_without_a_gradient_is_refused() -> None:
     engine = engine_of("2")
-    with pytest.raises(UsageError, match=r"gradient= for one that is no scalar, came \(5, 3\)"):
+    with pytest.raises(UsageError, match=r"gradient= for one that is no scalar, got \(5, 3\)"):
         engine.backward(engine(torch.randn(5, 7)))
     with pytest.raises(UsageError, match="without requires_grad"):
         engine.backward(torch.zeros(()))

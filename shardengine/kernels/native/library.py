@@ -75,7 +75,7 @@ def load() -> Library | None:
     """
     mode = os.environ.get("SHARDENGINE_NATIVE", "auto")
     if mode not in MODES:
-        raise UsageError(f"SHARDENGINE_NATIVE: expected one of {', '.join(MODES)}, came {mode!r}")
+        raise UsageError(f"SHARDENGINE_NATIVE: expected one of {', '.join(MODES)}, got {mode!r}")
     if mode == "off":
         return None
     try:
@@ -135,7 +135,7 @@ def _bound(opened: ctypes.CDLL) -> Library:
     crc32.restype = ctypes.c_uint32
     name = os.environ.get("SHARDENGINE_ISA", "")
     if name and name not in INSTRUCTION_SETS:
-        raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, came {name!r}")
+        raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, got {name!r}")
     chosen = number_of(name.encode())
     if chosen < 0:
         why = "this processor lacks it" if chosen == -2 else "the library for this processor family has no such body"

@@ -118,7 +118,7 @@ class ExtentFile:
         """Take room on the disk now for ``allocate(count)``, which does not fail then. OffloadError: there is none."""
         self._check_held()
         if count < 0:
-            raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, came {count}")
+            raise UsageError(f"{self._label}: ExtentFile.allocate: expected a count of bytes, got {count}")
         try:
             self._disk.check()
             extent = Extent(self._place(whole_pages(count)), count)
@@ -194,7 +194,7 @@ class ExtentFile:
         if data.dtype is not torch.uint8 or data.shape != (extent.count,) or (extent.count and not aligned):
             raise UsageError(
                 f"{self._label}: ExtentFile.{'read' if reading else 'write'}: expected uint8 [{extent.count}] on the "
-                f"CPU, contiguous, at a multiple of {ALIGNMENT} in memory (host_memory.staging), came {data.dtype} "
+                f"CPU, contiguous, at a multiple of {ALIGNMENT} in memory (host_memory.staging), got {data.dtype} "
                 f"{list(data.shape)} on {data.device}"
             )
         blocks = self._blocks(extent, bytes_of(data), reading=reading)
@@ -229,7 +229,7 @@ class ExtentFile:
         self._check_held()
         state = self._states.get(extent)
         if state is None:
-            raise UsageError(f"{self._label}: offload: expected an extent of {self.path}, came one of another file")
+            raise UsageError(f"{self._label}: offload: expected an extent of {self.path}, got one of another file")
         state.last.wait_quietly()
         blocks = _Blocks(self, extent, state, data, reading=reading, cached=cached)
         try:
