@@ -6,6 +6,9 @@
     engine.step()
 
 Importing it loads torch and nothing else that is heavy.
+
+Beside the packages: errors · trace (events in the Chrome trace format) · other_engines (names of other libraries that
+people call here, and what to call instead) · lion, monitors (public names) · version
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,17 @@
 """Checkpoints: every rank's shards as safetensors and one JSON index, whole or not there, for any topology; no pickle.
 
-saving     write aside, fsync, rename                                  loading    choose, verify, fill
-background the same behind training
-contents   what an engine holds, in flat slices                        fit        what of it is where in a checkpoint
-index      the JSON form, checked before it is believed                state      what is no tensor
-tensor_file, reader   writing a file, reading ranges of many          directory  names on disk
-model_facts   what Hugging Face wants to know                         atomic     whole or not at all
+saving       write aside, fsync, rename
+background   the same behind training
+loading      choose a checkpoint, verify it, fill the engine
+fit          whether a checkpoint fits the model, and which of its elements go where
+contents     what an engine holds, in flat slices
+index        the JSON form, checked before it is believed
+state        what is no tensor
+tensor_file  writing a file of tensors
+reader       reading ranges of many files
+directory    names on disk
+atomic       what appears whole or not at all
+model_facts  what Hugging Face wants to know of a model
 
 Must not know: the training loop. Nothing in here imports what a checkpoint names: loading one executes no code.
 """

@@ -1,16 +1,18 @@
 """Everything between ranks: process groups, collectives, agreement, and what is said when they fail.
 
-mesh, rendezvous     process groups, and which rank this is
-launcher             ranks from a script
-rank_failure         why a rank ended, and which of several was first
-collectives          the data operations, the only file that calls them
-work                 a collective in flight, and waiting for it
-flight_recorder      what was issued, and where ranks differ
-failures, positions  what ranks tell each other, and who waits for whom
-watchdog             a long wait: whether it can still end
-store_board          the texts of ranks in the process group's store
-agreement            compare facts, and run what fails on all ranks or on none
-meeting              before an engine's groups are made, in reset() and in close()
+mesh             process groups
+rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
+launcher         ranks from a script
+rank_failure     why the process of a rank ended, and which of several was first
+collectives      the data operations, the only file that calls them
+work             a collective in flight, and waiting for it
+flight_recorder  what was issued, and where ranks differ
+failures         what ranks tell each other: failures, progress, departures
+positions        where each rank is, and which of them wait for each other
+watchdog         a long wait: which rank is missing, whether the wait can still end, and the sentence about it
+store_board      the texts of ranks in the process group's store
+agreement        compare facts, and run what fails on all ranks or on none
+meeting          ranks meet before an engine's groups are made, in reset() and in close()
 
 Must not know: how modules, buckets and stages work.
 """

@@ -1,7 +1,7 @@
 """The bucketed data-parallel core that every stage runs on: gradients, from autograd to the shard that is stepped.
 
-accumulation      the window of micro-batches
-gradient_bucket   where the gradients of one bucket rest, and in which dtype
+window            counts micro-batches: which one ends the step
+gradient_bucket   the gradients of one bucket: added up over micro-batches, where they rest, in which dtype
 reducer           readiness, order of launches, the end of a backward
 gradient_views    what parameter.grad shows
 early_use         gradients that are stepped in backward
@@ -10,11 +10,11 @@ buffers           module buffers that are equal to rank 0's
 Must not know: stages by name, how modules run, where weights rest.
 """
 
-from shardengine.ddp.accumulation import Forward, Window
 from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.reducer import Payload, Reducer, no_payload
+from shardengine.ddp.window import Forward, Window
 
 __all__ = [
     "BufferSync",

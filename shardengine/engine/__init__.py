@@ -1,17 +1,19 @@
 """The public object, and every operation that needs all parts at once.
 
-engine              the public class, with inspection, offload_states and checkpointing
+engine              initialize, and the public class: every method, save_checkpoint and load_checkpoint included
+inspection          what it says about itself: memory(), traffic(), learning rates
 arguments           what initialize is called with
-core                the parts
+core                the record of the parts that most files here are handed
 assembly, closing   the parts put together, and taken apart
 rebuild             a new layout between steps: unfreezing, add_param_group
 gathering           one bucket's tensors whole on every rank
-full_access         full parameters, gradients and optimizer states inside a with
-export              the whole model: state dict, Hugging Face directories
+full_access         full_params, full_grads, full_optimizer_state
+export              the whole model: state_dict, save_pretrained
+offload_states      freeing the device between two phases of a program, and back
 tracing             the events of all ranks in one file
-recovery            after a failure
+recovery            reset(): ranks that stopped at different places, back at one step
 formulas            what the stage's formulas say of an engine
-overflow            what a step that was left out says
+overflow            what is said of a step that was skipped
 monitors            where the numbers of every step go
 
 Must not know: the files of checkpoints (loaded at the first call), the commands.

@@ -1,6 +1,7 @@
 """Where bytes live (the device, host memory, files on a disk), how they get there, and what steps them on the host.
 
-tiers, shelf              what rests of a bucket, and in which tier
+tiers                     which buckets rest in which tier, also for the ratio "auto"
+shelf                     the tensors of one bucket in a tier
 nvme/                     shelves in one file per process: its parts, its free space, whose it is, its threads
 direct_io                 bytes between memory and any file, past the page cache; checkpoints use it, too
 copy_stream, copy_queue   copies between device and host beside the computation; tensors on their way

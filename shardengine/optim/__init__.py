@@ -1,10 +1,10 @@
 """The update: norm, clipping, the step on shards, loss scale, schedules, and the optimizers that exist only here.
 
-optimizer          torch's surface over shards
+optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
-update             one step, and which elements of a bucket are stepped together
+update             the step of one bucket, and which of its elements are stepped together
 in_backward        steps during backward
-loss_scale         fp16's scale, and steps that are left out
+loss_scale         fp16's scale, and which steps are skipped
 lr_schedules       the schedules of the config
 lion               Lion as a torch optimizer
 

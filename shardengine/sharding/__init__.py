@@ -1,10 +1,11 @@
 """Parameters as flat buffers: which module is a unit, where every element lies, in which dtype.
 
-partition, wrapping   the parameters of a model, and which modules are units
-layout                offsets, padding and slices, as integers
-bucket                flat storage, and views into it
-flat_slices           elements of parameters by name and position, in whatever layout
-precision             which dtype everything has, how the loss is scaled, when a step is left out
+partition     the parameters of a model, in units and outside of them, and what ranks compare of them
+wrapping      which modules are units
+layout        offsets, padding and slices, as integers
+bucket        flat storage, views into it, and the NaN that a parameter shows while its weights are sharded
+flat_slices   elements of parameters by name and position, in whatever layout
+precision     which dtype everything has; the config's policy of the loss scale
 
 Must not know: ranks at work, hooks, the step.
 """

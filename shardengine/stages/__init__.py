@@ -7,7 +7,14 @@
     3k      R                       S                        S                                 S
     3       S                       S                        S                                 S
 
-From row to row exactly one letter falls to S. Knows no torch.
+R replicated, S sharded, P partial: full size, still to be summed over the ranks. From row to row exactly one letter
+falls to S.
+
+placement           the letters, and which collective moves a bucket from one to another
+stage               the record: its letters, the formulas that follow from them
+stage0 … stage3     the rows; stage3_keep is 3k
+
+Must not know: torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""accumulation.py: counting micro-batches and finding the boundary."""
+"""window.py: counting micro-batches and finding the boundary."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardengine.ddp.accumulation import Window
+from shardengine.ddp.window import Window
 from shardengine.errors import UsageError
 
 
