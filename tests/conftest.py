@@ -48,14 +48,18 @@ class Durations:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.skipped: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Set-up, the test, the end."""
         self.seconds[report.nodeid] += report.duration
+        if report.skipped:
+            self.skipped.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
-        """The process that hears of all tests writes."""
-        tiers.write(self.seconds)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """The process that hears of all tests writes, unless the run was broken off. What was skipped has no cost."""
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            tiers.write({nodeid: each for nodeid, each in self.seconds.items() if nodeid not in self.skipped})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,14 +70,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Under xdist the reports of all workers reach the process that started them."""
-    if config.getoption("--record-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+    if not config.getoption("--record-durations"):
+        return
+    if config.option.markexpr or config.option.keyword:
+        raise pytest.UsageError("--record-durations: expected a run of every test (make test ALL=1 RECORD=1)")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Durations())
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is quick, for ``-m quick``; long files first."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what is quick, for ``-m quick``; then, of what was chosen, long files first."""
     record = tiers.read()
     for item in tiers.quick(items, record):
         item.add_marker("quick")
+    yield
     tiers.longest_files_first(items, record)

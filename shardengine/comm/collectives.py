@@ -117,6 +117,8 @@ class Collectives:
         REPLICATED takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
         """
         needed = operation(source, target)
+        if (needed is Operation.REDUCE_SCATTER) != (on_complete is not None):
+            raise InternalError(f"{what.label}: expected terms to be taken from a reduce-scatter, got {needed.value}")
         if needed is Operation.ALL_GATHER:
             return self._all_gather(full, what, purpose)
         if needed is Operation.REDUCE_SCATTER and on_complete is not None:

@@ -50,7 +50,7 @@ class Presence(enum.StrEnum):
     LEFT = "left"
     """It takes part in nothing over this mesh any more."""
     ENDED = "ended"
-    """Its process ends: nor does it with another engine."""
+    """Its process ends, so it takes part with no other engine either."""
 
     def may_become(self, later: Presence) -> bool:
         """Whether ``later`` may follow; nothing follows the last two, and a rank does not come back."""

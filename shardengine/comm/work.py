@@ -40,7 +40,7 @@ class Work:
         self._on_complete = on_complete
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether the data is there; ``wait`` may still have the local part to do."""
         return all(work.is_completed() for work in self._works)
 
     def wait_data(self) -> None:

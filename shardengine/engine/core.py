@@ -176,7 +176,7 @@ class Core:
 
     @property
     def summoned(self) -> bool:
-        """Whether a ``full_params`` is open."""
+        """Whether weights are summoned by a ``full_params``; not where they rest replicated."""
         return any(unit.summoned for unit in self.units)
 
     def require_hidden(self) -> None:

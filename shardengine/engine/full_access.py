@@ -3,9 +3,9 @@
 Owns: which names ranks ask for, what is shown, and that what rank 0 has written is what every rank goes on with.
 Must not know: how gradients come to be complete, the arithmetic of a step, files.
 
-Parameters are shown by their units, which pin them. Of gradients and states, reading costs one all-gather per bucket
-that holds a wanted parameter (none where this rank has all of it), writing one broadcast per such bucket, of the wanted
-parameters alone. Memory, on the device: the wanted tensors, and one bucket on the way.
+Parameters are shown by their units, which are summoned. Of gradients and states, reading costs one all-gather per
+bucket that holds a wanted parameter (none where this rank has all of it), writing one broadcast per such bucket, of the
+wanted parameters alone. Memory, on the device: the wanted tensors, and one bucket on the way.
 """
 
 from __future__ import annotations

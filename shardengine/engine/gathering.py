@@ -38,9 +38,11 @@ def gathered(
     for own, tensor in zip(slices[bucket.rank], tensors.values(), strict=True):
         own.copy_(tensor)
     core.collectives.move(full, placement, Placement.REPLICATED, layout, purpose).wait()
-    yield chain.from_iterable(
-        slices_of(plan, layout, layout.interval(placement, rank), dict(zip(tensors, held, strict=True)))
-        for rank, held in enumerate(slices)
-    )
-    if lent:
-        core.pool.give(full)
+    try:
+        yield chain.from_iterable(
+            slices_of(plan, layout, layout.interval(placement, rank), dict(zip(tensors, held, strict=True)))
+            for rank, held in enumerate(slices)
+        )
+    finally:
+        if lent:
+            core.pool.give(full)

@@ -273,7 +273,7 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
         masters = core.precision.master_of(flat_buffer.dtype)
         for bucket in flat_buffer.buckets:
             if flat_buffer.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
-                bucket.begin_master(bucket.full.float() if masters else bucket.full)
+                bucket.begin_master(bucket.full, torch.float32 if masters else None)
     if core.stage.moves_weights:
         unit.detach_shards()
     for bucket in buckets:

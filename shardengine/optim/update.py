@@ -75,8 +75,8 @@ class Update:
     multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · left_out:
     the latter for the host · begun: the step counts of what was ``touched`` have advanced · stepped: whole buckets that
     are done, weights included · torn: inside of a bucket's kernels · applied: what ``conclude`` found · lost: cannot be
-    finished, a checkpoint must be loaded · quiet: ``reset()`` could not finish it; no collective is under way, so that
-    either may be tried
+    finished, a checkpoint must be loaded · quiet: ``reset()`` tried and could not finish it; no collective is under
+    way, so that ``reset()`` or a load may follow
     """
 
     max_norm: float | None = None

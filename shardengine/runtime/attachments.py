@@ -44,11 +44,6 @@ class Attachments:
     handles: list[Handle] = field(default_factory=list)
     barriers: list[RemovableHandle] = field(default_factory=list)
 
-    @property
-    def summoned(self) -> bool:
-        """Whether a ``full_params`` is open."""
-        return self.shown > 0
-
     @contextmanager
     def summoning(self) -> Iterator[None]:
         """A ``full_params`` is open inside."""

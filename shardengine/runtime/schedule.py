@@ -286,7 +286,10 @@ class Schedule:
         return self._calls.begin(index, grad=grad, differentiable=differentiable, trains=trains)
 
     def post_forward(self, index: int, grad: bool, keep: bool, views: Sequence[Tensor]) -> None:
-        """Unit ``index`` ended a forward. ``keep``: its backward will not announce itself; views: as in ``leave``."""
+        """Unit ``index`` ended a forward.
+
+        keep: its backward will not announce itself · views: as in ``post_forward_root``.
+        """
         hold = self._holds[index]
         self._trace("forward", index, hold)
         hold.depth = max(0, hold.depth - 1)

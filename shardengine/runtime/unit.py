@@ -26,8 +26,6 @@ from shardengine.offload import Shelf
 from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
 from shardengine.stages import Placement
 
-_SHARDED, _FULL = Placement.SHARDED, Placement.REPLICATED
-
 
 class UnshardState(enum.Enum):
     """Where a unit's weights are."""
@@ -137,7 +135,9 @@ class Unit:
         try:
             for bucket in self.buckets():
                 bucket.load_shard()
-                self._in_flight.append(collectives.move(bucket.full, _SHARDED, _FULL, bucket.layout, purpose))
+                self._in_flight.append(
+                    collectives.move(bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose)
+                )
         except BaseException:
             self._abort_unshard()
             raise
@@ -209,7 +209,9 @@ class Unit:
             for bucket in flat_buffer.buckets:
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 bucket.own_slice(part).copy_(bucket.shard)
-                collectives.move(part, _SHARDED, _FULL, bucket.layout, Purpose.WHOLE_WEIGHTS).wait()
+                collectives.move(
+                    part, Placement.SHARDED, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
+                ).wait()
             storages.append(fresh)
         self._summoned = storages
         views = {

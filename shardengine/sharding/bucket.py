@@ -111,9 +111,13 @@ class Bucket:
         """Whether master weights are on the shelf."""
         return MASTER in self.shelf.sizes
 
-    def begin_master(self, full: Tensor) -> None:
-        """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps."""
-        self.shelf.add({MASTER: full if self.state is Placement.REPLICATED else self.own_slice(full)})
+    def begin_master(self, full: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps.
+
+        dtype: of the masters, if it is another one than ``full`` has.
+        """
+        stepped = full if self.state is Placement.REPLICATED else self.own_slice(full)
+        self.shelf.add({MASTER: stepped if dtype is None else stepped.to(dtype)})
 
     def begin_states(self, names: Sequence[str]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""

@@ -20,7 +20,8 @@ from shardengine.sharding.layout import BucketLayout, Layout, ParameterSpec
 class FlatSlice(NamedTuple):
     """Elements [first, end) of a tensor of parameter ``name``, in memory order. values: a view of them, flat.
 
-    key: which of its tensors, "weight", "gradient" or the name of an optimizer state.
+    key: which of its tensors, "weight", "gradient", "master" or the name of an optimizer state; "buffer" for one of a
+    module's, which alone keeps its shape and is never cut.
     """
 
     name: str

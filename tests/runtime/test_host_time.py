@@ -49,8 +49,7 @@ def executed(call: Callable[[], Any]) -> Counter[str]:
             found[name[len(SOURCE) + 1 :]] += 1
         return trace
 
-    gc.collect()
-    gc.disable()  # what it ends would be counted
+    gc.disable()  # what it would end is not counted
     sys.settrace(trace)
     try:
         call()

@@ -55,8 +55,9 @@ class Forks:
     ) -> list[list[Any]]:
         """What each of ``ranks`` lives said; a traceback among it is raised here.
 
-        kill_at: (n, share): all are killed after the n-th word of rank 0, when the next one is this share of the way:
-        as long as the one before took · disk: (mount point, bytes) · network: a loopback interface of their own.
+        kill_at: (n, share): all are killed after the n-th word of rank 0 (from 1 on), when the next one is this share
+        of the way: as long as the one before took · disk: (mount point, bytes) · network: a loopback interface of
+        their own.
         """
         self._pipe.send((life, args, ranks, kill_at, disk, network))
         assert self._pipe.poll(2 * HANG_S), "no answer: a hang"
@@ -157,7 +158,8 @@ def _listen(reads: list[int], leader: int, kill_at: tuple[int, float] | None) ->
         said = len(list(_words(data[reads[0]])))
         heard += [time.monotonic()] * (said + 1 - len(heard))
         if kill_at is not None and kill == math.inf and said >= kill_at[0]:
-            kill = heard[-1] + kill_at[1] * (heard[-1] - heard[-2])
+            number, share = kill_at
+            kill = heard[number] + share * (heard[number] - heard[number - 1])
         if time.monotonic() >= until:
             with suppress(ProcessLookupError):
                 os.killpg(leader, signal.SIGKILL)

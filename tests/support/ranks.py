@@ -46,7 +46,9 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=HANG_S)
+    )
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
         function, args, kwargs = job
@@ -79,7 +81,7 @@ class RankPool:
             raise RankFailure(errors)
         return [value for _, value in answers]
 
-    def run_expecting_errors(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> dict[int, str]:
+    def run_expecting_errors(self, function: Callable[..., Any], *args: Any, timeout: float = HANG_S) -> dict[int, str]:
         """Call ``function`` on every rank, expecting that it raises somewhere; rank → traceback."""
         try:
             self.run(function, *args, timeout=timeout)

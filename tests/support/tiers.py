@@ -7,7 +7,7 @@
 - Of each function as many cases are quick as fit into ``BUDGET_S``, spread evenly over the list of its cases.
 - Where not even one fits, one is quick if it takes no more than ``LONGEST_S``.
 - ``@pytest.mark.core``: then the first case is quick whatever it costs. For promises of which every test is long.
-- ``@pytest.mark.full``: never quick. For costs that the record does not show.
+- ``@pytest.mark.full``: never quick. For costs that the record does not show. Nor is what needs a GPU.
 - A function that was not recorded is quick: whoever writes a test runs it.
 """
 
@@ -71,8 +71,8 @@ def quick(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]
         numbers = chosen(len(cases), cost(function, record))
         if not numbers and cases[0].get_closest_marker("core") is not None:
             numbers = {0}
-        for number in numbers if cases[0].get_closest_marker("full") is None else ():
-            yield cases[number]
+        if not any(cases[0].get_closest_marker(name) for name in ("full", "gpu")):
+            yield from (cases[number] for number in sorted(numbers))
 
 
 def longest_files_first(items: list[pytest.Item], record: Record) -> None:
