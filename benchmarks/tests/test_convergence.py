@@ -89,7 +89,7 @@ def test_a_mean_within_and_a_seed_outside_decide_nothing() -> None:
     ("field", "value", "complaint"),
     [
         ("parameter_dtypes", ["float32"], "expected weights in bfloat16"),
-        ("parameter_dtypes", ["bfloat16", "float32"], "came bfloat16, float32"),
+        ("parameter_dtypes", ["bfloat16", "float32"], "got bfloat16, float32"),
         ("computed_in", "float32", "layers in bfloat16"),
         ("state_bytes", 12.02, "8 bytes of states and masters"),
         ("validation", [(0, 6.1), (15, 4.0)], "not the same weights"),
