@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardengine
+from shardengine.checkpoint import atomic, directory
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import ShardEngineError
 from tests.support import cases
@@ -179,7 +180,8 @@ def test_killed_before_every_operation(forks: Forks, memory: Path, tag: str | No
 
 def two_ranks(say: Say, rank: int, folder: str, save: dict[str, Any], victim: int, last: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
-    mesh = mesh_module.build(torch.device("cpu"), timeout_s=2)
+    within = 8 if save["async_save"] else 60  # what is written behind training waits for all of it
+    mesh = mesh_module.build(torch.device("cpu"), timeout_s=within)
     config = cases.config_of("3", checkpoint=save)
     model = cases.make_mlp()
     engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"), mesh=mesh)
@@ -224,3 +226,20 @@ def test_one_rank_is_killed(forks: Forks, tmp_path: Path, victim: int, last: int
     assert {at: flat.tobytes() for at, flat in before.items()} == {
         at: flat.tobytes() for at, flat in cases.assemble([state]).items()
     }
+
+
+# The order of the end
+
+
+def test_latest_is_written_when_its_checkpoint_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    work, plain, there = directory.work_of(tmp_path, "a"), atomic.write_text, []
+    work.mkdir(parents=True)
+    (work / "index.json").write_text("{}")
+
+    def noted(path: Path, text: str) -> None:
+        there.append((tmp_path / "a" / "index.json").exists() and not work.exists())
+        plain(path, text)
+
+    monkeypatch.setattr(atomic, "write_text", noted)
+    directory.finish(tmp_path, "a")
+    assert there == [True] and (tmp_path / "latest").read_text() == "a\n"

@@ -44,7 +44,8 @@ def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
     """All files that are asked for at once, each with its output in a file."""
-    asked = {name for item in request.session.items for name in FILES if item.name == f"test_interpreted[{name}]"}
+    names = {item.name for item in request.session.items}
+    asked = {file for file in FILES if names & {f"test_interpreted[{file}]", f"test_interpreted_{file[:-3]}"}}
     started = {}
     # numpy, which the interpreter computes with, warns of infinities that are declared results
     options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
@@ -61,8 +62,21 @@ def running(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("file", FILES)
+def test_interpreted_sums(running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
+    passes("sums.py", running)
+
+
+@pytest.mark.core
+def test_interpreted_updates(running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
+    passes("updates.py", running)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in ("sums.py", "updates.py")])
 def test_interpreted(file: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
+    passes(file, running)
+
+
+def passes(file: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     process, output = running[file]
     code = process.wait(timeout=HANG_S)
     text = output.read_text(encoding="utf-8")

@@ -20,6 +20,8 @@ from benchmarks import compile_kernels
 from benchmarks.compile_kernels import TARGETS, Compiled, Variant
 from benchmarks.reporting import RESULTS
 
+pytestmark = pytest.mark.full  # what all of them share takes half a minute, and is recorded with the first
+
 FUSED = re.compile(r"\bfma\.\w+(?:\.\w+)*\.f(?:32|64)\b")
 INEXACT = re.compile(r"\.ftz\b|\bdiv\.(?:full|approx)|\bsqrt\.approx|\brsqrt\b|\brcp\.approx")
 
