@@ -13,10 +13,11 @@ Must not know: stages by name, how modules run, where weights rest.
 from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
-from shardengine.ddp.reducer import Payload, Reducer, no_payload
+from shardengine.ddp.reducer import MAX_IN_FLIGHT, Payload, Reducer, no_payload
 from shardengine.ddp.window import Forward, Window
 
 __all__ = [
+    "MAX_IN_FLIGHT",
     "BufferSync",
     "Forward",
     "GradientBucket",

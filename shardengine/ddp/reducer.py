@@ -36,7 +36,8 @@ from shardengine.offload import BufferPool, CopyQueue, is_apart
 from shardengine.sharding import Bucket, Layout
 from shardengine.stages import Placement
 
-_MAX_IN_FLIGHT = 3
+MAX_IN_FLIGHT = 3
+"""Buckets whose reduction is under way at one moment."""
 
 
 class Payload(NamedTuple):
@@ -398,7 +399,7 @@ class Reducer:
 
     def _launch(self, state: GradientBucket) -> None:
         """Start the reduction of ``partial``, having finished the oldest ones."""
-        self._finish(_MAX_IN_FLIGHT - 1)
+        self._finish(MAX_IN_FLIGHT - 1)
         final, rules = self._mode.final, self.rules
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)

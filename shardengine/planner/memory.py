@@ -19,12 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardengine.ddp import Rules
+from shardengine.ddp import MAX_IN_FLIGHT, Rules
 from shardengine.offload import Homes, Tiers
 from shardengine.sharding import BucketLayout, FlatBufferLayout, Layout, Partition, Precision, dtype_of
 from shardengine.stages import Stage
 
-_UNDER_WAY = 3
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +87,7 @@ class Footprint:
         ranks = self.layout.ranks
         for (length, itemsize), count in lengths.items():
             whole = length * itemsize * (1 if ranks == 1 else 2)
-            found += min(count, _UNDER_WAY) * (whole + 2 * 4 * length // ranks)
+            found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length // ranks)
         return found
 
     def on_device(self, homes: Homes) -> int:
