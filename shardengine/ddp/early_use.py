@@ -34,7 +34,7 @@ class Consumer(Protocol):
         """The gradient of ``state`` is complete, backward is not over; what is used of it stays as it is."""
 
     def wait_early(self) -> None:
-        """Return when no gradient is read any more."""
+        """Return when no bucket is being stepped in backward any more, so that no gradient is read."""
 
 
 class EarlyUse:
@@ -45,32 +45,32 @@ class EarlyUse:
 
     def __init__(self) -> None:
         self.begun = False
-        self._user: Consumer | None = None
+        self._consumer: Consumer | None = None
         self._predictable = False  # the window before had no late gradient, no second backward at its end, on any rank
 
     @property
     def enabled(self) -> bool:
         """Whether somebody uses gradients early."""
-        return self._user is not None
+        return self._consumer is not None
 
-    def serve(self, user: Consumer | None) -> None:
-        """Offer gradients to ``user`` from now on."""
-        self._user = user
+    def serve(self, consumer: Consumer | None) -> None:
+        """Offer gradients to ``consumer`` from now on."""
+        self._consumer = consumer
 
     def begin(self, *, final: bool) -> None:
         """A backward begins. final: the window ends with it."""
         self.require_none("another backward")
-        self.begun = final and self._predictable and self._user is not None
+        self.begun = final and self._predictable and self._consumer is not None
 
     def offer(self, state: GradientBucket) -> None:
         """The gradient of ``state`` is complete."""
-        if self.begun and self._user is not None and state.earlier is None:
-            self._user.step_early(state)
+        if self.begun and self._consumer is not None and state.earlier is None:
+            self._consumer.step_early(state)
 
     def wait(self) -> None:
         """Return when nobody reads a gradient any more."""
-        if self._user is not None:
-            self._user.wait_early()
+        if self._consumer is not None:
+            self._consumer.wait_early()
 
     def end(self) -> None:
         """The window is stepped or dropped: nothing is offered, and nobody reads a gradient, any more."""
@@ -84,11 +84,11 @@ class EarlyUse:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Nothing is offered in a backward that begins inside."""
-        user, self._user = self._user, None
+        consumer, self._consumer = self._consumer, None
         try:
             yield
         finally:
-            self._user = user
+            self._consumer = consumer
 
     def require_none(self, what: str) -> None:
         """``UsageError`` where gradients of the window may have been used. what: came too late."""

@@ -85,7 +85,7 @@ def step(engine: shardengine.Engine) -> float:
 
 
 LETTER = {UnshardState.SHARDED: "s", UnshardState.UNSHARDING: "g", UnshardState.UNSHARDED: "f"}
-"""Sharded, being gathered, full."""
+"""Sharded, unsharding (g), unsharded (f)."""
 
 
 def states(engine: shardengine.Engine) -> str:

@@ -198,7 +198,7 @@ def test_a_unit_knows_its_trainable_parameters_and_its_storages() -> None:
 
 
 def life_at_two_ranks() -> list[bool]:
-    """What holds on a rank: shards are slices, gathers put them together, a writable pin takes rank 0's contents."""
+    """What holds on a rank: shards are slices, gathers put them together, a writable summon takes rank 0's contents."""
     link = collectives()
     rank = link.mesh.rank
     unit, parameters = make_unit(SPECS, ranks=2, rank=rank)
@@ -223,7 +223,7 @@ def test_two_ranks_hold_half_each_and_see_the_whole(pools: Callable[[int], RankP
 
 
 def write_replicated_at_two_ranks() -> bool:
-    """Whether rank 0's writes through a pin are the whole weights of a unit that rests replicated."""
+    """Whether rank 0's writes through summoned weights are the whole weights of a unit that rests replicated."""
     link = collectives()
     unit, parameters = make_unit(SPECS, ranks=2, rank=link.mesh.rank)
     unit.summon(link)
