@@ -29,6 +29,7 @@ from shardengine.checkpoint import contents, directory, fit, index, saving, stat
 from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
 from shardengine.comm import Collectives, compare, run_on_all_ranks
+from shardengine.ddp import Phase
 from shardengine.engine import Core, Inspection
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 
@@ -85,7 +86,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
 
     def listed() -> list[str]:
         if not interrupted:
-            saving.require_rest(engine, "load_checkpoint")
+            core.step_state.require("load_checkpoint")
         place = directory.check_folder(folder)
         return _candidates(place, tag) if rank == 0 else []
 
@@ -100,7 +101,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
         shelf.abandon()
     if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
-        engine.optimizer.end_window(lost=True)
+        engine.optimizer.end_window()
+        core.step_state.lose()
         interrupted = True
     if not interrupted:
         core.adopt_written_weights()
@@ -128,10 +130,10 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
 
     whole: everything that the update has left half done will be loaded.
     """
-    update = None if engine.optimizer is None else engine.optimizer.update
-    if engine.optimizer is None or not engine.optimizer.has_begun:
+    state = engine._core.step_state
+    if engine.optimizer is None or not state.has_begun:
         return False
-    if not (update is not None and (update.lost or update.quiet)) and engine.world_size > 1:
+    if not (state.phase is Phase.LOST or state.quiet) and engine.world_size > 1:
         raise UsageError(
             "load_checkpoint after a step() that was interrupted in the middle of its update: call engine.reset() on "
             f"every rank first, because collectives of rank {engine.rank} may still be under way"
@@ -282,7 +284,8 @@ def _take(engine: Inspection, chosen: _Candidate, way: _Way) -> str:
     parts = partial(contents.held, core, optimizer, writable=True)
     chosen.plan = run_on_all_ranks(collectives, f"loading checkpoint {chosen.place}", lambda: chosen.plan.onto(parts()))
     if optimizer is not None:
-        optimizer.end_window(lost=True)  # until load() knows better
+        optimizer.end_window()
+        core.step_state.lose()  # until load() knows better
     fillings, alone = chosen.plan.fillings, _reads_alone(chosen, core)
     weights = [filling for filling in fillings if filling.part.key in (WEIGHT, BUFFER)]
     states = [filling for filling in fillings if filling.part.key not in (WEIGHT, BUFFER)]

@@ -55,9 +55,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
 
     def prepare() -> Job:
         """What may be wrong on one rank alone is found before anything is written."""
-        if engine.optimizer is not None:
-            engine.optimizer.require_whole()
-        require_rest(engine, "save_checkpoint")
+        core.step_state.require("save_checkpoint")
         if not isinstance(client, dict):
             raise UsageError(f"client_state: expected a dict of JSON values, got {type(client).__name__}")
         state.require_json(client, "client_state")
@@ -96,17 +94,6 @@ def background_of(engine: Inspection) -> Background:
     """What is written behind the engine's training."""
     found: Background = engine._save_behind(Background)
     return found
-
-
-def require_rest(engine: Inspection, call: str) -> None:
-    """``UsageError`` unless the engine is between two steps."""
-    if engine._core.attachments.shown:
-        raise UsageError(f"{call} inside full_params(): call it after the `with` block")
-    if not engine._window.is_first:
-        raise UsageError(
-            f"{call} in the middle of a step (micro-batches are accumulated, the weights are not stepped): call it "
-            "after the engine.step() that ends the window, or call engine.zero_grad() first"
-        )
 
 
 def _describe(engine: Inspection) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The bucketed data-parallel core that every stage runs on: gradients, from autograd to the shard that is stepped.
 
 window            counts micro-batches: which one ends the step
+step_state        how far the step is, and which calls that allows
 gradient_bucket   the gradients of one bucket: added up over micro-batches, where they rest, in which dtype
 reducer           readiness, order of launches, the end of a backward
 gradient_views    what parameter.grad shows
@@ -14,18 +15,22 @@ from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.reducer import MAX_IN_FLIGHT, Payload, Reducer, no_payload
+from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 
 __all__ = [
     "MAX_IN_FLIGHT",
     "BufferSync",
+    "EarlySteps",
     "Forward",
     "GradientBucket",
     "GradientViews",
     "Payload",
+    "Phase",
     "Reducer",
     "Rules",
     "ShardedGradient",
+    "StepState",
     "Window",
     "no_payload",
     "taken",

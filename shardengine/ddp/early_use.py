@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from shardengine.ddp.gradient_bucket import GradientBucket
+from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
 
 
@@ -38,13 +39,10 @@ class Consumer(Protocol):
 
 
 class EarlyUse:
-    """When gradients may be used before backward is over.
+    """When gradients may be used before backward is over."""
 
-    begun: the window's last backward has begun, and gradients of it may be used.
-    """
-
-    def __init__(self) -> None:
-        self.begun = False
+    def __init__(self, step_state: StepState) -> None:
+        self._step_state = step_state
         self._consumer: Consumer | None = None
         self._predictable = False  # the window before had no late gradient, no second backward at its end, on any rank
 
@@ -57,25 +55,21 @@ class EarlyUse:
         """Offer gradients to ``consumer`` from now on."""
         self._consumer = consumer
 
-    def begin(self, *, final: bool) -> None:
-        """A backward begins. final: the window ends with it."""
-        self.require_none("another backward")
-        self.begun = final and self._predictable and self._consumer is not None
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether gradients of a last backward that begins now may be used in it."""
+        return self._predictable and self._consumer is not None
 
     def offer(self, state: GradientBucket) -> None:
         """The gradient of ``state`` is complete."""
-        if self.begun and self._consumer is not None and state.earlier is None:
+        runs = self._step_state.phase is Phase.BACKWARD and self._step_state.must_be_stepped
+        if runs and self._consumer is not None and state.earlier is None:
             self._consumer.step_early(state)
 
     def wait(self) -> None:
         """Return when nobody reads a gradient any more."""
         if self._consumer is not None:
             self._consumer.wait_early()
-
-    def end(self) -> None:
-        """The window is stepped or dropped: nothing is offered, and nobody reads a gradient, any more."""
-        self.begun = False
-        self.wait()
 
     def forget(self) -> None:
         """After a failure: nothing is known of the window before."""
@@ -90,22 +84,13 @@ class EarlyUse:
         finally:
             self._consumer = consumer
 
-    def require_none(self, what: str) -> None:
-        """``UsageError`` where gradients of the window may have been used. what: came too late."""
-        if self.begun:
-            raise UsageError(
-                f"{what} after the window's last backward, in which buckets are stepped "
-                "(offload_optimizer.step_in_backward): expected engine.step() first, or, where that backward raised, "
-                "engine.reset() on every rank; or set that key to false"
-            )
-
     def note(self, *, late: bool, again: bool) -> None:
         """Whether some rank had late gradients, and whether this was not the window's first last backward.
 
         ``UsageError``, on all ranks, where a late one could not be foreseen and gradients may have been used.
         """
         self._predictable = not (late or again)
-        if late and self.begun:
+        if late and self._step_state.must_be_stepped:
             raise UsageError(
                 "a parameter got a second gradient in one backward, for the first time in this run, and "
                 "offload_optimizer.step_in_backward may have stepped with what came before: expected a module that is "

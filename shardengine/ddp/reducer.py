@@ -30,6 +30,7 @@ from shardengine.comm import Collectives, OnComplete, Purpose, Work
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
+from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue, is_apart
@@ -62,13 +63,11 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Mode:
-    """What the running backward is for. armed: from ``arm`` to the end of backward, so also after one that raised ·
-    unsent: none is running, and the last one has left its gradients on this rank."""
+    """What the running backward is for, or the last one was. synchronise: what it brings is reduced · final: the window
+    ends with it."""
 
-    armed: bool
-    synchronise: bool = False
+    synchronise: bool = True
     final: bool = False
-    unsent: bool = False
 
 
 class _Order:
@@ -142,7 +141,10 @@ class _Order:
 
 
 class Reducer:
-    """Reduces gradients of the trainable ``buckets`` (in layout order). parameters: of ``layout``, which show them."""
+    """Reduces gradients of the trainable ``buckets`` (in layout order).
+
+    step_state: the window's, moved here as far as COMPLETE · parameters: of ``layout``, which show the gradients.
+    """
 
     def __init__(
         self,
@@ -151,9 +153,11 @@ class Reducer:
         collectives: Collectives,
         pool: BufferPool,
         rules: Rules,
+        step_state: StepState,
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.rules = rules
+        self.step_state = step_state
         self._spill = CopyQueue(collectives.mesh.device, pool)
         self.way_back = CopyQueue(collectives.mesh.device, pool)
         self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
@@ -168,8 +172,8 @@ class Reducer:
             for parameter in state.pieces:
                 self._of_parameter.setdefault(parameter, []).append(state)
         self._order = _Order(len(self.buckets))
-        self._mode = _Mode(armed=False)
-        self.early = EarlyUse()
+        self._mode = _Mode()
+        self.early = EarlyUse(step_state)
         self._consumer: Consumer | None = None
         self._in_flight: deque[_Flight] = deque()
 
@@ -184,22 +188,18 @@ class Reducer:
         self.early.serve(consumer if consumer.steps_early else None)
 
     def finish_gradients(self) -> None:
-        """The window's gradients are complete on this rank: agree with the others on what they are; collective."""
+        """The window's gradients are complete on this rank: agree with the others on what they are; collective.
+
+        Again, where they were changed since.
+        """
+        self.step_state.require("agreement")
+        self.step_state.move(Phase.REDUCED)
         if self._consumer is not None:
             self._consumer.finish_gradients()
-            return
-        self.agree(no_payload)
-        self.views.show(self.touched, None)
-
-    @property
-    def window_complete(self) -> bool:
-        """Whether the window's gradients are complete and wait for the step."""
-        return bool(self.buckets) and all(state.complete is not None for state in self.buckets)
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether no backward is open and nothing is in flight."""
-        return not self._mode.armed and not self._in_flight
+        else:
+            self.agree(no_payload)
+            self.views.show(self.touched, None)
+        self.step_state.move(Phase.COMPLETE)
 
     def following(self, index: int) -> list[GradientBucket]:
         """The buckets whose gradients are complete after that of bucket ``index``, in order."""
@@ -210,18 +210,14 @@ class Reducer:
 
         After a final one: what is complete is set aside, and the new backward's gradient is added to it in ``agree``.
         """
-        if self._mode.armed:
-            raise UsageError(
-                "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and "
-                "begin the window anew"
-            )
-        self.early.begin(final=final)
+        again = self.step_state.phase is Phase.COMPLETE
+        self.step_state.begin_backward(steps_early=final and self.early.is_foreseen)
         self.views.hide()
-        if self.window_complete:
+        if again:
             for state in self.buckets:
                 state.set_aside()
             self.used.clear()
-        self._mode = _Mode(True, synchronise, final)
+        self._mode = _Mode(synchronise, final)
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
         """``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
@@ -255,7 +251,7 @@ class Reducer:
     def admit(self, unit: int) -> None:
         """Every rank that is where this one is has gathered ``unit`` for the last time in this backward, or is about
         to: what is ready of it may be launched."""
-        if not self._mode.armed or self._order.admits_unit(unit):
+        if self.step_state.phase is not Phase.BACKWARD or self._order.admits_unit(unit):
             return
         self._order.admit(unit)
         if self._mode.synchronise:
@@ -266,7 +262,7 @@ class Reducer:
 
     def close(self, unit: int) -> None:
         """This backward brings no more gradients of ``unit`` on this rank: what did not come is zero."""
-        if not self._mode.armed or not self._mode.synchronise:
+        if self.step_state.phase is not Phase.BACKWARD or not self._mode.synchronise:
             return
         incomplete = [index for index in self._order.of_unit(unit) if not self.buckets[index].is_ready]
         for index in incomplete:
@@ -298,19 +294,20 @@ class Reducer:
                 if self.rules.gathers:
                     self._fly(self._gather(state, state.make_whole()))
         self._finish(0)
-        self._mode = _Mode(armed=False, unsent=not mode.synchronise)
+        self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
 
     def flush(self) -> None:
-        """Close the window now, although its last backward was not the final one."""
-        self.arm(synchronise=self._mode.unsent, final=True)
+        """Close the window now, although its last backward was not the final one: reduce what is on this rank alone."""
+        self.arm(synchronise=not self._mode.synchronise, final=True)
         self.finalize_backward()
 
     def release(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
         self.views.hide()
-        self.early.end()
+        self.early.wait()
+        self.step_state.drop_gradients()
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
-        self._mode = _Mode(armed=False)
+        self._mode = _Mode()
         self._order.restart()
         for state in self.buckets:
             state.release()

@@ -118,8 +118,3 @@ class Window:
             yield
         finally:
             self._no_sync -= 1
-
-    def require_backward(self) -> None:
-        """``UsageError`` unless a backward has run in this window."""
-        if not self.micro_batches:
-            raise UsageError("step() without a backward: call engine.backward(loss) first")

@@ -17,7 +17,7 @@ from torch import nn
 from shardengine import kernels, stages
 from shardengine.comm import Collectives, Mesh, compare, run_on_all_ranks, settle_kernels
 from shardengine.config import Config
-from shardengine.ddp import BufferSync, Reducer, Rules, Window
+from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool, Tiers, is_apart
@@ -114,10 +114,10 @@ def _assemble(
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(collectives.mesh.device).contiguous()
         buffers.broadcast(persistent_only=False)
-    window = Window(config.gradient_accumulation_steps or 1)
-    reducer, schedule = _drive(config, stage, collectives, pool, plan, units, window)
+    step_state = StepState(Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank)
+    reducer, schedule = _drive(config, stage, collectives, pool, plan, units, step_state)
     deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
-    driven = (units, reducer, schedule, window, buffers, deferred_gather)
+    driven = (units, reducer, schedule, step_state, buffers, deferred_gather)
     core = Core(stage, collectives, pool, found, plan, *driven, Attachments(), which, tiers)
     _attach(core, model, blocks)
     _checkpoint_activations(core, model, config)
@@ -167,7 +167,7 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
 
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
     """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
-    reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.window)
+    reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.step_state)
     deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
     new = replace(
         core,
@@ -205,7 +205,7 @@ def _drive(
     pool: BufferPool,
     plan: Layout,
     units: list[Unit],
-    window: Window,
+    step_state: StepState,
 ) -> tuple[Reducer, Schedule]:
     """What moves the gradients and the weights of ``units``."""
     by_index = {b.layout.index: b for unit in units for flat in unit.flat_buffers for b in flat.buckets}
@@ -213,9 +213,9 @@ def _drive(
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = _rules(config, stage, collectives.mesh.ranks)
-    reducer = Reducer(plan, buckets, collectives, pool, rules, parameters)
+    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
-    schedule = Schedule(units, stage, collectives, reducer, window, prefetch)
+    schedule = Schedule(units, stage, collectives, reducer, prefetch)
     return reducer, schedule
 
 

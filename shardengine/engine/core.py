@@ -16,7 +16,7 @@ from torch import nn
 
 from shardengine import stages
 from shardengine.comm import Collectives, Mesh, Purpose, Work
-from shardengine.ddp import BufferSync, Reducer, Window
+from shardengine.ddp import BufferSync, Reducer, StepState, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
 from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, UnshardState, weight_bytes
@@ -35,7 +35,7 @@ class Core:
     units: list[Unit]
     reducer: Reducer
     schedule: Schedule
-    window: Window
+    step_state: StepState
     buffers: BufferSync
     deferred_gather: DeferredGather | None
     attachments: Attachments
@@ -46,6 +46,11 @@ class Core:
     def mesh(self) -> Mesh:
         """The ranks and today's groups; ``reset()`` replaces them."""
         return self.collectives.mesh
+
+    @property
+    def window(self) -> Window:
+        """The micro-batches of today's step."""
+        return self.step_state.window
 
     def verify_parameters(self) -> None:
         """``UsageError`` for the first parameter that was moved, cast or replaced behind the engine's back."""
@@ -102,9 +107,9 @@ class Core:
         ``parameter.data``, which torch does not count, is not lost; but not on disk, where that would read all masters.
         """
         written = self.attachments.versions != [parameter._version for parameter in self.partition.inside]
-        if not written and (self.attachments.compared or self.reducer.early.begun):
+        if not written and (self.attachments.compared or self.step_state.must_be_stepped):
             return
-        if self.reducer.early.begun:
+        if self.step_state.must_be_stepped:
             raise UsageError(
                 f"a parameter was written after the last step (rank {self.mesh.rank}), which was noticed when backward "
                 "had stepped master weights (offload_optimizer.step_in_backward): expected writes before engine(...) "
@@ -173,15 +178,3 @@ class Core:
         return self.collectives.move(
             bucket.full, stage.state, stage.weights_after_backward, bucket.layout, Purpose.WEIGHTS
         )
-
-    @property
-    def summoned(self) -> bool:
-        """Whether weights are summoned by a ``full_params``; not where they rest replicated."""
-        return any(unit.summoned for unit in self.units)
-
-    def require_hidden(self) -> None:
-        """``UsageError`` inside ``full_params``, whose end needs the engine."""
-        if self.attachments.shown:
-            raise UsageError(
-                f"close() inside `with engine.full_params():` (rank {self.mesh.rank}): expected it after the block"
-            )

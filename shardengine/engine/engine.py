@@ -20,7 +20,7 @@ from shardengine import other_engines
 from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
-from shardengine.ddp import Window
+from shardengine.ddp import Phase
 from shardengine.engine import (
     arguments,
     assembly,
@@ -212,8 +212,7 @@ class Engine(Inspection):
         schedule = self._need_core().schedule
         schedule.finish_open_backward()
         self._core.adopt_written_weights()
-        if self.optimizer is not None:
-            self.optimizer.require_whole()
+        self._core.step_state.require("backward")
         scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
         schedule.begin_backward()
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
@@ -248,18 +247,15 @@ class Engine(Inspection):
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         core.schedule.finish_open_backward()
-        window.require_backward()
-        if core.summoned:
-            raise UsageError("step() inside full_params(): its end would undo the step; call it after the `with` block")
+        core.step_state.require("step()")
         self._applied = False
-        if not window.synchronises:
-            raise UsageError("step() inside no_sync(): expected it after the `with` block, with a backward in between")
         optimizer.watch_rates()
         if not window.is_boundary and not flush:
             window.count()
             return
-        if not core.reducer.window_complete:
-            core.reducer.flush()
+        if not core.step_state.is_complete:
+            if core.step_state.phase is not Phase.REDUCED:
+                core.reducer.flush()
             core.reducer.finish_gradients()
         core.reducer.views.adopt()
         if core.reducer.views.changed:
@@ -276,7 +272,7 @@ class Engine(Inspection):
 
     def _end_step(self, *, reports: bool = True) -> None:
         """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told."""
-        core, optimizer, window = self._core, self._need_optimizer("step()"), self._window
+        core, optimizer = self._core, self._need_optimizer("step()")
         core.note_stepped()
         scaler, exhausted = optimizer.settings.scaler, optimizer.is_exhausted
         self._applied = optimizer.conclude()
@@ -287,13 +283,13 @@ class Engine(Inspection):
                 elif scaler.skipped == 1 and not scaler.policy.dynamic:
                     overflow.tell(core, self.global_steps + 1, scaler.policy.limit)
         finally:
-            self._close_window(core, optimizer, window)
+            self._close_window(core, optimizer)
 
-    def _close_window(self, core: Core, optimizer: ShardedOptimizer, window: Window) -> None:
+    def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> None:
         core.reducer.release()
         optimizer.end_window()
         self._buffers_sent = False
-        micro_batches = window.close()
+        micro_batches = core.step_state.close()
         self.global_steps += 1
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
         self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
@@ -310,16 +306,15 @@ class Engine(Inspection):
         Also the way on after a forward or backward that raised *on every rank, at the same place*; after a failure of
         one rank alone, call ``reset()`` on every rank instead.
         """
-        if self.optimizer is not None:
-            self.optimizer.require_whole()
-        self._need_core().schedule.finish_open_backward()
+        self._need_core().step_state.require("zero_grad()")
+        self._core.schedule.finish_open_backward()
         self._core.schedule.reshard_all()
         self._core.reducer.release()
         self._buffers_sent = False
         if self.optimizer is not None:
             self.optimizer.end_window()
         self._monitors.forget()
-        self._window.restart()
+        self._core.step_state.restart()
 
     def _begin_window(self) -> None:
         """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted."""
@@ -351,12 +346,8 @@ class Engine(Inspection):
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
         optimizer = self._need_optimizer("clip_grad_norm_()")
         self._core.schedule.finish_open_backward()
-        if not self._core.reducer.window_complete or optimizer.norm is None:
-            raise UsageError(
-                "clip_grad_norm_: gradients are complete only after the backward on the boundary; call it then"
-            )
-        optimizer.clip_next_step(float(max_norm))
-        return optimizer.norm.item()
+        self._core.step_state.require("clip_grad_norm_")
+        return optimizer.clip_next_step(float(max_norm))
 
     # Whole parameters
 
@@ -487,7 +478,7 @@ class Engine(Inspection):
 
     def _need_core(self) -> Core:
         core = self._open_core()
-        offload_states.require_back(core)
+        core.step_state.require("any")
         return core
 
     # Mode, end
@@ -508,13 +499,13 @@ class Engine(Inspection):
         """
         if self.module not in attached:
             return
+        self._core.step_state.require("close()")
         alone = closing.part(self._core, saves=self._saves is not None)
         try:
             offload_states.reload(self._core)
             if not alone:
                 self.wait_for_checkpoint()
         finally:
-            self._core.require_hidden()
             try:
                 closing.dissolve(self._core, alone=alone)
             finally:

@@ -51,13 +51,13 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     if writable and any(unit.summoned for unit in units):
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     if writable:
-        core.reducer.early.require_none("full_params(writable=True)")
+        core.step_state.require("full_params(writable=True)")
     with core.reducer.early.suspended() if writable else nullcontext():  # what is written is what is stepped
         yield from _shown(core, units, chosen, writable=writable)
 
 
 def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) -> Iterator[None]:
-    with core.attachments.summoning():
+    with core.step_state.summoning():
         summoned = _summon(core, units) if core.stage.moves_weights else []
         try:
             yield
@@ -113,15 +113,10 @@ def full_grads(
 ) -> Iterator[dict[str, Tensor | None]]:
     """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
     core.schedule.finish_open_backward()
-    reducer = core.reducer
-    state_of_it = "complete" if reducer.window_complete else "not complete"
+    reducer, step_state = core.reducer, core.step_state
+    state_of_it = "complete" if step_state.is_complete else "not complete"
     chosen = _agree_on_names(core, "full_grads", names, writable, {"state of the gradients": [state_of_it]})
-    if not reducer.window_complete:
-        raise UsageError(
-            f"full_grads: the window's gradients are not complete (rank {core.mesh.rank}; {core.window.micro_batches} "
-            f"of {core.window.size} micro-batches had their backward): call it between the backward on the boundary "
-            "and step()"
-        )
+    step_state.require("full_grads")
     if writable and reducer.early.enabled:
         raise UsageError(
             "full_grads(writable=True): expected offload_optimizer.step_in_backward to be false: with it gradients are "
@@ -176,12 +171,8 @@ def full_optimizer_state(
 ) -> Iterator[dict[str, dict[str, Any] | None]]:
     """Whole master weights and states inside the ``with``; collective. See ``Engine.full_optimizer_state``."""
     core.schedule.finish_open_backward()
-    optimizer.require_whole()
+    core.step_state.require("full_optimizer_state")
     chosen = _agree_on_names(core, "full_optimizer_state", names, writable)
-    if core.summoned:
-        raise UsageError(
-            "full_optimizer_state inside full_params: expected one after the other; close full_params first"
-        )
     core.await_weights()
     core.adopt_written_weights()
     number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters) if spec.group >= 0}

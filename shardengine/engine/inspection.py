@@ -189,7 +189,7 @@ class Inspection:
 
     def _go_on_from(self, counters: Mapping[str, int] | None) -> None:
         """A checkpoint was loaded: a window begins, with its ``counters``; None: with today's."""
-        self._window.restart(None if counters is None else counters["micro_steps"])
+        self._core.step_state.restart(None if counters is None else counters["micro_steps"])
         self._buffers_sent = False
         if counters is not None:
             self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]

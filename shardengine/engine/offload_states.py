@@ -27,13 +27,8 @@ def offload(
     wanted = {include} if isinstance(include, str) else set(include)
     if unknown := wanted - set(STATES):
         raise UsageError(f"offload_states: expected some of {', '.join(STATES)}, got {sorted(map(str, unknown))}")
-    if core.attachments.shown or not core.window.is_first:
-        raise UsageError(
-            "offload_states: expected it between two steps, and outside of full_params(), got inside of one (rank "
-            f"{core.mesh.rank}); call engine.step() or engine.zero_grad() first"
-        )
+    core.step_state.require("offload_states")
     if optimizer is not None:
-        optimizer.require_whole()
         optimizer.await_reader()
     core.await_weights()
     core.schedule.reshard_all()
@@ -46,20 +41,11 @@ def offload(
         torch.cuda.empty_cache()  # what torch keeps for itself is free for nobody else
 
 
-def require_back(core: Core) -> None:
-    """``UsageError`` while something of the engine is in host memory."""
-    if core.attachments.parked:
-        raise UsageError(
-            f"the engine's {' and '.join(sorted(core.attachments.parked))} are in host memory since offload_states() "
-            f"(rank {core.mesh.rank}): expected engine.reload_states() before anything else"
-        )
-
-
 def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:
     flat_buffers = [flat_buffer for unit in core.units for flat_buffer in unit.flat_buffers]
-    core.attachments.note_offloaded(wanted)
-    if "weights" in core.attachments.parked and not core.attachments.barriers:
-        core.attachments.barriers.extend(hooks.attach_barrier(module, lambda: require_back(core)))
+    core.step_state.note_offloaded(wanted)
+    if "weights" in core.step_state.offloaded and not core.attachments.barriers:
+        core.attachments.barriers.extend(hooks.attach_barrier(module, lambda: core.step_state.require("any")))
     if "optimizer" in wanted:
         for flat_buffer in flat_buffers:
             for bucket in flat_buffer.buckets:
@@ -75,12 +61,12 @@ def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> N
 def reload(core: Core) -> None:
     """The weights and states of ``core`` are back. After an error the engine still refuses; it may be tried again."""
     with torch.inference_mode(False), torch.no_grad():
-        for unit in core.units if core.attachments.parked else ():
+        for unit in core.units if core.step_state.offloaded else ():
             for flat_buffer in unit.flat_buffers:
                 flat_buffer.unpark()
                 for bucket in flat_buffer.buckets:
                     bucket.shelf.unpark()
             if unit.state is UnshardState.UNSHARDED:
                 unit.show()
-    core.attachments.parked.clear()
+    core.step_state.note_reloaded()
     core.attachments.unbar()

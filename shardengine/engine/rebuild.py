@@ -68,7 +68,7 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
             )
     if not unfrozen or optimizer is None:
         return core
-    _require_rest(core, f"unfreezing parameter {next(iter(unfrozen))!r}")
+    core.step_state.require("unfreezing", f"unfreezing parameter {next(iter(unfrozen))!r}")
     return rebuild(core, model, config, optimizer)
 
 
@@ -96,7 +96,7 @@ def add_group(
     count = len(groups)
 
     def append() -> Partition:
-        _require_rest(core, "add_param_group()")
+        core.step_state.require("add_param_group()")
         core.verify_parameters()
         _append(core, model, optimizer, group)
         lr_schedules.check_extended(scheduler, optimizer)
@@ -154,21 +154,6 @@ def _group_of(optimizer: ShardedOptimizer | None) -> dict[int, int]:
     """id(parameter) → optimizer group, of the parameters that have elements."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.numel()}
-
-
-def _require_rest(core: Core, what: str) -> None:
-    """``UsageError`` unless the window is empty and nothing is open."""
-    place = (
-        "inside a window of micro-batches (call engine.step(), or engine.zero_grad(), first)"
-        if not core.window.is_first
-        else "inside no_sync()"
-        if not core.window.synchronises
-        else "inside full_params()"
-        if core.attachments.shown
-        else ""
-    )
-    if place:
-        raise UsageError(f"{what} {place}: expected it between two steps (rank {core.mesh.rank})")
 
 
 def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:

@@ -190,7 +190,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     """
     _renew_groups(core)
     if optimizer is not None:
-        optimizer.early.wait()
+        optimizer.wait_early()
     places = core.collectives.exchange_objects(_place(core, optimizer, steps))
     newest = max(place["steps"] for place in places)
     begun = any(place["begun"] for place in places)
@@ -218,7 +218,11 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
         shelf.abandon()
     if optimizer is not None and not finished:
-        optimizer.end_window(lost=bool(stuck))
+        optimizer.end_window()
+        if stuck:
+            core.step_state.lose()
+        else:
+            core.step_state.restart()
     core.reducer.drop()
     core.pool.forget()
     if in_flight and not stuck:
@@ -266,19 +270,10 @@ def _finish(core: Core, optimizer: ShardedOptimizer, step: int, behind: list[int
     try:
         run_on_all_ranks(core.collectives, f"finishing step {step} in reset()", finish)
     except Exception:
-        if optimizer.update is not None:
-            optimizer.update.note_unfinished()
+        core.step_state.note_unfinished()
         raise
 
 
 def _place(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> dict[str, Any]:
-    update = None if optimizer is None else optimizer.update
-    complete = core.reducer.window_complete and core.reducer.at_rest
-    return {
-        "steps": steps,
-        "begun": optimizer is not None and optimizer.has_begun,
-        "ready": optimizer is not None
-        and update is not None
-        and complete
-        and not (update.torn or optimizer.early.torn),
-    }
+    state = core.step_state
+    return {"steps": steps, "begun": state.has_begun, "ready": optimizer is not None and state.can_be_finished}

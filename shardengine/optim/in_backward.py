@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardengine.ddp import GradientBucket
+from shardengine.ddp import GradientBucket, StepState
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import Noise, Rule
 from shardengine.offload import HOST, CopyQueue, Shelf
@@ -36,12 +36,11 @@ class _Early:
 class StepsInBackward:
     """The buckets of this window that have taken the step, or are about to, by index."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_state: StepState) -> None:
+        self._step_state = step_state
         self._thread: ThreadPoolExecutor | None = None
         self._early: dict[int, _Early] = {}
         self._sent: set[int] = set()
-        self.torn = False
-        """Whether an error came inside of a bucket's kernels."""
 
     def __len__(self) -> int:
         return len(self._early)
@@ -70,6 +69,7 @@ class StepsInBackward:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "step-in-backward")
         bucket = state.bucket
+        self._step_state.note_early()
         low = way.buffer(bucket.layout.slice_length, bucket.flat_buffer.dtype, HOST)
         done = self._thread.submit(self._step, state, parts, low, after, then)
         self._early[bucket.layout.index] = _Early(parts, low, done)
@@ -98,7 +98,7 @@ class StepsInBackward:
                     low.copy_(flats["weight"])
                 shelf.put()
             except BaseException:
-                self.torn = True
+                self._step_state.note_early(torn=True)
                 raise
 
     def deliver(self, state: GradientBucket, way: CopyQueue) -> None:
@@ -144,7 +144,6 @@ class StepsInBackward:
             way.give(self._early[index].low)
         self._early.clear()
         self._sent.clear()
-        self.torn = False
 
 
 def _rests_in_file(state: GradientBucket) -> bool:

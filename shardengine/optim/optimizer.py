@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from shardengine import kernels
-from shardengine.ddp import GradientBucket, Payload, Reducer
-from shardengine.errors import MismatchError, UsageError
+from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
+from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.offload import HOST
 from shardengine.optim.in_backward import StepsInBackward
@@ -90,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.kind = form.kind or ""
         self.norm: Tensor | None = None
         self.update: Update | None = None
-        self.early = StepsInBackward()
+        self.stepped_early = StepsInBackward(reducer.step_state)
         self.settings = settings
         self._rates: list[Any] = []
         self._told_of_rates = False
@@ -105,6 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
         self._layout = layout
         self._reducer = reducer
+        self._step_state = reducer.step_state
         self.steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
@@ -114,11 +115,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def steps_early(self) -> bool:
         """Whether buckets are stepped in backward (``step_in_backward``)."""
-        return self.settings.in_backward and any(self.early.can_be(state) for state in self._reducer.buckets)
+        return self.settings.in_backward and any(self.stepped_early.can_be(state) for state in self._reducer.buckets)
 
     def wait_early(self) -> None:
         """Return when no bucket is being stepped in backward any more."""
-        self.early.wait()
+        self.stepped_early.wait()
 
     def stand_in_for(self, lent: torch.optim.Optimizer) -> None:
         """The user's own optimizer ``lent`` steps when this one does; schedulers may have been made for it."""
@@ -135,29 +136,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
-        if not self._reducer.early.begun:
-            self.require_whole()
-        if not self.early:
+        if not self.stepped_early:
             self.fetch(0)
         # 1. norm
         sums, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             changes = self._reducer.views.take_digest()
+            way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
                 "parameter.grad so far does, so their weights would: expected the same on every rank, this one has "
                 f"{groups}, loss scale {self.loss_scale:g} and changes of gradients with the digest "
-                f"{changes:08x}; set them and call engine.{'reset()' if self._reducer.early.begun else 'zero_grad()'}"
+                f"{changes:08x}; set them and call engine.{way}"
             )
         self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
         self.update = Update(None if self.update is None else self.update.max_norm)
         self._reducer.views.show(
             self._reducer.touched,
             sums[:, 1:].sum(dim=0),
-            self.finish_gradients,
+            self._reducer.finish_gradients,
             scale=self.loss_scale,
-            fixed=_STEPPED_WITH if self._reducer.early.begun else "",
+            fixed=_STEPPED_WITH if self._step_state.must_be_stepped else "",
         )
 
     @property
@@ -212,21 +212,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         # 2. update
         update = self.update = self.update or Update()
-        if update.torn or self.early.torn:
-            raise UsageError(
-                "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: "
-                "load a checkpoint"
+        step = self._step_state
+        step.require("update")
+        begun = step.phase is Phase.UPDATING
+        if self.stepped_early and not begun:
+            self.stepped_early.require_same(
+                lambda index: [self._rule(label) for label in self._segments_ahead()[index]]
             )
-        if self.early and not update.begun:
-            self.early.require_same(lambda index: [self._rule(label) for label in self._segments_ahead()[index]])
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         for each in (self, self._lent):  # torch's schedulers warn where no step came before theirs
             if each is not None:
                 each.__dict__["_opt_called"] = True
         self.await_reader()
-        if not update.begun:
+        if not begun:
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip())
+            step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self.steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
@@ -234,17 +235,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rules: dict[Label, tuple[Rule, Noise | None]] = {}
         for state, spans_of in itertools.islice(work, update.stepped, None):
             index = state.bucket.layout.index
-            if index in self.early:
-                self.early.deliver(state, way)
+            if index in self.stepped_early:
+                self.stepped_early.deliver(state, way)
             else:
-                self.early.wait()  # a tier serves one thread
+                self.stepped_early.wait()  # a tier serves one thread
                 state.bucket.shelf.take()
                 if fetches:
                     self.fetch(index + 1)
                 for label in spans_of.keys() - rules.keys():
                     rules[label] = self._rule(label)
                 parts = [(*rules[label], spans) for label, spans in spans_of.items()]
-                step_bucket(state, parts, update, way)
+                step_bucket(state, parts, update, way, lambda: step.move(Phase.TORN))
+            step.move(Phase.UPDATING)
             update.bucket_stepped()
             # 3. publish
             yield state.bucket
@@ -256,10 +258,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
         if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
             return  # it waits for the step, which is an error then
-        if self.early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
+        if self.stepped_early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
             parts = self._parts(self._segments_ahead()[index])
             then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
-            self.early.begin(state, parts, self._reducer.way_back, self._reading, then)
+            self.stepped_early.begin(state, parts, self._reducer.way_back, self._reading, then)
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""
@@ -277,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def fetch(self, first: int) -> None:
         """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
         for state in self._reducer.buckets[first : first + _AHEAD]:
-            if state.bucket.layout.index not in self.early:
+            if state.bucket.layout.index not in self.stepped_early:
                 state.bucket.shelf.fetch()
 
     def conclude(self) -> bool:
@@ -296,7 +298,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def await_reader(self) -> None:
         """Call this before the states are changed: nothing else reads or steps them afterwards."""
-        self.early.wait()
+        self.stepped_early.wait()
         if self._reading is not None:
             self._reading.exception()
             self._reading = None
@@ -361,8 +363,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found[state.bucket.shelf.rests_in] += sum(state.bucket.shelf.sizes.values())
         return found
 
-    def clip_next_step(self, max_norm: float) -> None:
-        """Clip the coming step to ``max_norm``; later ones to the configured value again."""
+    def clip_next_step(self, max_norm: float) -> float:
+        """Clip the coming step to ``max_norm``; later ones to the configured value again. Returns the norm now."""
         if self._reducer.early.enabled:
             raise UsageError(
                 "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
@@ -370,24 +372,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if not 0 < max_norm < math.inf:
             raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, got {max_norm}")
-        self.update = self.update or Update()
+        if self.update is None or self.norm is None:
+            raise InternalError("the norm is to be clipped before it is known")
         self.update.clip_to(max_norm)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether something on this rank has taken the window's step, or is about to."""
-        return bool(self.early) or (self.update is not None and self.update.begun)
-
-    def require_whole(self) -> None:
-        """``UsageError`` where an update was interrupted: some of the weights have taken the step, some have not."""
-        self._reducer.early.require_none("this call")
-        if self.has_begun:
-            finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
-            way = "engine.load_checkpoint() on every rank" if self.update is not None and self.update.lost else finish
-            raise UsageError(
-                "the last step() or load was interrupted in the middle of its update, so its window can neither be "
-                f"forgotten nor gone on with: call {way}"
-            )
+        return self.norm.item()
 
     def watch_rates(self) -> None:
         """Call it at each micro-batch of a window: warns once where learning rates change from one to the next."""
@@ -397,20 +385,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._reducer.buckets[0].bucket.rank == 0:
                 _log.warning(_RATES, before, self._rates)
 
-    def end_window(self, *, lost: bool = False) -> None:
-        """The window was stepped or dropped, and what ``clip_next_step`` said with it; or its update is ``lost``."""
+    def end_window(self) -> None:
+        """The window was stepped or dropped, or its update is lost, and what ``clip_next_step`` said with it."""
         self._rates = []
-        self.early.forget(self._reducer.way_back)
-        self.update = Update(begun=True, torn=True, lost=True) if lost else None
+        self.stepped_early.forget(self._reducer.way_back)
+        self.update = None
 
     def is_spoiled(self) -> bool:
         """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
         cannot be left out any more: it is an error then, and nothing more of it may be done."""
         scaler = self.settings.scaler
-        if not self._reducer.early.begun or scaler is None or self.norm is None or bool(torch.isfinite(self.norm)):
+        if (
+            not self._step_state.must_be_stepped
+            or scaler is None
+            or self.norm is None
+            or bool(torch.isfinite(self.norm))
+        ):
             return False
-        self.update = self.update or Update()
-        self.update.tear()
+        self._step_state.move(Phase.SPOILED)
         return True
 
     def mark_stepped(self, scheduler: Any) -> None:

@@ -6,7 +6,7 @@ Must not know: param_groups, the norm, the order of buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,37 +69,31 @@ class HostFlag:
 
 @dataclass
 class Update:
-    """The update of the window's step: how far it is on this rank, so that ``engine.reset()`` can finish it.
+    """The update of the window's step: what it is done with, and how far it is, so that ``reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
     multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · left_out:
-    the latter for the host · begun: the step counts of what was ``touched`` have advanced · stepped: whole buckets that
-    are done, weights included · torn: inside of a bucket's kernels · applied: what ``conclude`` found · lost: cannot be
-    finished, a checkpoint must be loaded · quiet: ``reset()`` tried and could not finish it; no collective is under
-    way, so that ``reset()`` or a load may follow
+    the latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
+    included · applied: what ``conclude`` found
     """
 
     max_norm: float | None = None
     scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
     left_out: HostFlag | None = None
-    begun: bool = False
     touched: frozenset[int] = frozenset()
     applied: bool | None = None
     stepped: int = 0
-    torn: bool = False
-    lost: bool = False
-    quiet: bool = False
     _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
 
     def begin(self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None) -> None:
         """The step begins."""
-        self.begun, self.touched = True, touched
+        self.touched = touched
         self.scalars = {"factor": factor, "skip": skip}
         self.left_out = None if skip is None else HostFlag(skip)
 
     def bucket_stepped(self) -> None:
         """One bucket more is done, weights included."""
-        self.stepped, self.torn = self.stepped + 1, False
+        self.stepped += 1
 
     def conclude(self) -> None:
         """All buckets are done: the host learns whether the step was applied."""
@@ -109,14 +103,6 @@ class Update:
         """Clip this one to ``max_norm``."""
         self.max_norm = max_norm
 
-    def tear(self) -> None:
-        """Some weights have taken the step, which may not go on."""
-        self.torn = True
-
-    def note_unfinished(self) -> None:
-        """``reset()`` could not finish it."""
-        self.quiet = True
-
     def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
         """The scalars where a bucket is stepped: moved once, because that waits for the other device."""
         if device not in self._moved:
@@ -125,10 +111,13 @@ class Update:
         return self._moved[device]
 
 
-def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue) -> None:
+def step_bucket(
+    state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue, tear: Callable[[], None]
+) -> None:
     """Step what rests of a bucket, part by part, where its shelf is taken; then its weights are where they rest.
 
-    way: of weights that rest on another device than the shelf is stepped on.
+    way: of weights that rest on another device than the shelf is stepped on · tear: called when the first element is
+    about to be written.
     """
     bucket, gradient = state.bucket, state.gradient
     if gradient is None:
@@ -141,7 +130,8 @@ def step_bucket(state: GradientBucket, parts: Sequence[Part], update: Update, wa
     low = target
     if target is not None and bucket.is_stepped_apart:
         low = way.buffer(target.numel(), target.dtype, device)
-    update.torn = bool(parts)
+    if parts:
+        tear()
     compute(flats, parts, low, update.scalars_on(device))
     if target is not None and low is not None and (low is not target or bucket.rest is not None):
         changed = not is_set(update.scalars_on(HOST)["skip"])

@@ -25,33 +25,20 @@ class Attachments:
     """What the engine changes on the module while it is attached.
 
     open: whether ``module.state_dict()`` may be called; only from inside the engine where weights are sharded.
-    shown: how many ``full_params`` are open.
     marked: the Hugging Face module that was told to keep ``generate()`` in step on all ranks.
     caching: the Hugging Face configs whose ``use_cache`` was switched off.
     versions: of the parameters, as the engine left them: torch counts every in-place write · compared: whether weights
     were compared with their masters once · handles: of the hooks.
-    parked: what ``offload_states`` has moved to host memory · barriers: the handles of hooks that refuse the use of the
-    module meanwhile.
+    barriers: the handles of hooks that refuse the use of the module while weights are in host memory.
     """
 
     open: bool = False
-    shown: int = 0
     marked: Any = None
     caching: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     compared: bool = False
-    parked: set[str] = field(default_factory=set)
     handles: list[Handle] = field(default_factory=list)
     barriers: list[RemovableHandle] = field(default_factory=list)
-
-    @contextmanager
-    def summoning(self) -> Iterator[None]:
-        """A ``full_params`` is open inside."""
-        self.shown += 1
-        try:
-            yield
-        finally:
-            self.shown -= 1
 
     @contextmanager
     def state_dict_allowed(self) -> Iterator[None]:
@@ -65,10 +52,6 @@ class Attachments:
     def note_compared(self) -> None:
         """All weights were compared with their masters."""
         self.compared = True
-
-    def note_offloaded(self, what: set[str]) -> None:
-        """``what`` is in host memory."""
-        self.parked |= what
 
     def mark(self, module: Any) -> None:
         """Tell ``module``, a Hugging Face one, that its weights are sharded."""

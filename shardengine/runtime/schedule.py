@@ -70,7 +70,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Purpose
-from shardengine.ddp import Forward, Reducer, Window
+from shardengine.ddp import Forward, Phase, Reducer
 from shardengine.errors import UsageError
 from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.prefetch_order import PrefetchOrders
@@ -152,7 +152,6 @@ class Schedule:
         stage: Stage,
         collectives: Collectives,
         reducer: Reducer,
-        window: Window,
         prefetch: int,
     ) -> None:
         self.units = units
@@ -173,7 +172,8 @@ class Schedule:
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
         self._backward = Backward.NONE
-        self._window = window
+        self._step_state = reducer.step_state
+        self._window = reducer.step_state.window
         self._awaited_task = -1
         self.turn = Turn()
 
@@ -331,7 +331,7 @@ class Schedule:
         current: the parameter whose gradient has come first.
         """
         window = self._window
-        self._reducer.early.require_none("another backward")
+        self._step_state.require("another backward")
         window.begin_backward()
         final = window.is_boundary and window.synchronises
         synchronise = window.synchronises and (final or self._reducer.rules.sharded)
@@ -481,7 +481,7 @@ class Schedule:
         """The backward that was begun raised."""
         self._backward = Backward.NONE
         self._calls.forget()
-        self._window.backward_failed()
+        self._step_state.backward_failed()
 
     def finalize_backward(self) -> None:
         """Every unit is resharded, what was not reduced is reduced."""
@@ -490,7 +490,7 @@ class Schedule:
             self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
         self._reducer.finalize_backward()
-        if self._reducer.window_complete:
+        if self._step_state.phase is Phase.REDUCED:
             self._reducer.finish_gradients()
 
     def finish_open_backward(self) -> None:

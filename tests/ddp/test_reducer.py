@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardengine.ddp import Reducer, Rules, no_payload
+from shardengine.ddp import Phase, Reducer, Rules, StepState, Window
 from shardengine.sharding import layout
 from shardengine.stages import Placement
 from tests.support.parts import PARTIAL, REPLICATED, SHARDED, collectives, make_flat_buffers, spec, trainable_buckets
@@ -48,6 +48,7 @@ class Bench:
         self.reducer = Reducer(
             self.plan, buckets, self.link, self.link._pool,
             Rules(SHARDED if sharded else PARTIAL, REPLICATED if gathers else SHARDED, divisor or self.ranks),
+            StepState(Window(1)),
         )  # fmt: skip
 
     def backward(self, order: list[int], micro: int = 0, *, final: bool = True, synchronise: bool = True) -> None:
@@ -196,23 +197,23 @@ def no_sync_then_flush(sharded: bool) -> list[Any]:
     bench.backward([3, 2, 1, 0], 0, final=False, synchronise=False)
     silent = len(bench.launched)
     bench.backward([2, 3, 0, 1], 1, final=False, synchronise=False)
-    before = bench.reducer.window_complete
+    before = bench.reducer.step_state.phase
     bench.reducer.flush()
-    return [silent, before, bench.reducer.window_complete, bench.slices_hold(lambda p: bench.mean(p, micros=2))]
+    return [silent, before, bench.reducer.step_state.phase, bench.slices_hold(lambda p: bench.mean(p, micros=2))]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_unsent_micro_batches_are_summed_silently_and_sent_by_flush(pools: Pools, sharded: bool) -> None:
-    assert pools(2).run(no_sync_then_flush, sharded) == [[0, False, True, True]] * 2
+    assert pools(2).run(no_sync_then_flush, sharded) == [[0, Phase.ACCUMULATED, Phase.REDUCED, True]] * 2
 
 
 def another_backward(sharded: bool, gathers: bool) -> list[Any]:
     """After a complete one, a second that uses other parameters on each rank."""
     bench = Bench(sharded=sharded, gathers=gathers)
     bench.backward([3, 2, 1])
-    bench.reducer.agree(no_payload)
+    bench.reducer.finish_gradients()
     bench.backward([0, 2] if bench.rank else [2], micro=1)
-    bench.reducer.agree(no_payload)
+    bench.reducer.finish_gradients()
 
     def expected(p: int) -> Tensor:
         first = bench.mean(p, skipped={0: {0}, 1: {0}})
@@ -239,7 +240,7 @@ def late_gradients(sharded: bool, gathers: bool) -> list[Any]:
     for parameter in (2, 3, 2, 1, 0, 0, 0) if bench.rank else (3, 2, 1, 0):
         bench.reducer.on_gradient(parameter, gradient(bench.rank, 1, parameter))
     bench.reducer.finalize_backward()
-    bench.reducer.agree(no_payload)
+    bench.reducer.finish_gradients()
 
     def expected(p: int) -> Tensor:
         return bench.mean(p, micros=2) + {2: 1, 0: 2}.get(p, 0) * gradient(1, 1, p) / 2
@@ -271,7 +272,7 @@ def test_release_forgets_the_gradients_of_an_open_window(sharded: bool) -> None:
     bench = Bench(sharded=sharded)
     bench.backward([3, 2, 1, 0], 1, final=False, synchronise=sharded)
     bench.reducer.release()
-    assert not bench.reducer.used and not bench.reducer.window_complete
+    assert not bench.reducer.used and bench.reducer.step_state.phase is Phase.EMPTY
     bench.backward([3, 2], 0)
     assert bench.slices_hold(lambda p: bench.mean(p, skipped={0: {0, 1}}))
 

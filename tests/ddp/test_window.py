@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from shardengine.ddp.window import Window
-from shardengine.errors import UsageError
 
 
 def micro_batch(window: Window) -> None:
@@ -72,8 +71,6 @@ def test_a_backward_that_was_refused_does_not_count() -> None:
     window.begin_backward()
     window.backward_failed()
     assert window.micro_batches == 0 and window.is_first
-    with pytest.raises(UsageError):
-        window.require_backward()
 
 
 @pytest.mark.parametrize("boundary", [True, False])
@@ -108,14 +105,3 @@ def test_restarting_forgets_the_micro_batches_and_the_override() -> None:
     window.begin_backward()
     window.restart()
     assert window.is_first and not window.is_boundary and window.micro_batches == 0
-
-
-def test_a_step_needs_a_backward_in_its_window() -> None:
-    window = Window(1)
-    with pytest.raises(UsageError, match=r"call engine.backward\(loss\) first"):
-        window.require_backward()
-    window.begin_backward()
-    window.require_backward()
-    window.close()
-    with pytest.raises(UsageError):
-        window.require_backward()

@@ -119,12 +119,12 @@ def test_schedulers_that_cannot_be_stepped_are_refused_at_start(name: str) -> No
 def test_full_params_nested_for_writing_and_stepping_inside_are_refused(stage: str) -> None:
     engine = one_rank_engine(stage)
     engine.backward(cases.loss_of(engine, 0, 0, 0))
-    if engine._core.stage.moves_weights:
-        with engine.full_params():
+    with engine.full_params():
+        if engine._core.stage.moves_weights:
             with pytest.raises(UsageError, match="inside another"), engine.full_params(writable=True):
                 pass
-            with pytest.raises(UsageError, match="inside full_params"):
-                engine.step()
+        with pytest.raises(UsageError, match="inside full_params"):
+            engine.step()
     engine.step()
     engine.close()
 

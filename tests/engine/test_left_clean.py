@@ -117,7 +117,7 @@ def test_what_outlives_its_engine_is_an_ordinary_part_of_another_model() -> None
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_close_is_refused_inside_full_params(stage: str) -> None:
     engine = engine_at(stage)
-    with engine.full_params(), pytest.raises(UsageError, match="after the block"):
+    with engine.full_params(), pytest.raises(UsageError, match="after the `with` block"):
         engine.close()
     train(engine, 0, 2)
     engine.close()

@@ -105,9 +105,9 @@ def test_between_two_steps_is_the_only_time(stage: str) -> None:
         set_trainable(engine.module.blocks[1], False)
     engine.backward(cases.loss_of(engine, 1, 0, 0))
     engine.step()
-    attempt(engine, new_group(engine), "inside a window")
+    attempt(engine, new_group(engine), "in the middle of a step")
     set_trainable(engine.module.blocks[1], True)
-    with pytest.raises(UsageError, match=r"'blocks\.1\.0\.weight' inside a window"):
+    with pytest.raises(UsageError, match=r"'blocks\.1\.0\.weight' in the middle of a step"):
         cases.loss_of(engine, 1, 0, 1)
     set_trainable(engine.module.blocks[1], False)
     engine.backward(cases.loss_of(engine, 1, 0, 1))

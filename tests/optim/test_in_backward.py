@@ -186,7 +186,7 @@ def test_a_backward_that_fails_is_for_reset(tmp_path: Path, where: str, steps: s
     loss = cases.loss_of(engine, 2, 0, 0)
     with boom(engine, where):
         (engine.backward if announced else torch.Tensor.backward)(loss)
-    assert engine.optimizer is not None and bool(engine.optimizer.early) is (steps == "some")
+    assert engine.optimizer is not None and bool(engine.optimizer.stepped_early) is (steps == "some")
     others = (lambda: backward(engine, 2), lambda: engine.save_checkpoint(tmp_path)) if announced else ()
     for call in (engine.zero_grad, *others):
         with pytest.raises(errors.UsageError):
@@ -197,7 +197,7 @@ def test_a_backward_that_fails_is_for_reset(tmp_path: Path, where: str, steps: s
         engine.load_checkpoint(tmp_path / "a")
     else:
         engine.reset()
-    assert not engine.optimizer.early and engine.global_steps == 2
+    assert not engine.optimizer.stepped_early and engine.global_steps == 2
     for each in (engine, plain):
         for step in (2, 3, 4):
             backward(each, step)

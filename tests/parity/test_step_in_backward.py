@@ -39,7 +39,7 @@ def config_of(stage: str, zero: dict[str, Any], micros: int = 1, **options: Any)
 
 def count_early(engine: Any) -> int:
     """Buckets that have taken the window's step, or are about to."""
-    return len(engine.optimizer.early)
+    return len(engine.optimizer.stepped_early)
 
 
 def train(model: str, kind: str, configs: dict[str, dict[str, Any]], steps: int) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,304 @@
+"""How far the window's step is on this rank, and which calls that allows. Owns: the phases, the moves between them,
+what each call of the user needs, and the sentence where that is missing.
+
+Must not know: gradients, weights, how an update is done.
+
+    EMPTY ──▶ BACKWARD ──▶ ACCUMULATED ──▶ BACKWARD ──▶ REDUCED ──▶ COMPLETE ──▶ UPDATING ◀──▶ TORN
+                 └──▶ BROKEN                              ▲─────────────┘ │
+                                                    (changed)             └──▶ SPOILED, or BACKWARD once more
+
+From every phase a window that is over or dropped leads to EMPTY, an update that nothing can finish to LOST.
+
+What belongs to one step is reset with the phase. Beside it stand what users hold open around steps (``full_params``,
+``offload_states``; ``no_sync`` is the window's).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardengine.ddp.window import Window
+from shardengine.errors import InternalError, UsageError
+
+
+class Phase(enum.Enum):
+    """How far the window's step is on this rank."""
+
+    EMPTY = "the window has no gradients"
+    BACKWARD = "a backward runs"
+    BROKEN = "a backward has raised"
+    ACCUMULATED = "more micro-batches may come"
+    REDUCED = "this rank's part of the gradients is complete"
+    COMPLETE = "the ranks have agreed on the gradients"
+    SPOILED = "gradients are not finite, and buckets may have been stepped in backward"
+    UPDATING = "the step counts have advanced, some buckets are stepped"
+    TORN = "inside of the kernels of a bucket"
+    LOST = "the update cannot be finished: a checkpoint must be loaded"
+
+
+_MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.EMPTY: frozenset({Phase.BACKWARD}),
+    Phase.BACKWARD: frozenset({Phase.BROKEN, Phase.ACCUMULATED, Phase.REDUCED}),
+    Phase.BROKEN: frozenset(),
+    Phase.ACCUMULATED: frozenset({Phase.BACKWARD}),
+    Phase.REDUCED: frozenset({Phase.BROKEN, Phase.COMPLETE}),
+    Phase.COMPLETE: frozenset({Phase.BACKWARD, Phase.REDUCED, Phase.SPOILED, Phase.UPDATING}),
+    Phase.SPOILED: frozenset(),
+    Phase.UPDATING: frozenset({Phase.TORN}),
+    Phase.TORN: frozenset({Phase.UPDATING}),
+    Phase.LOST: frozenset(),
+}
+_BEGUN = {Phase.UPDATING, Phase.TORN, Phase.LOST}
+
+
+class EarlySteps(enum.IntEnum):
+    """Whether buckets take the step in the window's last backward ([Note: Final gradients])."""
+
+    NONE = 0
+    """No."""
+    POSSIBLE = 1
+    """That backward has begun: they may, so that the window can only be stepped."""
+    BEGUN = 2
+    """Some on this rank have, or are about to."""
+    TORN = 3
+    """One of them failed inside of its kernels."""
+
+
+class StepState:
+    """How far the step of ``window`` is on this rank.
+
+    quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
+    follow · summoned: how many ``full_params`` are open · offloaded: what ``offload_states`` has moved to host memory.
+    """
+
+    def __init__(self, window: Window, rank: int = 0) -> None:
+        self.window = window
+        self.rank = rank
+        self.phase = Phase.EMPTY
+        self.early = EarlySteps.NONE
+        self.quiet = False
+        self.summoned = 0
+        self.offloaded: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the ranks have agreed on the window's gradients, which are not forgotten."""
+        return self.phase in {Phase.COMPLETE, Phase.SPOILED, Phase.UPDATING, Phase.TORN}
+
+    @property
+    def must_be_stepped(self) -> bool:
+        """Whether something may have been stepped in backward already."""
+        return self.early >= EarlySteps.POSSIBLE
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something on this rank has taken the window's step, or is about to."""
+        return self.phase in _BEGUN or self.early >= EarlySteps.BEGUN
+
+    @property
+    def can_be_finished(self) -> bool:
+        """Whether this rank can carry out the step, or what is left of it."""
+        return self.phase in {Phase.COMPLETE, Phase.UPDATING} and self.early is not EarlySteps.TORN
+
+    def move(self, phase: Phase) -> None:
+        """The step goes on to ``phase``; ``InternalError`` where that cannot follow."""
+        if phase is not self.phase and phase not in _MOVES[self.phase]:
+            raise InternalError(f"a step cannot go from {self.phase.name} to {phase.name} (rank {self.rank})")
+        self.phase = phase
+
+    def begin_backward(self, *, steps_early: bool) -> None:
+        """A backward begins. steps_early: buckets may be stepped in it."""
+        self.require("another backward")
+        self.move(Phase.BACKWARD)
+        self.early = EarlySteps.POSSIBLE if steps_early else EarlySteps.NONE
+
+    def backward_failed(self) -> None:
+        """The backward raised, or what completes its gradients did."""
+        self.window.backward_failed()
+        if self.phase in {Phase.BACKWARD, Phase.REDUCED}:
+            self.move(Phase.BROKEN)
+
+    def note_early(self, *, torn: bool = False) -> None:
+        """A bucket is stepped in backward; torn: that failed inside of its kernels."""
+        self.early = max(self.early, EarlySteps.TORN if torn else EarlySteps.BEGUN)
+
+    def note_unfinished(self) -> None:
+        """``reset()`` could not finish the update."""
+        self.quiet = True
+
+    def drop_gradients(self) -> None:
+        """The gradients are forgotten; what has taken the step has taken it all the same."""
+        if self.phase not in _BEGUN:
+            self.phase = Phase.EMPTY
+        if self.early < EarlySteps.BEGUN:
+            self.early = EarlySteps.NONE
+
+    def lose(self) -> None:
+        """The update cannot be finished."""
+        self._reset(Phase.LOST)
+
+    def restart(self, total: int | None = None) -> None:
+        """The window is dropped, also one that was lost. total: as in ``Window.restart``."""
+        self._reset()
+        self.window.restart(total)
+
+    def close(self) -> int:
+        """The step was applied, or left out: a new window begins. Returns the micro-batches of the old one."""
+        self._reset()
+        return self.window.close()
+
+    def _reset(self, phase: Phase = Phase.EMPTY) -> None:
+        self.phase, self.early, self.quiet = phase, EarlySteps.NONE, False
+
+    @contextmanager
+    def summoning(self) -> Iterator[None]:
+        """A ``full_params`` is open inside."""
+        self.summoned += 1
+        try:
+            yield
+        finally:
+            self.summoned -= 1
+
+    def note_offloaded(self, what: set[str]) -> None:
+        """``what`` is in host memory."""
+        self.offloaded |= what
+
+    def note_reloaded(self) -> None:
+        """Everything is back."""
+        self.offloaded.clear()
+
+    def require(self, call: str, shown: str = "") -> None:
+        """``UsageError`` where ``call``, one of ``NEEDS``, cannot be served now. shown: how it is named there."""
+        for need in NEEDS[call]:
+            if (sentence := need(self, shown or call)) is not None:
+                raise UsageError(sentence)
+
+
+# What a call may need: the sentence where it is missing, else None.
+
+_Need = Callable[[StepState, str], str | None]
+
+
+def _reloaded(state: StepState, _call: str) -> str | None:
+    if not state.offloaded:
+        return None
+    return (
+        f"the engine's {' and '.join(sorted(state.offloaded))} are in host memory since offload_states() "
+        f"(rank {state.rank}): expected engine.reload_states() before anything else"
+    )
+
+
+def _outside_full_params(state: StepState, call: str) -> str | None:
+    if not state.summoned:
+        return None
+    return f"{call} inside full_params() (rank {state.rank}): expected it after the `with` block"
+
+
+def _outside_no_sync(state: StepState, call: str) -> str | None:
+    if state.window.synchronises:
+        return None
+    return f"{call} inside no_sync() (rank {state.rank}): expected it after the `with` block"
+
+
+def _between_steps(state: StepState, call: str) -> str | None:
+    if state.window.is_first:
+        return None
+    return (
+        f"{call} in the middle of a step (rank {state.rank}; {state.window.micro_batches} of {state.window.size} "
+        "micro-batches had their backward, the weights are not stepped): expected it between two steps; call "
+        "engine.step(), or engine.zero_grad(), first"
+    )
+
+
+def _backward_before(state: StepState, _call: str) -> str | None:
+    return None if state.window.micro_batches else "step() without a backward: call engine.backward(loss) first"
+
+
+def _backward_after_no_sync(state: StepState, _call: str) -> str | None:
+    if state.window.synchronises:
+        return None
+    return (
+        f"step() inside no_sync() (rank {state.rank}): expected it after the `with` block, with a backward in between"
+    )
+
+
+def _unbroken(state: StepState, _call: str) -> str | None:
+    if state.phase not in {Phase.BACKWARD, Phase.BROKEN, Phase.REDUCED}:
+        return None
+    return (
+        "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and begin the "
+        "window anew"
+    )
+
+
+def _complete(state: StepState, call: str) -> str | None:
+    if state.is_complete:
+        return None
+    return (
+        f"{call}: the window's gradients are not complete (rank {state.rank}; {state.window.micro_batches} of "
+        f"{state.window.size} micro-batches had their backward): call it between the backward on the boundary and "
+        "step()"
+    )
+
+
+def _not_stepping_early(state: StepState, call: str) -> str | None:
+    if not state.must_be_stepped:
+        return None
+    return (
+        f"{call} after the window's last backward, in which buckets are stepped "
+        "(offload_optimizer.step_in_backward): expected engine.step() first, or, where that backward raised, "
+        "engine.reset() on every rank; or set that key to false"
+    )
+
+
+def _uninterrupted(state: StepState, _call: str) -> str | None:
+    return _interrupted(state) if state.has_begun else None
+
+
+def _not_updating(state: StepState, _call: str) -> str | None:
+    return _interrupted(state) if state.phase in _BEGUN else None
+
+
+def _interrupted(state: StepState) -> str:
+    finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
+    way = "engine.load_checkpoint() on every rank" if state.phase is Phase.LOST else finish
+    return (
+        "the last step() or load was interrupted in the middle of its update, so its window can neither be forgotten "
+        f"nor gone on with: call {way}"
+    )
+
+
+def _untorn(state: StepState, _call: str) -> str | None:
+    if state.phase not in {Phase.TORN, Phase.LOST} and state.early is not EarlySteps.TORN:
+        return None
+    return (
+        "the last step() was interrupted inside of the update of a bucket, some of whose weights were stepped: load a "
+        "checkpoint"
+    )
+
+
+_WHOLE = (_not_stepping_early, _uninterrupted)
+_AT_REST = (_outside_full_params, _outside_no_sync, _between_steps)
+
+NEEDS: dict[str, tuple[_Need, ...]] = {
+    "any": (_reloaded,),
+    "backward": _WHOLE,
+    "another backward": (_not_stepping_early, _uninterrupted, _unbroken),
+    "agreement": (_not_updating,),
+    "step()": (_backward_before, _outside_full_params, _backward_after_no_sync),
+    "update": (_untorn,),
+    "zero_grad()": _WHOLE,
+    "clip_grad_norm_": (_complete, _not_updating),
+    "full_params(writable=True)": (_not_stepping_early,),
+    "full_grads": (_complete,),
+    "full_optimizer_state": (*_WHOLE, _outside_full_params),
+    "save_checkpoint": (*_WHOLE, _outside_full_params, _between_steps),
+    "load_checkpoint": (_outside_full_params, _between_steps),
+    "add_param_group()": _AT_REST,
+    "unfreezing": _AT_REST,
+    "offload_states": (_outside_full_params, _between_steps, *_WHOLE),
+    "close()": (_outside_full_params,),
+}
+"""What is needed for what the user calls, or the engine does in its course; in the order of the sentences."""

@@ -1,0 +1,186 @@
+"""How far a step is: the moves between phases, and what each call needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardengine.ddp import Phase, StepState, Window
+from shardengine.ddp.step_state import NEEDS
+from shardengine.errors import InternalError, UsageError
+
+TO_COMPLETE = (Phase.BACKWARD, Phase.REDUCED, Phase.COMPLETE)
+WAYS: dict[Phase, tuple[Phase, ...]] = {
+    Phase.EMPTY: (),
+    Phase.BACKWARD: TO_COMPLETE[:1],
+    Phase.BROKEN: (Phase.BACKWARD, Phase.BROKEN),
+    Phase.ACCUMULATED: (Phase.BACKWARD, Phase.ACCUMULATED),
+    Phase.REDUCED: TO_COMPLETE[:2],
+    Phase.COMPLETE: TO_COMPLETE,
+    Phase.SPOILED: (*TO_COMPLETE, Phase.SPOILED),
+    Phase.UPDATING: (*TO_COMPLETE, Phase.UPDATING),
+    Phase.TORN: (*TO_COMPLETE, Phase.UPDATING, Phase.TORN),
+}
+
+
+def state_at(phase: Phase, *, size: int = 1, early: bool = False) -> StepState:
+    """A state that has come to ``phase`` as a step does. early: its backward may step."""
+    state = StepState(Window(size), rank=3)
+    for each in WAYS.get(phase, WAYS[Phase.TORN]):
+        if each is Phase.BACKWARD:
+            state.window.begin_backward()
+            state.begin_backward(steps_early=early)
+        state.move(each)
+    if phase is Phase.LOST:
+        state.lose()
+    return state
+
+
+def test_a_step_goes_through_its_phases_and_begins_anew() -> None:
+    state = state_at(Phase.TORN)
+    state.move(Phase.UPDATING)
+    assert state.close() == 1
+    assert (state.phase, state.window.total) == (Phase.EMPTY, 1)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_only_what_can_follow_follows(phase: Phase) -> None:
+    """Written beside the table: each phase, and where a step can go from there."""
+    can = {
+        "EMPTY": "BACKWARD",
+        "BACKWARD": "BROKEN ACCUMULATED REDUCED",
+        "BROKEN": "",
+        "ACCUMULATED": "BACKWARD",
+        "REDUCED": "BROKEN COMPLETE",
+        "COMPLETE": "BACKWARD REDUCED SPOILED UPDATING",
+        "SPOILED": "",
+        "UPDATING": "TORN",
+        "TORN": "UPDATING",
+        "LOST": "",
+    }[phase.name].split()
+    for target in Phase:
+        state = state_at(phase)
+        if target is phase or target.name in can:
+            state.move(target)
+            assert state.phase is target
+        else:
+            with pytest.raises(InternalError, match=rf"from {phase.name} to {target.name} \(rank 3\)"):
+                state.move(target)
+
+
+def refusals(state: StepState) -> dict[str, str]:
+    """What is refused in ``state``, and with which sentence."""
+    said = {}
+    for call in NEEDS:
+        try:
+            state.require(call)
+        except UsageError as error:
+            said[call] = str(error)
+    return said
+
+
+GRADIENTS = {"full_grads", "clip_grad_norm_"}
+BETWEEN = {"save_checkpoint", "load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
+WHOLE = {"backward", "another backward", "zero_grad()", "full_optimizer_state"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "refused"),
+    [
+        (Phase.EMPTY, GRADIENTS | {"step()"}),
+        (Phase.BACKWARD, GRADIENTS | BETWEEN | {"another backward"}),
+        (Phase.BROKEN, GRADIENTS | BETWEEN | {"another backward"}),
+        (Phase.ACCUMULATED, GRADIENTS | BETWEEN),
+        (Phase.REDUCED, GRADIENTS | BETWEEN | {"another backward"}),
+        (Phase.COMPLETE, BETWEEN),
+        (Phase.SPOILED, BETWEEN),
+        (Phase.UPDATING, BETWEEN | WHOLE | {"agreement", "clip_grad_norm_"}),
+        (Phase.TORN, BETWEEN | WHOLE | {"agreement", "clip_grad_norm_", "update"}),
+        (Phase.LOST, BETWEEN | WHOLE | GRADIENTS | {"agreement", "update"}),
+    ],
+)
+def test_what_each_phase_refuses(phase: Phase, refused: set[str]) -> None:
+    assert refusals(state_at(phase)).keys() == refused
+
+
+@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.COMPLETE])
+def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Phase) -> None:
+    state = state_at(phase, early=True)
+    said = refusals(state)
+    for call in (*WHOLE, "full_params(writable=True)"):
+        assert said[call].startswith(f"{call} after the window's last backward, in which buckets are stepped")
+    assert "step()" not in said and "update" not in said
+    state.note_early(torn=True)
+    state.note_early()
+    assert "inside of the update of a bucket" in refusals(state)["update"] and not state.can_be_finished
+    state.restart()
+    assert refusals(state).keys() == refusals(state_at(Phase.EMPTY)).keys()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "refused"),
+    [
+        ("summoned", {"step()", *BETWEEN, "full_optimizer_state", "close()"}),
+        ("no_sync", {"step()", "add_param_group()", "unfreezing"}),
+        ("offloaded", {"any"}),
+    ],
+)
+def test_what_is_open_around_a_step(prepare: str, refused: set[str]) -> None:
+    state = state_at(Phase.COMPLETE)
+    if prepare != "no_sync":
+        before = BETWEEN
+        assert refusals(state).keys() == before
+    else:
+        state.restart()
+        before = GRADIENTS | {"step()"}
+    if prepare == "summoned":
+        with state.summoning():
+            said = refusals(state)
+    elif prepare == "no_sync":
+        with state.window.no_sync():
+            state.window.begin_backward()
+            state.window.set_boundary(True)
+            said = {key: text for key, text in refusals(state).items() if "no_sync" in text}
+        assert said.keys() == refused
+        return
+    else:
+        state.note_offloaded({"weights"})
+        said = refusals(state)
+        state.note_reloaded()
+        assert not state.offloaded
+    assert said.keys() == before | refused
+    assert all("full_params" in said[call] for call in refused if prepare == "summoned")
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_what_is_left_when_gradients_are_forgotten(has_stepped: bool) -> None:
+    state = state_at(Phase.COMPLETE, early=True)
+    if has_stepped:
+        state.note_early()
+    state.drop_gradients()
+    assert state.phase is Phase.EMPTY and state.has_begun is has_stepped and state.must_be_stepped is has_stepped
+    torn = state_at(Phase.TORN)
+    torn.drop_gradients()
+    assert torn.phase is Phase.TORN and torn.has_begun
+
+
+def test_a_failure_while_ranks_agree_breaks_the_backward_that_asked_for_it() -> None:
+    for phase, after in ((Phase.BACKWARD, Phase.BROKEN), (Phase.REDUCED, Phase.BROKEN), (Phase.EMPTY, Phase.EMPTY)):
+        state = state_at(phase)
+        state.backward_failed()
+        assert state.phase is after
+
+
+def test_who_can_finish_an_update() -> None:
+    able = {phase for phase in Phase if state_at(phase).can_be_finished}
+    begun = {phase for phase in Phase if state_at(phase).has_begun}
+    assert able == {Phase.COMPLETE, Phase.UPDATING}
+    assert begun == {Phase.UPDATING, Phase.TORN, Phase.LOST}
+
+
+def test_the_way_on_says_what_is_left_to_do() -> None:
+    said = [refusals(state_at(phase))["zero_grad()"] for phase in (Phase.UPDATING, Phase.LOST)]
+    assert "engine.reset() on every rank" in said[0] and "engine.load_checkpoint() on every rank" in said[1]
+    shown = StepState(Window(2))
+    shown.window.begin_backward()
+    with pytest.raises(UsageError, match=r"^unfreezing parameter 'w' in the middle of a step \(rank 0; 1 of 2"):
+        shown.require("unfreezing", "unfreezing parameter 'w'")
