@@ -98,8 +98,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     core.reducer.release()
     if engine.optimizer is not None:
         engine.optimizer.await_reader()
-    for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
-        shelf.abandon()
+    for store in (store for unit in core.units for store in unit.stores()):
+        store.abandon()
     if engine.optimizer is not None and strict and not weights_only and _replace_unreadable(core):
         engine.optimizer.end_window()
         core.step_state.lose()
@@ -148,7 +148,7 @@ def _interrupted(engine: Inspection, *, whole: bool) -> bool:
 
 def _replace_unreadable(core: Core) -> bool:
     """Before all weights and states are written: have zeros where a file has lost them. Whether it had."""
-    return sum(shelf.replace_unreadable() for unit in core.units for shelf in unit.shelves()) > 0
+    return sum(store.replace_unreadable() for unit in core.units for store in unit.stores()) > 0
 
 
 # 1. choose

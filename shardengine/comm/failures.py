@@ -353,4 +353,4 @@ def _end() -> None:
         deadline = time.monotonic() + LINGER_S
         for each in [*ending, *_last]:
             each.linger(deadline)
-        await_threads(1.0)
+        await_threads(LINGER_S)

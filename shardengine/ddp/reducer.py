@@ -157,6 +157,7 @@ class Reducer:
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.rules = rules
+        self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
         self.step_state = step_state
         self._spill = CopyQueue(collectives.mesh.device, pool)
         self.way_back = CopyQueue(collectives.mesh.device, pool)
@@ -178,7 +179,7 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
 
     def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
-        leaves = bucket.shelf.away and not self.rules.gathers
+        leaves = bucket.state_store.away and not self.rules.gathers
         spill = self._spill if leaves and is_apart(bucket.full.device) else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
@@ -234,9 +235,11 @@ class Reducer:
                 continue
             state.partial.add(parameter, gradient, self._dtype_of_partial(state))
             state.ready.add(parameter)
-            if not synchronise and state.is_ready:
+            if not state.is_ready:
+                continue
+            if not synchronise:
                 state.partial.settle(self._dtype_of_partial(state))
-            elif state.is_ready and not again:
+            elif not again:
                 self._note_ready(state.bucket.layout.index)
                 self._launch_ready()
 
@@ -416,7 +419,7 @@ class Reducer:
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
-        waits = not self._mode.synchronise or (not self.rules.sharded and self.rules.accumulate is not torch.float32)
+        waits = not self._mode.synchronise or self._rounds_before_sending
         return self.rules.accumulate if waits else state.wire
 
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:

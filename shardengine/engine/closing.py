@@ -36,7 +36,7 @@ def part(core: Core, *, saves: bool) -> str:
 def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
     """Take the hooks off and give every parameter whole weights in memory of its own; collective.
 
-    Who holds a view of the old memory keeps it. Weights that are parked, for which there was no room, become the
+    Who holds a view of the old memory keeps it. Weights in host memory, for which there was no room, become the
     parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
     let go of before the error is raised. ends_groups: owned process groups end, too. alone: why the other ranks are not
     here; ``CommunicationError`` where weights would have to be gathered.
@@ -69,12 +69,12 @@ def _leave_weights(core: Core) -> None:
     core.await_weights()
     core.schedule.reshard_all()
     for unit in core.units:
-        # what is parked rests with this rank, all of it
-        parked = any(flat_buffer.parked is not None for flat_buffer in unit.flat_buffers)
-        if core.stage.moves_weights and not parked:
+        # what was moved to host memory is on this rank, all of it
+        offloaded = any(flat_buffer.offloaded is not None for flat_buffer in unit.flat_buffers)
+        if core.stage.moves_weights and not offloaded:
             unit.unshard(core.collectives)
             unit.wait_for_unshard()
-        views = {flat_buffer: flat_buffer.resting_views() for flat_buffer in unit.flat_buffers}
+        views = {flat_buffer: flat_buffer.views_now() for flat_buffer in unit.flat_buffers}
         for member in unit.members:
             member.show(views[member.flat_buffer][member.slot].clone())
         for flat_buffer in unit.flat_buffers:

@@ -118,7 +118,7 @@ class Core:
         self.note_seen()
         self.attachments.note_compared()
         for bucket in (b for unit in self.units for b in unit.buckets() if unit.state is UnshardState.UNSHARDED):
-            if written or bucket.shelf.place != "nvme":
+            if written or not bucket.state_store.in_file:
                 bucket.adopt_weights()
 
     def weight_bytes(self) -> Counter[str]:

@@ -35,13 +35,13 @@ def offload(
     core.adopt_written_weights()
     core.reducer.release()
     with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
-        _park(core, module, wanted, pinned=pinned)
+        _move_to_host(core, module, wanted, pinned=pinned)
     core.pool.clear()
     if is_apart(core.mesh.device):
         torch.cuda.empty_cache()  # what torch keeps for itself is free for nobody else
 
 
-def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:
+def _move_to_host(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:
     flat_buffers = [flat_buffer for unit in core.units for flat_buffer in unit.flat_buffers]
     core.step_state.note_offloaded(wanted)
     if "weights" in core.step_state.offloaded and not core.attachments.barriers:
@@ -49,13 +49,13 @@ def _park(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> N
     if "optimizer" in wanted:
         for flat_buffer in flat_buffers:
             for bucket in flat_buffer.buckets:
-                bucket.shelf.park(pinned=pinned)
+                bucket.state_store.offload(pinned=pinned)
     if "weights" in wanted:
         for unit in core.units:
             for member in unit.members:
                 member.show(member.flat_buffer.poisons[member.slot])
         for flat_buffer in flat_buffers:
-            flat_buffer.park(pinned=pinned)
+            flat_buffer.offload(pinned=pinned)
 
 
 def reload(core: Core) -> None:
@@ -63,9 +63,9 @@ def reload(core: Core) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for unit in core.units if core.step_state.offloaded else ():
             for flat_buffer in unit.flat_buffers:
-                flat_buffer.unpark()
+                flat_buffer.reload()
                 for bucket in flat_buffer.buckets:
-                    bucket.shelf.unpark()
+                    bucket.state_store.reload()
             if unit.state is UnshardState.UNSHARDED:
                 unit.show()
     core.step_state.note_reloaded()

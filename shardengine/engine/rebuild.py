@@ -191,7 +191,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
-    """What ``_move`` adds to shelves of other tiers than the device."""
+    """What ``_move`` adds to stores of other tiers than the device."""
     homes, specs = planned.homes, planned.layout.parameters
     for flat_buffer in planned.layout.flat_buffers:
         dtype = getattr(torch, flat_buffer.dtype)
@@ -264,10 +264,12 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
     for bucket in buckets:
         if bucket.layout.index >= 0:
             bucket.begin_states(optimizer.state_names)
-    kept = Targets(s for b in buckets for s in slices_of(plan, b.layout, b.state_interval, b.shelf.edit()))
+    kept = Targets(
+        s for b in buckets for s in slices_of(plan, b.layout, b.state_interval, b.state_store.tensors(writable=True))
+    )
     for bucket in old.buckets():
-        _carry(core, bucket, bucket.shelf.look(), bucket.state, kept)
-        bucket.shelf.drop()
+        _carry(core, bucket, bucket.state_store.tensors(), bucket.state, kept)
+        bucket.state_store.drop()
     for flat_buffer in old.flat_buffers:
         flat_buffer.forsake()
     return unit

@@ -215,8 +215,8 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
             unit.relocate()
     if optimizer is not None and rolls and not stuck:
         _finish(core, optimizer, target, behind)
-    for shelf in (shelf for unit in core.units for shelf in unit.shelves()):
-        shelf.abandon()
+    for store in (store for unit in core.units for store in unit.stores()):
+        store.abandon()
     if optimizer is not None and not finished:
         optimizer.end_window()
         if stuck:

@@ -1,8 +1,8 @@
 """Where bytes live (the device, host memory, files on a disk), how they get there, and what steps them on the host.
 
 tiers                     which buckets rest in which tier, also for the ratio "auto"
-shelf                     the tensors of one bucket in a tier
-nvme/                     shelves in one file per process: its parts, its free space, whose it is, its threads
+shard_store               the tensors of one bucket in a tier
+nvme/                     stores in one file per process: its parts, its free space, whose it is, its threads
 direct_io                 bytes between memory and any file, past the page cache; checkpoints use it, too
 copy_stream, copy_queue   copies between device and host beside the computation; tensors on their way
 pool, host_memory         buffers that are used again; memory in huge pages
@@ -17,7 +17,7 @@ from shardengine.offload.copy_stream import CopyStream, Done, is_apart, mark
 from shardengine.offload.cpu_adam import CPUAdam
 from shardengine.offload.host_memory import staging
 from shardengine.offload.pool import BufferPool
-from shardengine.offload.shelf import HOST, Forms, MemoryShelf, Shelf, host_copy
+from shardengine.offload.shard_store import HOST, Forms, MemoryStore, ShardStore, host_copy
 from shardengine.offload.tiers import Homes, HostTier, Tier, Tiers
 
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
     "Forms",
     "Homes",
     "HostTier",
-    "MemoryShelf",
-    "Shelf",
+    "MemoryStore",
+    "ShardStore",
     "Tier",
     "Tiers",
     "direct_io",

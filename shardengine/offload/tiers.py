@@ -18,7 +18,7 @@ from typing import Protocol
 from shardengine.config import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from shardengine.errors import UsageError
 from shardengine.offload.nvme import Aio, ExtentFile, FileTier
-from shardengine.offload.shelf import HOST, Forms, MemoryShelf, Shelf
+from shardengine.offload.shard_store import HOST, Forms, MemoryStore, ShardStore
 
 
 class Tier(Protocol):
@@ -26,12 +26,12 @@ class Tier(Protocol):
 
     name: str
 
-    def shelf(self) -> Shelf:
-        """A new, empty shelf."""
+    def store(self) -> ShardStore:
+        """A new, empty store."""
         ...
 
     def reserve(self, forms: Forms) -> None:
-        """Take room now for what will be added to one of its shelves; OffloadError where there is none."""
+        """Take room now for what will be added to one of its stores; OffloadError where there is none."""
         ...
 
 
@@ -149,9 +149,9 @@ class HostTier:
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
 
-    def shelf(self) -> Shelf:
+    def store(self) -> ShardStore:
         """See ``Tier``."""
-        return MemoryShelf(HOST, self.name, pinned=self._pinned)
+        return MemoryStore(HOST, self.name, pinned=self._pinned)
 
     def reserve(self, forms: Forms) -> None:
         """See ``Tier``: memory is taken when it is needed."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from shardengine.ddp import GradientBucket, StepState
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import Noise, Rule
-from shardengine.offload import HOST, CopyQueue, Shelf
+from shardengine.offload import HOST, CopyQueue, ShardStore
 from shardengine.optim.update import Part, compute, send, written
-from shardengine.sharding import MASTER, SHARD
+from shardengine.sharding import MASTER
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepsInBackward:
         parts: Sequence[Part],
         way: CopyQueue,
         after: Future[None] | None,
-        then: list[Shelf],
+        then: list[ShardStore],
     ) -> None:
         """Step a bucket of which this rank has a slice. after: what else reads the states · then: probably the next."""
         if self._thread is None:
@@ -80,23 +80,23 @@ class StepsInBackward:
         parts: Sequence[Part],
         low: Tensor,
         after: Future[None] | None,
-        then: list[Shelf],
+        then: list[ShardStore],
     ) -> None:
         if after is not None:
             after.exception()
-        shelf, gradient = state.bucket.shelf, state.gradient
+        bucket, store, gradient = state.bucket, state.bucket.state_store, state.gradient
         if gradient is None:
             raise InternalError(f"the bucket of {state.names} is stepped in backward before its gradient is complete")
         with torch.no_grad():
-            flats = dict(shelf.take())
+            flats = dict(store.check_out())
             for next_one in then:
-                next_one.fetch()
+                next_one.prefetch()
             flats["weight"], flats["gradient"] = flats.pop(MASTER), gradient
             try:
                 compute(flats, parts, low, {})
-                if _rests_in_file(state):  # where they are written as a whole
+                if bucket.writes_file:  # as a whole
                     low.copy_(flats["weight"])
-                shelf.put()
+                store.check_in()
             except BaseException:
                 self._step_state.note_early(torn=True)
                 raise
@@ -114,10 +114,8 @@ class StepsInBackward:
             for number in failed:
                 way.give(self._early.pop(number).low)
             raise
-        if _rests_in_file(state) and bucket.rest is not None:
-            pairs = [(early.low, bucket.rest.overwrite()[SHARD])]
-        else:
-            pairs = written(early.low, bucket.begin_weights(), early.parts)
+        weights = bucket.begin_weights(blank=True)
+        pairs = [(early.low, weights)] if bucket.writes_file else written(early.low, weights, early.parts)
         send(pairs, early.low, way, from_host=True)
         self._sent.add(index)
         bucket.end_weights(changed=True)
@@ -144,7 +142,3 @@ class StepsInBackward:
             way.give(self._early[index].low)
         self._early.clear()
         self._sent.clear()
-
-
-def _rests_in_file(state: GradientBucket) -> bool:
-    return state.bucket.rest is not None and state.bucket.rest.place == "nvme"

@@ -231,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in update.touched:
                 self.steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
-        fetches = any(state.bucket.shelf.away for state in self._reducer.buckets)
+        fetches = any(state.bucket.state_store.away for state in self._reducer.buckets)
         rules: dict[Label, tuple[Rule, Noise | None]] = {}
         for state, spans_of in itertools.islice(work, update.stepped, None):
             index = state.bucket.layout.index
@@ -239,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.stepped_early.deliver(state, way)
             else:
                 self.stepped_early.wait()  # a tier serves one thread
-                state.bucket.shelf.take()
+                state.bucket.state_store.check_out()
                 if fetches:
                     self.fetch(index + 1)
                 for label in spans_of.keys() - rules.keys():
@@ -260,12 +260,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return  # it waits for the step, which is an error then
         if self.stepped_early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
             parts = self._parts(self._segments_ahead()[index])
-            then = [each.bucket.shelf for each in self._reducer.following(index)[:_AHEAD]]
+            then = [each.bucket.state_store for each in self._reducer.following(index)[:_AHEAD]]
             self.stepped_early.begin(state, parts, self._reducer.way_back, self._reading, then)
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""
-        return set(self.state_names) - bucket.shelf.sizes.keys()
+        return set(self.state_names) - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(*self._rule(label), spans) for label, spans in spans_of.items()]
@@ -280,7 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
         for state in self._reducer.buckets[first : first + _AHEAD]:
             if state.bucket.layout.index not in self.stepped_early:
-                state.bucket.shelf.fetch()
+                state.bucket.state_store.prefetch()
 
     def conclude(self) -> bool:
         """The update is done: whether it was applied, which is where the host learns that it was left out.
@@ -360,7 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
         found: Counter[str] = Counter()
         for state in self._reducer.buckets:
-            found[state.bucket.shelf.rests_in] += sum(state.bucket.shelf.sizes.values())
+            found[state.bucket.state_store.tier_now] += sum(state.bucket.state_store.sizes.values())
         return found
 
     def clip_next_step(self, max_norm: float) -> float:
@@ -414,7 +414,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         writable: to be written to, too; otherwise that may be lost.
         """
-        states = dict(bucket.shelf.edit() if writable else bucket.shelf.look())
+        states = dict(bucket.state_store.tensors(writable=writable))
         if bucket.has_master:
             return {"weight": states.pop(MASTER), **states}
         return {"weight": bucket.stepped_weights(writable=writable), **states}

@@ -114,33 +114,37 @@ class Update:
 def step_bucket(
     state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue, tear: Callable[[], None]
 ) -> None:
-    """Step what rests of a bucket, part by part, where its shelf is taken; then its weights are where they rest.
+    """Step what this rank holds of a bucket, part by part, where its states are computed on; then the weights follow.
 
-    way: of weights that rest on another device than the shelf is stepped on · tear: called when the first element is
-    about to be written.
+    way: of weights that are kept on another device than that · tear: called when the first element is about to be
+    written.
     """
-    bucket, gradient = state.bucket, state.gradient
+    bucket, gradient, store = state.bucket, state.gradient, state.bucket.state_store
     if gradient is None:
         raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
-    device = bucket.shelf.device
-    flats = dict(bucket.shelf.take())
-    flats["weight"] = flats.pop(MASTER) if bucket.has_master else bucket.take_weights().to(device)
-    flats["gradient"] = gradient.to(device)
-    target = bucket.begin_weights() if bucket.has_master else None
-    low = target
-    if target is not None and bucket.is_stepped_apart:
-        low = way.buffer(target.numel(), target.dtype, device)
-    if parts:
-        tear()
-    compute(flats, parts, low, update.scalars_on(device))
-    if target is not None and low is not None and (low is not target or bucket.rest is not None):
-        changed = not is_set(update.scalars_on(HOST)["skip"])
-        if low is not target:
-            send(written(low, target, parts if changed else ()), low, way, from_host=bucket.shelf.away)
+    with store.checkout() as held:
+        flats = {**held, "gradient": gradient.to(store.device)}
+        if bucket.has_master:
+            flats["weight"] = flats.pop(MASTER)
+            weights = low = bucket.begin_weights(blank=True)
+            if bucket.is_stepped_apart:
+                low = way.buffer(weights.numel(), weights.dtype, store.device)
+            if bucket.writes_file:
+                weights.copy_(flats["weight"])  # what no group steps stays as it was
+        else:
+            weights, low = bucket.begin_weights(), None
+            flats["weight"] = weights.to(store.device)
+        if parts:
+            tear()
+        compute(flats, parts, low, update.scalars_on(store.device))
+        changed = True
+        if low is not None and (low is not weights or bucket.writes_file):
+            changed = not is_set(update.scalars_on(HOST)["skip"])
+        if low is not None and low is not weights:
+            send(written(low, weights, parts if changed else ()), low, way, from_host=store.away)
+        elif low is None and weights.device != store.device:
+            weights.copy_(flats["weight"])
         bucket.end_weights(changed=changed)
-    if target is None:
-        bucket.put_weights(flats["weight"])
-    bucket.shelf.put()
 
 
 def compute(

@@ -606,7 +606,7 @@ class Schedule:
             return
         for index in self._orders.of[self._grad_pass].ahead(_FETCHED_AHEAD):
             if self.units[index].state is UnshardState.SHARDED:
-                self.units[index].fetch()
+                self.units[index].prefetch()
 
     def _unshard_ahead(self) -> None:
         """Start unsharding the units that are predicted next, up to the budget, at least one of them.

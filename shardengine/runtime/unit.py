@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Purpose, Work
 from shardengine.errors import InternalError
-from shardengine.offload import Shelf
+from shardengine.offload import ShardStore
 from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
 from shardengine.stages import Placement
 
@@ -115,12 +115,12 @@ class Unit:
         for flat_buffer in self.flat_buffers:
             yield from flat_buffer.buckets
 
-    def shelves(self) -> Iterator[Shelf]:
-        """Everything of it that rests on a shelf."""
+    def stores(self) -> Iterator[ShardStore]:
+        """Every store of its buckets."""
         for bucket in self.buckets():
-            yield bucket.shelf
-            if bucket.rest is not None:
-                yield bucket.rest
+            yield bucket.state_store
+            if bucket.weight_store is not None:
+                yield bucket.weight_store
 
     def unshard(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
         """SHARDED → UNSHARDING: start the all-gather of every bucket. After an error the unit is SHARDED."""
@@ -142,10 +142,10 @@ class Unit:
             self._abort_unshard()
             raise
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """The unit is unsharded soon: bring its shards from where they rest, as far as there is room."""
         for bucket in self.buckets():
-            bucket.fetch_shard()
+            bucket.prefetch_shard()
 
     def wait_for_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: wait, and show the weights to the user's parameters."""
@@ -208,7 +208,7 @@ class Unit:
             mark_weights(fresh)
             for bucket in flat_buffer.buckets:
                 part = fresh[bucket.layout.start : bucket.layout.end]
-                bucket.own_slice(part).copy_(bucket.shard)
+                bucket.own_slice(part).copy_(bucket.shard())
                 collectives.move(
                     part, Placement.SHARDED, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
                 ).wait()
@@ -228,7 +228,7 @@ class Unit:
             for bucket in flat_buffer.buckets:
                 part = fresh[bucket.layout.start : bucket.layout.end]
                 collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
-                bucket.edit_shard().copy_(bucket.own_slice(part))
+                bucket.shard(writable=True).copy_(bucket.own_slice(part))
                 if self.state is UnshardState.UNSHARDED:
                     bucket.full.copy_(part)
                 bucket.adopt_weights()
@@ -255,8 +255,8 @@ def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
     found = Counter(device=sum(storage.nbytes for unit in units for storage in unit.summoned_storages))
     for flat_buffer in flat_buffers:
         found["device"] += flat_buffer.storage_bytes
-        found["cpu"] += 0 if flat_buffer.parked is None else flat_buffer.parked.nbytes
+        found["cpu"] += 0 if flat_buffer.offloaded is None else flat_buffer.offloaded.nbytes
         for bucket in flat_buffer.buckets:
-            if bucket.placement is Placement.SHARDED:
-                found[bucket.place] += bucket.layout.slice_length * flat_buffer.layout.itemsize
+            if (store := bucket.weight_store) is not None:
+                found[store.tier_now] += sum(store.sizes.values())
     return found

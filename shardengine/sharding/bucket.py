@@ -3,8 +3,8 @@
 Must not know: who calls it, process groups, stages, hooks.
 
 A flat buffer's storage is resized (0 or full), not replaced, because autograd keeps views of it from forward to
-backward. It is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``, ``park``,
-``forsake``), to a collective that may still write into it (``relocate``).
+backward. It is replaced where it must be left to somebody else: to a view outside (``release(abandon=True)``,
+``offload``, ``forsake``), to a collective that may still write into it (``relocate``).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.offload import HOST, Done, Homes, MemoryShelf, Shelf, Tier, host_copy, is_apart, mark
+from shardengine.offload import Done, Homes, MemoryStore, ShardStore, Tier, host_copy, is_apart, mark
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
 from shardengine.stages import Placement
 
 SHARD = "shard"
-"""The name on the shelf of weights that rest in another tier."""
+"""The name of sharded weights in their store."""
 MASTER = "master"
-"""The name on a bucket's shelf of what its optimizer steps, where that is not the weights themselves."""
+"""The name in a bucket's state store of what its optimizer steps, where that is not the weights themselves."""
 _AT_ONCE = 2**22
 """Elements of weights that are compared with their masters at once."""
 
@@ -84,32 +84,34 @@ def holds_weights(storage: torch.UntypedStorage) -> bool:
 class Bucket:
     """A range of a flat buffer: its ``full`` view (valid while the flat buffer is allocated) and this rank's ``shard``.
 
-    placement: where weights rest. REPLICATED, the shard is a view of ``full``; SHARDED (``detach_shard``) it is a
-    tensor of its own · state: where master weights and optimizer state rest, and so what this rank steps. ``shelf``
-    holds those: states, and the master weights where these are not the weights themselves: those of low-precision
-    weights, and those that rest in another tier. They come in this order: the master weights (``begin_master``) while
-    ``full`` is whole, ``detach_shard``, the states.
+    state: the placement of master weights and optimizer state, and so what this rank steps · state_store: keeps those:
+    states, and the master weights where these are not the weights themselves: those of low-precision weights, and those
+    in another tier than the weights · weight_store: keeps the shard, once ``detach_shard`` has put it there; until then
+    weights are REPLICATED and it is a view of ``full``. They come in this order: the master weights (``begin_master``)
+    while ``full`` is whole, ``detach_shard``, the states.
     """
 
     def __init__(
-        self, layout: BucketLayout, flat_buffer: FlatBuffer, rank: int, shelf: Shelf, state: Placement
+        self, layout: BucketLayout, flat_buffer: FlatBuffer, rank: int, state_store: ShardStore, state: Placement
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.flat_buffer = flat_buffer
         self.full = flat_buffer.flat[layout.start : layout.end]
-        self._shard = self.own_slice(self.full)
-        self.placement = Placement.REPLICATED
         self.state = state
-        self.rest: Shelf | None = None
-        self._parked = False
+        self.state_store = state_store
+        self.weight_store: ShardStore | None = None
         self._loaded = Done()
-        self.shelf = shelf
+
+    @property
+    def placement(self) -> Placement:
+        """Where weights are kept between steps."""
+        return Placement.REPLICATED if self.weight_store is None else Placement.SHARDED
 
     @property
     def has_master(self) -> bool:
-        """Whether master weights are on the shelf."""
-        return MASTER in self.shelf.sizes
+        """Whether master weights are kept beside the weights."""
+        return MASTER in self.state_store.sizes
 
     def begin_master(self, full: Tensor, dtype: torch.dtype | None = None) -> None:
         """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps.
@@ -117,11 +119,11 @@ class Bucket:
         dtype: of the masters, if it is another one than ``full`` has.
         """
         stepped = full if self.state is Placement.REPLICATED else self.own_slice(full)
-        self.shelf.add({MASTER: stepped if dtype is None else stepped.to(dtype)})
+        self.state_store.add({MASTER: stepped if dtype is None else stepped.to(dtype)})
 
     def begin_states(self, names: Sequence[str]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""
-        self.shelf.add_zeros(names, self.layout.elements(self.state))
+        self.state_store.add_zeros(names, self.layout.elements(self.state))
 
     def own_slice(self, full: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's full length."""
@@ -139,114 +141,88 @@ class Bucket:
         return self.layout.interval(self.state, self.rank)
 
     def weights(self, *, writable: bool = False) -> Tensor:
-        """What rests on this rank: all of it where it is replicated, else the shard. writable: to be written to."""
-        if self.placement is Placement.REPLICATED:
-            return self.full
-        return self.edit_shard() if writable else self.shard
+        """What is kept on this rank: all of it where it is replicated, else the shard. writable: to be written to."""
+        return self.full if self.weight_store is None else self.shard(writable=writable)
 
-    @property
-    def shard(self) -> Tensor:
-        """This rank's slice of the weights, where it rests. To be read: ``edit_shard`` is to be written to."""
-        return self._shard if self.rest is None else self.rest.look()[SHARD]
-
-    @shard.setter
-    def shard(self, tensor: Tensor) -> None:
-        """Where it has memory of its own."""
-        self._shard = tensor
-
-    def edit_shard(self) -> Tensor:
-        """``shard``, to be written to."""
-        self._loaded.wait_on_host()
-        return self._shard if self.rest is None else self.rest.edit()[SHARD]
-
-    @property
-    def place(self) -> str:
-        """The tier in which the shard rests, or is parked."""
-        here = HOST.type if self._parked else "device"
-        return here if self.rest is None else self.rest.place
-
-    def park_shard(self, *, pinned: bool) -> None:
-        """A shard with memory of its own on the device leaves it until ``unpark_shard``."""
-        if self.placement is Placement.SHARDED and self.rest is None and not self._parked:
-            self._parked, self.shard = True, host_copy(self.shard, pinned=pinned)
-
-    def unpark_shard(self, device: torch.device) -> None:
-        """Back to ``device``."""
-        if self._parked:
-            self._parked, self.shard = False, self.shard.to(device, copy=True)
+    def shard(self, *, writable: bool = False) -> Tensor:
+        """This rank's slice of the weights, where it is kept. writable: what is written to it is kept."""
+        if self.weight_store is None:
+            return self.own_slice(self.full)
+        if writable:
+            self._loaded.wait_on_host()
+        return self.weight_store.tensors(writable=writable)[SHARD]
 
     def detach_shard(self, tier: Tier | None = None) -> None:
-        """Give the shard its own memory, or a place in ``tier``, so that ``full`` can be released."""
-        self.placement = Placement.SHARDED
-        if tier is None:
-            self.shard = self.shard.clone()
-        else:
-            shelf = tier.shelf()
-            shelf.add({SHARD: self.shard})
-            self.rest, self.shard = shelf, self.full.new_empty(0)
+        """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
+        store = MemoryStore(self.flat_buffer.device) if tier is None else tier.store()
+        store.add({SHARD: self.own_slice(self.full)})
+        self.weight_store = store
 
     def stepped_weights(self, *, writable: bool = True) -> Tensor:
         """The weights of what this rank steps, to be written to unless it is said otherwise."""
-        if self.state is Placement.REPLICATED:
-            return self.full
-        return self.edit_shard() if writable else self.shard
+        return self.full if self.state is Placement.REPLICATED else self.shard(writable=writable)
 
     def adopt_master(self) -> None:
         """The master weights were written: round them to the weights."""
         if self.has_master:
-            self.stepped_weights().copy_(self.shelf.look()[MASTER])
+            self.stepped_weights().copy_(self.state_store.tensors()[MASTER])
 
     def adopt_weights(self) -> None:
         """The weights were written by somebody: masters follow, but keep their bits where the weights still fit."""
         if self.has_master:
             weights = self.stepped_weights(writable=False)
-            if any(bool(changed.any()) for *_, changed in _written(weights, self.shelf.look()[MASTER])):
-                for weight, master, changed in _written(weights, self.shelf.edit()[MASTER]):
+            if any(bool(changed.any()) for *_, changed in _written(weights, self.state_store.tensors()[MASTER])):
+                for weight, master, changed in _written(weights, self.state_store.tensors(writable=True)[MASTER]):
                     master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
-    def begin_weights(self) -> Tensor:
-        """The weights of the master weights, where they rest, to be written until ``end_weights``."""
+    @property
+    def _store_of_stepped(self) -> ShardStore | None:
+        """The store of the weights that this rank steps; None where these lie in ``full``."""
+        return None if self.state is Placement.REPLICATED else self.weight_store
+
+    @property
+    def writes_file(self) -> bool:
+        """Whether stepped weights are written to a file, which costs the same if they did not change."""
+        store = self._store_of_stepped
+        return store is not None and store.in_file
+
+    def begin_weights(self, *, blank: bool = False) -> Tensor:
+        """The weights of what this rank steps, to be read and written until ``end_weights``. blank: what is in them may
+        be void, all of it will be written."""
         self._loaded.wait_on_host()
-        if self.rest is not None and self.rest.place == "nvme":
-            low = self.rest.overwrite()[SHARD]
-            return low.copy_(self.shelf.take()[MASTER])  # what no group steps stays as it was
-        return self.stepped_weights()
+        store = self._store_of_stepped
+        return self.stepped_weights() if store is None else store.check_out(blank=blank)[SHARD]
+
+    def end_weights(self, *, changed: bool = True) -> None:
+        """They are written, if they ``changed`` at all."""
+        if (store := self._store_of_stepped) is not None:
+            store.check_in(changed=changed)
 
     @property
     def is_stepped_apart(self) -> bool:
-        """Whether one of host and device computes the update, and the weights rest with the other."""
-        return is_apart(self.flat_buffer.device) and self.shelf.away != (self.rest is not None)
-
-    def end_weights(self, *, changed: bool) -> None:
-        """They are written, if they ``changed`` at all."""
-        if self.rest is not None and self.rest.place == "nvme":
-            (self.rest.put if changed else self.rest.leave)()
-
-    def take_weights(self) -> Tensor:
-        """What is stepped where there are no master weights, until ``put_weights``."""
-        self._loaded.wait_on_host()
-        return self.stepped_weights() if self.rest is None else self.rest.take()[SHARD]
-
-    def put_weights(self, stepped: Tensor) -> None:
-        """``stepped``, which may be on another device than the weights rest on, become the weights."""
-        if self.rest is not None:
-            if (taken := self.rest.take()[SHARD]).device != stepped.device:
-                taken.copy_(stepped)
-            self.rest.put()
+        """Whether one of host and device computes the update, and the weights are kept with the other."""
+        weights_away = self.weight_store is not None and self.weight_store.away
+        return is_apart(self.flat_buffer.device) and self.state_store.away != weights_away
 
     def load_shard(self) -> None:
         """Copy the shard to its place in ``full``, ready to be gathered."""
-        if self.rest is not None:
-            self.own_slice(self.full).copy_(self.rest.take()[SHARD], non_blocking=True)
-            self._loaded = mark(self.flat_buffer.device)
-            self.rest.leave()
-        elif self.placement is Placement.SHARDED:
-            self.own_slice(self.full).copy_(self.shard)
+        if (store := self.weight_store) is not None:
+            self.own_slice(self.full).copy_(store.check_out()[SHARD], non_blocking=True)
+            if store.away:
+                self._loaded = mark(self.flat_buffer.device)
+            store.check_in(changed=False)
 
-    def fetch_shard(self) -> None:
+    def drop(self) -> None:
+        """Let go of everything that it keeps."""
+        self.state_store.drop()
+        if self.weight_store is not None:
+            self.weight_store.drop()
+            self.weight_store = None
+
+    def prefetch_shard(self) -> None:
         """The shard will be loaded soon."""
-        if self.rest is not None:
-            self.rest.fetch()
+        if self.weight_store is not None:
+            self.weight_store.prefetch()
 
 
 def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -278,11 +254,11 @@ class FlatBuffer:
         self.dtype = dtype
         self.device = device
         self.homes = homes
-        self.parked: Tensor | None = None
+        self.offloaded: Tensor | None = None
         self._build()
         tiers = homes.state
         self.buckets = [
-            Bucket(b, self, rank, tiers[b.index].shelf() if b.index in tiers else MemoryShelf(device), state)
+            Bucket(b, self, rank, tiers[b.index].store() if b.index in tiers else MemoryStore(device), state)
             for b in layout.buckets
         ]
         self.poisons = [poison(dtype, spec.shape, device) for spec in specs]
@@ -351,41 +327,37 @@ class FlatBuffer:
         """Buckets are views of the storage that was built anew."""
         for bucket in self.buckets:
             bucket.full = self.flat[bucket.layout.start : bucket.layout.end]
-            if bucket.placement is Placement.REPLICATED:
-                bucket.shard = bucket.own_slice(bucket.full)
 
-    def park(self, *, pinned: bool) -> None:
-        """Copy what is at rest here to host memory and let go of this, until ``unpark``; nobody may use it meanwhile.
+    def offload(self, *, pinned: bool) -> None:
+        """Move the weights that are kept on the device to host memory, until ``reload``; nobody may use them meanwhile.
 
-        Who still holds a view of it keeps it, and its memory.
+        A view of the old memory that somebody holds stays valid, and keeps that memory allocated.
         """
         for bucket in self.buckets:
-            bucket.park_shard(pinned=pinned)
-        if self.storage_bytes and self.parked is None:
-            self.parked = host_copy(self.flat, pinned=pinned)
+            if bucket.weight_store is not None:
+                bucket.weight_store.offload(pinned=pinned)
+        if self.storage_bytes and self.offloaded is None:
+            self.offloaded = host_copy(self.flat, pinned=pinned)
             self._let_go()
 
-    def unpark(self) -> None:
-        """Everything is at rest on the device again. What there is no room for stays parked."""
+    def reload(self) -> None:
+        """The weights are on the device again. Those for which there is no room stay in host memory."""
         for bucket in self.buckets:
-            bucket.unpark_shard(self.device)
-        if self.parked is not None:
+            if bucket.weight_store is not None:
+                bucket.weight_store.reload()
+        if self.offloaded is not None:
             self._build()
-            self.flat.copy_(self.parked)
+            self.flat.copy_(self.offloaded)
             self._cut()
-            self.parked = None
+            self.offloaded = None
 
-    def resting_views(self) -> list[Tensor]:
-        """Per slot its whole weights: of the storage, or where they are parked."""
-        return self.views if self.parked is None else self.views_of(self.parked)
+    def views_now(self) -> list[Tensor]:
+        """Per slot its whole weights: of the storage, or of the host memory that they were moved to."""
+        return self.views if self.offloaded is None else self.views_of(self.offloaded)
 
     def forsake(self) -> None:
         """Another flat buffer has taken over: let go of all memory. Who still holds a view of it keeps it."""
         self._let_go()
-        self.parked = None
+        self.offloaded = None
         for bucket in self.buckets:
-            bucket.shard = self.flat
-            bucket.shelf.drop()
-            if bucket.rest is not None:
-                bucket.rest.drop()
-                bucket.rest = None
+            bucket.drop()

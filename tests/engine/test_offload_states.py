@@ -138,7 +138,7 @@ def engine_after_a_step(stage: str) -> Any:
     return engine
 
 
-def park_what_somebody_holds(stage: str) -> None:
+def offload_what_somebody_holds(stage: str) -> None:
     engine = engine_after_a_step(stage)
     held = {**engine.module.state_dict(), "aside": engine.module.inp.weight.detach()}
     before = {name: value.clone() for name, value in held.items()}
@@ -160,7 +160,7 @@ def park_what_somebody_holds(stage: str) -> None:
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
 def test_who_holds_weights_keeps_them_when_they_are_moved(pools: Pools, stage: str) -> None:
     """In a process of its own, which reading freed memory would end."""
-    pools(1).run(park_what_somebody_holds, stage)
+    pools(1).run(offload_what_somebody_holds, stage)
 
 
 def close_without_room(stage: str, at: int) -> tuple[bool, bool]:
@@ -168,19 +168,19 @@ def close_without_room(stage: str, at: int) -> tuple[bool, bool]:
     engine = engine_after_a_step(stage)
     with engine.full_params():
         before = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-    unpark, calls, failed = FlatBuffer.unpark, 0, False
+    reload, calls, failed = FlatBuffer.reload, 0, False
 
     def no_room(flat_buffer: FlatBuffer) -> None:
         nonlocal calls
         calls += 1
         if calls >= at:
             raise MemoryError("no more")
-        unpark(flat_buffer)
+        reload(flat_buffer)
 
     engine.offload_states()
     with pytest.MonkeyPatch.context() as patch:
         if engine.rank == 0:
-            patch.setattr(FlatBuffer, "unpark", no_room)
+            patch.setattr(FlatBuffer, "reload", no_room)
         try:
             engine.close()
         except MemoryError:

@@ -78,9 +78,9 @@ def test_room_is_taken_before_anything_moves_and_used_again(
 
 
 def live_bytes(engine: Any) -> int:
-    """Bytes of the pages that shelves lie in."""
-    shelves = [shelf for unit in engine._core.units for shelf in unit.shelves()]
-    parts = [part for shelf in shelves for part in getattr(shelf, "_parts", [])]
+    """Bytes of the pages that stores lie in."""
+    stores = [store for unit in engine._core.units for store in unit.stores()]
+    parts = [part for store in stores for part in getattr(store, "_parts", [])]
     return sum(-(-part.extent.count // 4096) * 4096 for part in parts)
 
 

@@ -47,8 +47,8 @@ def places(stage: str, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "all on disk", {"zero": {"offload_param": disk, "offload_optimizer": disk}}
 
 
-def train(model: str, config: dict[str, Any], *, held_up: bool, parked: bool) -> str:
-    """A hash of the weights and states after six steps. parked: off the device, and back, after every step."""
+def train(model: str, config: dict[str, Any], *, held_up: bool, offloaded: bool) -> str:
+    """A hash of the weights and states after six steps. offloaded: off the device, and back, after every step."""
     network = test_gpu.make_model(model)
     optimizer = cases.make_optimizer(network, "AdamW")
     engine = shardengine.initialize(network, config, optimizer=optimizer, mesh=test_gpu.the_mesh())
@@ -57,7 +57,7 @@ def train(model: str, config: dict[str, Any], *, held_up: bool, parked: bool) ->
         network.register_forward_pre_hook(lambda *_: torch.cuda._sleep(test_gpu.HELD_UP_CYCLES))
 
     def between(step: int) -> None:
-        if parked and step:
+        if offloaded and step:
             engine.offload_states()
             engine.reload_states()
 
@@ -80,8 +80,8 @@ def train_all(model: str, precision: str, folder: str) -> dict[tuple[str, int, s
                 zero = {"reduce_bucket_size": 600, **options.pop("zero", {})}
                 config = {**cases.config_of(stage, micros, zero=zero), **options}
                 held_up = micros == 3
-                parked = place in ("half on the host", "weights on disk") and micros == 1
-                found[stage, micros, place] = train(model, config, held_up=held_up, parked=parked)
+                offloaded = place in ("half on the host", "weights on disk") and micros == 1
+                found[stage, micros, place] = train(model, config, held_up=held_up, offloaded=offloaded)
     return found
 
 

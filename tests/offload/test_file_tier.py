@@ -1,4 +1,4 @@
-"""Shelves in a file: whose buffer it is, what becomes of it when a write fails or a step is interrupted."""
+"""Stores in a file: whose buffer it is, what becomes of it when a write fails or a step is interrupted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
-from shardengine.offload import Shelf
+from shardengine.offload import ShardStore
 from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 from shardengine.offload.nvme.file_tier import FileTier
 from tests.offload.test_faults import full_disk
@@ -28,10 +28,10 @@ def tier(tmp_path: Path) -> Iterator[FileTier]:
     file.close()
 
 
-def shelf_with(tier: FileTier, value: float) -> Shelf:
-    shelf = tier.shelf()
-    shelf.add({"a": torch.full((LENGTH,), value)})
-    return shelf
+def store_with(tier: FileTier, value: float) -> ShardStore:
+    store = tier.store()
+    store.add({"a": torch.full((LENGTH,), value)})
+    return store
 
 
 def value_of(tensors: dict[str, Tensor]) -> float:
@@ -40,79 +40,79 @@ def value_of(tensors: dict[str, Tensor]) -> float:
     return float(value)
 
 
-def step(shelf: Shelf, value: float) -> None:
-    shelf.take()["a"].fill_(value)
-    shelf.put()
+def step(store: ShardStore, value: float) -> None:
+    store.check_out()["a"].fill_(value)
+    store.check_in()
 
 
-@pytest.mark.parametrize("verb", ["look", "edit"])
-def test_what_is_taken_is_not_shown(tier: FileTier, verb: str) -> None:
+@pytest.mark.parametrize("writable", [False, True])
+def test_what_is_checked_out_is_not_shown(tier: FileTier, writable: bool) -> None:
     """It is half written, and somebody still has it; what was taken may be given up instead."""
-    shelf = shelf_with(tier, 1.0)
-    taken = shelf.take()["a"]
+    store = store_with(tier, 1.0)
+    taken = store.check_out()["a"]
     taken[:9] = 2.0
     with pytest.raises(InternalError, match=r"is being stepped.*engine\.reset\(\)"):
-        getattr(shelf, verb)()
+        store.tensors(writable=writable)
     assert taken[:10].tolist() == [2.0] * 9 + [1.0]
-    shelf.abandon()
-    assert value_of(getattr(shelf, verb)()) == 1.0
-    step(shelf, 3.0)
-    assert value_of(getattr(shelf, verb)()) == 3.0
-    shelf.abandon()  # nothing is taken
-    assert value_of(shelf.take()) == 3.0
+    store.abandon()
+    assert value_of(store.tensors(writable=writable)) == 1.0
+    step(store, 3.0)
+    assert value_of(store.tensors(writable=writable)) == 3.0
+    store.abandon()  # nothing is taken
+    assert value_of(store.check_out()) == 3.0
 
 
 def test_giving_up_loses_nothing_that_the_file_has_not(tier: FileTier) -> None:
-    shelf = shelf_with(tier, 1.0)
+    store = store_with(tier, 1.0)
     with full_disk(1):
-        step(shelf, 2.0)
+        step(store, 2.0)
         with pytest.raises(OffloadError, match="No space left"):
-            shelf.take()
-    assert value_of(shelf.take()) == 2.0
-    shelf.abandon()
-    assert value_of(shelf.look()) == 2.0
+            store.check_out()
+    assert value_of(store.check_out()) == 2.0
+    store.abandon()
+    assert value_of(store.tensors()) == 2.0
 
 
 def test_overwriting_may_begin_again(tier: FileTier) -> None:
     """After a step that was interrupted; its buffer is not another one's."""
-    shelf, other = shelf_with(tier, 1.0), shelf_with(tier, 2.0)
-    shelf.overwrite()["a"].fill_(5.0)
-    again = shelf.overwrite()["a"]
+    store, other = store_with(tier, 1.0), store_with(tier, 2.0)
+    store.check_out(blank=True)["a"].fill_(5.0)
+    again = store.check_out(blank=True)["a"]
     step(other, 3.0)
     again.fill_(4.0)
-    shelf.put()
-    assert (value_of(shelf.look()), value_of(other.look())) == (4.0, 3.0)
+    store.check_in()
+    assert (value_of(store.tensors()), value_of(other.tensors())) == (4.0, 3.0)
 
 
 def test_a_hint_raises_no_error_of_others(tier: FileTier) -> None:
     """Of a write that failed the next one that needs a buffer is told, once, and nothing is lost."""
-    first, second, third = (shelf_with(tier, value) for value in (1.0, 2.0, 3.0))
+    first, second, third = (store_with(tier, value) for value in (1.0, 2.0, 3.0))
     with full_disk(1):
         step(first, 4.0)
         for transfer in first._requests:  # type: ignore[attr-defined]
             transfer.wait_quietly()
-        second.fetch()
-        third.fetch()
-    assert value_of(second.take()) == 2.0
-    second.put()
+        second.prefetch()
+        third.prefetch()
+    assert value_of(second.check_out()) == 2.0
+    second.check_in()
     with pytest.raises(OffloadError, match="No space left"):
-        third.take()
-    assert value_of(third.take()) == 3.0
-    third.put()
-    assert [value_of(shelf.look()) for shelf in (first, second, third)] == [4.0, 2.0, 3.0]
+        third.check_out()
+    assert value_of(third.check_out()) == 3.0
+    third.check_in()
+    assert [value_of(store.tensors()) for store in (first, second, third)] == [4.0, 2.0, 3.0]
 
 
 def test_room_that_a_disk_gets_back_is_used(tier: FileTier) -> None:
-    """Both buffers hold what could not be written; a third shelf has them written again."""
-    shelves = [shelf_with(tier, 1.0) for _ in range(3)]
+    """Both buffers hold what could not be written; a third store has them written again."""
+    stores = [store_with(tier, 1.0) for _ in range(3)]
     with full_disk(math.inf):
-        for shelf in shelves[:2]:
-            shelf.take()["a"].fill_(2.0)
-        for shelf in shelves[:2]:
-            shelf.put()
+        for store in stores[:2]:
+            store.check_out()["a"].fill_(2.0)
+        for store in stores[:2]:
+            store.check_in()
         for _ in range(3):
             with pytest.raises(OffloadError) as caught:
-                shelves[2].take()
+                stores[2].check_out()
             assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
-    step(shelves[2], 2.0)
-    assert [value_of(shelf.look()) for shelf in shelves] == [2.0] * 3
+    step(stores[2], 2.0)
+    assert [value_of(store.tensors()) for store in stores] == [2.0] * 3

@@ -87,7 +87,9 @@ class Meter:
     def note(self) -> None:
         """Count what is alive now, without what is in host memory and what waits for its bucket."""
         buckets = [state.bucket for state in self._engine._core.reducer.buckets]
-        away = [tensor for bucket in buckets if bucket.shelf.away for tensor in bucket.shelf.look().values()]
+        away = [
+            tensor for bucket in buckets if bucket.state_store.away for tensor in bucket.state_store.tensors().values()
+        ]
         host = self._host | {tensor.untyped_storage()._cdata for tensor in away}
         alive = sum(size for key, size in live_storages().items() if key not in host and size not in MATRICES)
         self.peak = max(self.peak, alive)

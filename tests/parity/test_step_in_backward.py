@@ -58,7 +58,9 @@ def train(model: str, kind: str, configs: dict[str, dict[str, Any]], steps: int)
             return float(loss.item())
 
         results[name] = {**cases.run_steps(engine, steps, run=run), "early": early}
-        results[name]["away"] = sum(s.bucket.shelf.away and s.bucket.has_master for s in engine._core.reducer.buckets)
+        results[name]["away"] = sum(
+            s.bucket.state_store.away and s.bucket.has_master for s in engine._core.reducer.buckets
+        )
         engine.close()
     return results
 

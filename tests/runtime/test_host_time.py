@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
+from shardengine.comm.work import _wait_under_watchdog
 from shardengine.runtime.activation_offload import HostBuffers
 from shardengine.runtime.prefetch_order import PrefetchOrder
 from shardengine.sharding import layout
@@ -38,12 +39,18 @@ SLACK = 1.15
 
 
 def executed(call: Callable[[], Any]) -> Counter[str]:
-    """Lines of shardengine that ``call`` executes in this thread, by file."""
+    """Lines of shardengine that ``call`` executes in this thread, by file; without what it does until another rank has
+    come, which depends on the machine."""
     found: Counter[str] = Counter()
+    waits = False
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal waits
         name = frame.f_code.co_filename
-        if not name.startswith(SOURCE):
+        if frame.f_code is _wait_under_watchdog.__code__:
+            waits = event != "return"
+            return trace
+        if waits or not name.startswith(SOURCE):
             return None
         if event == "line":
             found[name[len(SOURCE) + 1 :]] += 1

@@ -54,7 +54,7 @@ def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
     unit, parameters = sharded_unit()
     assert unit.state is UnshardState.SHARDED
     assert all(p.isnan().all() and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
-    shards = sum(b.shard.nbytes for flat_buffer in unit.flat_buffers for b in flat_buffer.buckets)
+    shards = sum(b.shard().nbytes for flat_buffer in unit.flat_buffers for b in flat_buffer.buckets)
     assert weight_bytes([unit]).total() == shards == 4 * unit.elements
 
 

@@ -82,13 +82,13 @@ def test_a_relocated_flat_buffer_has_its_contents_in_other_memory() -> None:
     old.fill_(-1)  # as something in flight may do
     assert all(torch.equal(view, before) for view, before in zip(flat_buffer.views, views, strict=True))
     for bucket in flat_buffer.buckets:
-        bucket.shard.fill_(7)
+        bucket.shard(writable=True).fill_(7)
         assert (bucket.own_slice(flat_buffer.flat[bucket.layout.start : bucket.layout.end]) == 7).all()
     detached = one_flat_buffer(rank=1)
     detached.buckets[0].detach_shard()
-    shard = detached.buckets[0].shard
+    shard = detached.buckets[0].shard()
     detached.relocate()
-    assert detached.buckets[0].shard is shard
+    assert detached.buckets[0].shard() is shard
 
 
 def test_a_storage_that_numpy_has_seen_is_released_all_the_same() -> None:
@@ -106,16 +106,16 @@ def test_a_storage_that_numpy_has_seen_is_released_all_the_same() -> None:
 def test_a_shard_is_a_view_of_this_ranks_slice_until_it_is_detached() -> None:
     bucket = one_flat_buffer(rank=1).buckets[1]
     bucket.full.copy_(torch.arange(32))
-    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and bucket.weights() is bucket.full
+    assert torch.equal(bucket.shard(), torch.arange(16.0, 32.0)) and bucket.weights() is bucket.full
     bucket.detach_shard()
     bucket.full.zero_()
-    assert torch.equal(bucket.shard, torch.arange(16.0, 32.0)) and bucket.weights() is bucket.shard
+    assert torch.equal(bucket.shard(), torch.arange(16.0, 32.0)) and bucket.weights() is bucket.shard()
 
 
 def test_a_detached_shard_is_loaded_into_its_slice_alone() -> None:
     bucket = one_flat_buffer(rank=1).buckets[0]
     bucket.detach_shard()
-    bucket.shard.fill_(4)
+    bucket.shard(writable=True).fill_(4)
     bucket.load_shard()
     assert bucket.full.tolist() == [0.0] * 16 + [4.0] * 16
 
@@ -134,7 +134,7 @@ def test_a_shard_survives_the_release_of_its_flat_buffer() -> None:
     for bucket in flat_buffer.buckets:
         bucket.detach_shard()
     flat_buffer.release()
-    assert all(torch.equal(bucket.shard, torch.full((16,), 3.0)) for bucket in flat_buffer.buckets)
+    assert all(torch.equal(bucket.shard(), torch.full((16,), 3.0)) for bucket in flat_buffer.buckets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

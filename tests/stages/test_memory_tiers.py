@@ -101,7 +101,7 @@ def count(chosen: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def away(engine: Engine) -> dict[str, float]:
     """Elements of the buckets that are away, and how many buckets there are."""
     buckets = [state.bucket for state in engine._core.reducer.buckets]
-    return {"away": sum(bucket.layout.length for bucket in buckets if bucket.shelf.away), "shelves": len(buckets)}
+    return {"away": sum(bucket.layout.length for bucket in buckets if bucket.state_store.away), "buckets": len(buckets)}
 
 
 @pytest.mark.parametrize("micros", [1, 3])
@@ -132,7 +132,7 @@ def test_bytes_of_every_tier_are_the_formula(pools: Pools, tmp_path: Path, micro
                 assert row["buffers"] <= row["tier_buffer_bytes"]
                 assert row["tier_buffer_bytes"] == (BUFFERS * HUGE_PAGE if name == "nvme" else 0), (stage, name)
             if name == "nvme":
-                assert formula.disk <= rows[-1]["on disk"] <= formula.disk + rows[-1]["shelves"] * 2 * 4096
+                assert formula.disk <= rows[-1]["on disk"] <= formula.disk + rows[-1]["buckets"] * 2 * 4096
 
 
 @pytest.mark.parametrize("stage", ["3k", "3"])
@@ -202,8 +202,8 @@ def test_nothing_is_page_locked_for_a_device_without_memory_of_its_own(monkeypat
     model = cases.make_mlp()
     engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"), mesh=mesh)
     buckets = [state.bucket for state in engine._core.reducer.buckets]
-    shelves = [shelf for bucket in buckets for shelf in (bucket.shelf, bucket.rest) if shelf is not None]
-    assert len(shelves) == 2 * len(buckets) and {shelf.away for shelf in shelves} == {True, False}
+    stores = [store for unit in engine._core.units for store in unit.stores()]
+    assert len(stores) == 2 * len(buckets) and {store.away for store in stores} == {True, False}
     engine.offload_states(pin_memory=True)
-    assert not any(tensor.is_pinned() for shelf in shelves for tensor in shelf.look().values())
+    assert not any(tensor.is_pinned() for store in stores for tensor in store.tensors().values())
     engine.close()

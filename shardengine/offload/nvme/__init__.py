@@ -1,6 +1,6 @@
-"""States on a disk: one file per process, and shelves in it that pass through a few host buffers to be stepped.
+"""States on a disk: one file per process, and stores in it that pass through a few host buffers to be stepped.
 
-file_tier       shelves in that file, with few buffers
+file_tier       stores in that file, with few buffers
 extent_file     its parts and their checksums, what is said when something fails
 free_list       which of its bytes are free
 disk            the file as the system has it, and the threads that read and write it

@@ -1,28 +1,27 @@
-"""The disk as a tier: shelves whose tensors rest in one file, and pass through a few host buffers to be stepped.
+"""The disk as a tier: stores whose tensors are in one file, and pass through a few host buffers to be stepped.
 
-Owns: which shelf is in which buffer, and what becomes of it when a write fails. Must not know: how a file is read and
+Owns: which store is in which buffer, and what becomes of it when a write fails. Must not know: how a file is read and
 written (extent_file), what the tensors mean.
 
-[Note: A shelf in a file]
+[Note: A store in a file]
 
-    from        by                                                     to
-    RESTING     fetch, take                                            READING
-    RESTING     overwrite                                              TAKEN
-    READING     take                                                   TAKEN
-    READING     look, edit, overwrite, or its buffer is needed         RESTING
-    TAKEN       put                                                    WRITING
-    TAKEN       leave                                                  RESTING, or WRITING what was UNWRITTEN
-    TAKEN       abandon                                                RESTING, or UNWRITTEN as before
-    WRITING     the disk is done                                       RESTING, or UNWRITTEN after an error
-    UNWRITTEN   take                                                   TAKEN
-    UNWRITTEN   look, edit, overwrite, or its buffer is needed         WRITING
+    from          by                                               to
+    IN_FILE       prefetch, check_out                              READING
+    IN_FILE       check_out(blank)                                 CHECKED_OUT
+    READING       check_out                                        CHECKED_OUT
+    READING       tensors, check_out(blank), buffer is needed      IN_FILE
+    CHECKED_OUT   check_in(changed)                                WRITING
+    CHECKED_OUT   check_in(not changed)                            IN_FILE, or WRITING what was UNWRITTEN
+    CHECKED_OUT   abandon                                          IN_FILE, or UNWRITTEN as before
+    WRITING       the disk is done                                 IN_FILE, or UNWRITTEN after an error
+    UNWRITTEN     check_out                                        CHECKED_OUT
+    UNWRITTEN     tensors, check_out(blank), buffer is needed      WRITING
 
-What is taken may be half written: looking at it, or editing it, is an error. There are ``buffer_count`` buffers, each
-as large as the largest shelf: while one shelf is stepped the next ones are read and the last ones written. Where a
+What is checked out may be half written: to ask for its ``tensors`` is an error. There are ``buffer_count`` buffers,
+each as large as the largest store: while one store is stepped the next ones are read and the last ones written. Where a
 write fails the buffer keeps what was stepped, so that nothing is lost: the error is raised once, to whoever waits for
-that shelf or for a buffer (``fetch``, a hint, waits for nothing), and whoever takes the shelf next has it from the
-buffer and writes it again. So does whoever needs a buffer when no other is left: there may be room on the disk by
-then.
+that store or for a buffer (``prefetch``, a hint, waits for nothing), and whoever checks it out next has it from the
+buffer and writes it again. So does whoever needs a buffer when no other is left: there may be room on the disk by then.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from shardengine.offload.direct_io import whole_pages
 from shardengine.offload.host_memory import HUGE_PAGE, staging
 from shardengine.offload.nvme.extent_file import Extent, ExtentFile
 from shardengine.offload.nvme.io_request import IORequest
-from shardengine.offload.shelf import HOST, Forms, Shelf
+from shardengine.offload.shard_store import HOST, Forms, ShardStore
 
 _ALIGNMENT = 64
 
 
-class _Rest(enum.Enum):
-    RESTING = "in the file"
+class _Place(enum.Enum):
+    IN_FILE = "in the file"
     READING = "on its way into a buffer"
-    TAKEN = "in a buffer, to be written to"
+    CHECKED_OUT = "in a buffer, to be written to"
     WRITING = "on its way back"
     UNWRITTEN = "in a buffer, because its write failed"
 
@@ -80,18 +79,18 @@ class FileTier:
         self._size = 0
         self._free: list[Tensor] = []
         self._made = 0
-        self._writing: deque[FileShelf] = deque()
-        self._fetched: list[FileShelf] = []
-        self._unwritten: list[FileShelf] = []
+        self._writing: deque[FileStore] = deque()
+        self._fetched: list[FileStore] = []
+        self._unwritten: list[FileStore] = []
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of host memory that all buffers take, once each has been needed."""
         return self._count * self._size
 
-    def shelf(self) -> Shelf:
+    def store(self) -> ShardStore:
         """See ``tiers.Tier``."""
-        return FileShelf(self)
+        return FileStore(self)
 
     def reserve(self, forms: Forms) -> None:
         """See ``tiers.Tier``."""
@@ -133,35 +132,37 @@ class FileTier:
         return bool(self._free) or self._made < self._count
 
     def give_buffer(self, buffer: Tensor) -> None:
-        """Back from its shelf."""
+        """Back from its store."""
         if buffer.numel() == self._size:
             self._free.append(buffer)
         else:
             self._made -= 1
 
-    def follow(self, shelf: FileShelf, *, writing: bool) -> None:
-        """``shelf`` is being written, or was fetched."""
-        (self._writing if writing else self._fetched).append(shelf)
+    def follow(self, store: FileStore, *, writing: bool) -> None:
+        """``store`` is being written, or was fetched."""
+        (self._writing if writing else self._fetched).append(store)
 
-    def keep(self, shelf: FileShelf) -> None:
-        """``shelf`` could not be written: its buffer has what the file has not."""
-        self._unwritten.append(shelf)
+    def keep(self, store: FileStore) -> None:
+        """``store`` could not be written: its buffer has what the file has not."""
+        self._unwritten.append(store)
 
-    def forget(self, shelf: FileShelf) -> None:
-        """``shelf`` has landed by itself, or is taken."""
+    def forget(self, store: FileStore) -> None:
+        """``store`` has landed by itself, or is checked out."""
         for known in (self._writing, self._fetched, self._unwritten):
-            if shelf in known:
-                known.remove(shelf)
+            if store in known:
+                known.remove(store)
 
 
-class FileShelf(Shelf):
-    """A shelf in a file ([Note: A shelf in a file])."""
+class FileStore(ShardStore):
+    """A store in a file ([Note: A store in a file])."""
+
+    in_file = True
 
     def __init__(self, tier: FileTier) -> None:
         super().__init__(HOST, tier.name)
         self._tier = tier
         self._parts: list[_Part] = []
-        self._state = _Rest.RESTING
+        self._state = _Place.IN_FILE
         self._buffer: Tensor | None = None
         self._requests: list[IORequest] = []
         self._unwritten = False
@@ -179,7 +180,7 @@ class FileShelf(Shelf):
         return any(request.failed for request in self._requests)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """See ``Shelf``."""
+        """See ``ShardStore``."""
         part = self._new_part({name: (tensor.numel(), tensor.dtype) for name, tensor in tensors.items()})
         memory = staging(part.extent.count)
         for name, view in part.views(memory).items():
@@ -188,37 +189,37 @@ class FileShelf(Shelf):
         self._count(tensors)
 
     def add_zeros(self, names: Sequence[str], length: int) -> None:
-        """See ``Shelf``. A new extent holds zeros."""
+        """See ``ShardStore``. A new extent holds zeros."""
         self._new_part(dict.fromkeys(names, (length, torch.float32)))
         self._count({name: torch.empty(length, device="meta") for name in names})
 
-    def look(self) -> dict[str, Tensor]:
-        """See ``Shelf``: what is in the file, as memory, once it is verified."""
+    def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
+        """See ``ShardStore``: the file as memory, once it is verified."""
         self._settle()
-        return self._views([self._tier.file.look(part.extent) for part in self._parts])
+        show = self._tier.file.edit if writable else self._tier.file.look
+        return self._views([show(part.extent) for part in self._parts])
 
-    def edit(self) -> dict[str, Tensor]:
-        """See ``Shelf``: the file itself, as memory, once it is verified."""
-        self._settle()
-        return self._views([self._tier.file.edit(part.extent) for part in self._parts])
-
-    def fetch(self) -> None:
-        """See ``Shelf``."""
-        if self._state is _Rest.RESTING and (buffer := self._tier.take_buffer(wait=False)) is not None:
+    def prefetch(self) -> None:
+        """See ``ShardStore``."""
+        if self._state is _Place.IN_FILE and (buffer := self._tier.take_buffer(wait=False)) is not None:
             self._read(buffer)
 
-    def take(self) -> dict[str, Tensor]:
-        """See ``Shelf``. OffloadError where it cannot be read, or is not what was written."""
-        if self._state is _Rest.WRITING:
+    def check_out(self, *, blank: bool = False) -> dict[str, Tensor]:
+        """See ``ShardStore``. OffloadError where it cannot be read, or is not what was written."""
+        if blank and self._state is not _Place.CHECKED_OUT:
             self._settle()
-        if self._state is _Rest.RESTING:
+            self._buffer = self._tier.take_buffer(wait=True)
+            self._state = _Place.CHECKED_OUT
+        if self._state is _Place.WRITING:
+            self._settle()
+        if self._state is _Place.IN_FILE:
             buffer = self._tier.take_buffer(wait=True)
             assert buffer is not None
             self._read(buffer)
-        if self._state is _Rest.UNWRITTEN:
+        if self._state is _Place.UNWRITTEN:
             self._tier.forget(self)
             self._unwritten = True
-        if self._state is _Rest.READING:
+        if self._state is _Place.READING:
             self._tier.forget(self)
             try:
                 for request in self._requests:
@@ -228,50 +229,41 @@ class FileShelf(Shelf):
                     request.wait_quietly()  # into the buffer that somebody else gets now
                 self._release()
                 raise
-        self._state = _Rest.TAKEN
+        self._state = _Place.CHECKED_OUT
         return self._views(self._in_buffer())
 
-    def put(self) -> None:
-        """See ``Shelf``: the write begins."""
-        memories = zip(self._parts, self._in_buffer(), strict=True)
-        self._requests = [self._tier.file.write(part.extent, memory) for part, memory in memories]
-        self._state, self._unwritten = _Rest.WRITING, False
-        self._tier.follow(self, writing=True)
-
-    def leave(self) -> None:
-        """See ``Shelf``. What could not be written before is written now."""
-        if self._unwritten:
-            self.put()
+    def check_in(self, *, changed: bool = True) -> None:
+        """See ``ShardStore``. What could not be written before is written now."""
+        if changed or self._unwritten:
+            self._write()
         else:
             self._release()
 
+    def _write(self) -> None:
+        memories = zip(self._parts, self._in_buffer(), strict=True)
+        self._requests = [self._tier.file.write(part.extent, memory) for part, memory in memories]
+        self._state, self._unwritten = _Place.WRITING, False
+        self._tier.follow(self, writing=True)
+
     def abandon(self) -> None:
-        """See ``Shelf``."""
-        if self._state is _Rest.TAKEN and self._unwritten:
-            self._state, self._unwritten = _Rest.UNWRITTEN, False
+        """See ``ShardStore``."""
+        if self._state is _Place.CHECKED_OUT and self._unwritten:
+            self._state, self._unwritten = _Place.UNWRITTEN, False
             self._tier.keep(self)
-        elif self._state is _Rest.TAKEN:
+        elif self._state is _Place.CHECKED_OUT:
             self._release()
 
-    def overwrite(self) -> dict[str, Tensor]:
-        """See ``Shelf``. Where it is taken, it is taken again."""
-        if self._state is not _Rest.TAKEN:
-            self._settle()
-            self._buffer = self._tier.take_buffer(wait=True)
-            self._state = _Rest.TAKEN
-        return self._views(self._in_buffer())
-
-    def park(self, *, pinned: bool) -> None:
+    def offload(self, *, pinned: bool) -> None:
         """It is not on the device."""
 
-    def unpark(self) -> None:
+    def reload(self) -> None:
         """It is not on the device."""
 
     def replace_unreadable(self) -> bool:
-        """See ``Shelf``. OffloadError where what is still in a buffer, or zeros, cannot be written."""
+        """See ``ShardStore``. OffloadError where what is still in a buffer, or zeros, cannot be written."""
         self._settle()
         try:
-            self._verified = self.look()
+            self._verified = self.tensors()
         except OffloadError:
             self._parts = [self._cleared(part) for part in self._parts]
             return True
@@ -288,19 +280,19 @@ class FileShelf(Shelf):
         return part
 
     def give_up(self) -> None:
-        """It was fetched and nobody took it: its buffer is needed."""
+        """It was prefetched and nobody has checked it out: its buffer is needed."""
         for request in self._requests:
             request.wait_quietly()
         self._tier.forget(self)
         self._release()
 
     def land(self) -> None:
-        """The write is over: rest. OffloadError, once, where it has failed; the buffer keeps the bytes."""
+        """The write is over. OffloadError, once, where it has failed; the buffer keeps the bytes."""
         try:
             for request in self._requests:
                 request.wait()
         except BaseException:
-            self._state = _Rest.UNWRITTEN
+            self._state = _Place.UNWRITTEN
             self._tier.keep(self)
             raise
         self._release()
@@ -310,7 +302,7 @@ class FileShelf(Shelf):
         self._settle()
 
     def drop(self) -> None:
-        """See ``Shelf``. Its room in the file is used again."""
+        """See ``ShardStore``. Its room in the file is used again."""
         for request in self._requests:
             request.wait_quietly()
         self._tier.forget(self)
@@ -321,19 +313,19 @@ class FileShelf(Shelf):
         self._parts, self.sizes, self._verified = [], {}, {}
 
     def _settle(self) -> None:
-        """Rest in the file, whatever it costs: what is unwritten is written once more."""
-        if self._state is _Rest.TAKEN:
+        """Be in the file, whatever it costs: what is unwritten is written once more."""
+        if self._state is _Place.CHECKED_OUT:
             raise InternalError(
-                f"what rests in {self._tier.file.path} is being stepped, or its step was interrupted: expected "
+                f"what is kept in {self._tier.file.path} is being stepped, or its step was interrupted: expected "
                 "engine.reset() or engine.load_checkpoint() on every rank before anything else"
             )
-        if self._state is _Rest.UNWRITTEN:
+        if self._state is _Place.UNWRITTEN:
             self._tier.forget(self)
-            self.put()
-        if self._state is _Rest.WRITING:
+            self._write()
+        if self._state is _Place.WRITING:
             self._tier.forget(self)
             self.land()
-        elif self._state is _Rest.READING:
+        elif self._state is _Place.READING:
             self.give_up()
 
     def _views(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -342,7 +334,7 @@ class FileShelf(Shelf):
         return {name: view for views in found for name, view in views.items()}
 
     def _in_buffer(self) -> list[Tensor]:
-        """The bytes of each part, where they are when they are taken."""
+        """The bytes of each part, where they are when they are checked out."""
         memory = self._own_buffer()
         return [memory[part.start : part.start + part.extent.count] for part in self._parts]
 
@@ -358,7 +350,7 @@ class FileShelf(Shelf):
         return part
 
     def _read(self, buffer: Tensor) -> None:
-        self._buffer, self._state, self._verified = buffer, _Rest.READING, {}
+        self._buffer, self._state, self._verified = buffer, _Place.READING, {}
         self._tier.follow(self, writing=False)
         memories = zip(self._parts, self._in_buffer(), strict=True)
         self._requests = [self._tier.file.read(part.extent, memory) for part, memory in memories]
@@ -369,7 +361,7 @@ class FileShelf(Shelf):
 
     def _release(self) -> None:
         buffer, self._buffer = self._own_buffer(), None
-        self._state, self._requests = _Rest.RESTING, []
+        self._state, self._requests = _Place.IN_FILE, []
         self._tier.give_buffer(buffer)
 
 
