@@ -24,7 +24,7 @@ from shardengine.app.cli import main
 from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.comm import RankFailure
 from shardengine.config.load import load_config
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import CommunicationError, ConfigError, UsageError
 from tests.app.test_resume import config, curve, made, on_rank, tag, tags, tiny  # noqa: F401
 from tests.app.test_train import numbered
 from tests.support.ranks import RankPool
@@ -263,7 +263,9 @@ def test_a_death_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert death(tmp_path, {3: 1, 0: -15}).line == "rank 3 failed: ValueError: first line"
     assert death(tmp_path, {3: 1, 0: -15}).text.endswith("\nValueError: first line\nof two")
     assert not death(tmp_path, {3: 1}).is_usage
-    assert death(tmp_path, {3: 1, 0: -9}).rank == 0  # a death without a word comes first
+    assert death(tmp_path, {3: 1, 0: -6}).rank == 3  # rank 0 may have ended because rank 3 failed
+    stopping.report_failure(CommunicationError("all_gather: rank 0 is gone"))
+    assert death(tmp_path, {3: 1, 0: -9}).rank == 0
     stopping.forget_failures(tmp_path)
     stopping.report_failure(ConfigError("wrong"))
     assert death(tmp_path, {3: 1, 0: -9}).is_usage
