@@ -61,5 +61,5 @@ class Restarts:
         if self._made and found == self._found:
             return Decision(False, f"not started again, ranks died twice without a new checkpoint in between; {used}")
         self._made, self._found = self._made + 1, found
-        place = f"goes on from step {resume.step_of(found[0])}" if found else "begins again, there is no checkpoint yet"
+        place = f"resumes from step {resume.step_of(found[0])}" if found else "begins again, there is no checkpoint yet"
         return Decision(True, f"{dead.line}; restart {self._made} of {self._allowed}: {place}")

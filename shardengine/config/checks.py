@@ -54,7 +54,7 @@ def _check_precision(config: TopLevel, reader: Reader) -> None:
     if config.nonfinite_gradients in ("raise", "step"):
         reader.problem(
             "nonfinite_gradients",
-            'expected "skip" with a dynamic loss scale, which finds its value by leaving steps out, got '
+            'expected "skip" with a dynamic loss scale, which finds its value by skipping steps, got '
             f'"{config.nonfinite_gradients}"; give fp16.loss_scale a fixed value, or leave this key out',
         )
     first = 2.0**fp16.initial_scale_power
@@ -94,7 +94,7 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
     if zero.offload_param.device != "none" and zero.stage < 3 and reader.usable("zero_optimization.stage"):
         reader.problem(
             "zero_optimization.offload_param.device",
-            f"expected stage 3, where weights rest sharded, got stage {zero.stage}; offload_optimizer is for every "
+            f"expected stage 3, where weights are kept sharded, got stage {zero.stage}; offload_optimizer is for every "
             "stage",
         )
 
@@ -105,7 +105,7 @@ def _check_step_in_backward(config: TopLevel, reader: Reader) -> None:
         return
     if zero.offload_optimizer.device == "none" and reader.usable("zero_optimization.offload_optimizer.device"):
         reader.problem(
-            name, "expected a device that is not none: what rests with the weights is stepped after backward"
+            name, "expected a device that is not none: what is kept with the weights is stepped after backward"
         )
     if zero.stage == 0 and reader.usable("zero_optimization.stage"):
         reader.problem(name, "expected stage 1, 2 or 3: at stage 0 every rank steps everything, after backward")
@@ -117,7 +117,7 @@ def _check_step_in_backward(config: TopLevel, reader: Reader) -> None:
         reader.problem(
             name,
             'expected nonfinite_gradients "raise" (its default here) or "step", got "skip": a step that has begun in '
-            "backward cannot be left out",
+            "backward cannot be skipped",
         )
 
 

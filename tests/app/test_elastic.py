@@ -276,19 +276,19 @@ def test_a_death_is_not_repeated_without_a_new_checkpoint(tmp_path: Path):
     restarts = Restarts(4, tmp_path)
     assert restarts.again(dead).line.endswith("restart 1 of 4: begins again, there is no checkpoint yet")
     made(tmp_path, tag(4))
-    assert restarts.again(dead).line.endswith("restart 2 of 4: goes on from step 4")
+    assert restarts.again(dead).line.endswith("restart 2 of 4: resumes from step 4")
     made(tmp_path, tag(8))
-    assert restarts.again(dead) == Decision(True, f"{dead.line}; restart 3 of 4: goes on from step 8")
+    assert restarts.again(dead) == Decision(True, f"{dead.line}; restart 3 of 4: resumes from step 8")
     why = "not started again, ranks died twice without a new checkpoint in between; restarts: 3 of 4 used"
     assert restarts.again(dead) == Decision(False, why)
     wrong_input = RankFailure(0, 2, is_usage=True)  # its message is enough
     assert restarts.again(wrong_input) == Decision(False)
     made(tmp_path, tag(99_999_999))
-    assert restarts.again(dead).line.endswith("restart 4 of 4: goes on from step 99999999")
+    assert restarts.again(dead).line.endswith("restart 4 of 4: resumes from step 99999999")
     made(tmp_path, tag(100_000_000))
     assert restarts.again(dead) == Decision(False, "not started again, restarts: 4 of 4 used")
     assert resume.newest(tmp_path) is not None and Restarts(0, tmp_path).again(dead) == Decision(False)
-    assert Restarts(1, tmp_path).again(dead).line.endswith("goes on from step 100000000")
+    assert Restarts(1, tmp_path).again(dead).line.endswith("resumes from step 100000000")
 
 
 @pytest.mark.parametrize(("deaths", "code", "starts"), [([-9, -9, -9], 1, 2), ([-9], 0, 2), ([2, -9], 1, 1)])
