@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "import",
-        help="take over a checkpoint of DeepSpeed or torch.distributed.checkpoint",
+        help="import a checkpoint of DeepSpeed or torch.distributed.checkpoint",
         description="Write a checkpoint of another program as one of shardengine's, optimizer state included; any "
         "stage and number of ranks loads it. Pickles in it are read without running anything.",
     )
@@ -158,7 +158,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun, accelerate launch "
         "or srun it uses those. "
         "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved. Under torchrun --max-restarts, "
-        "ranks that are started again go on from the last checkpoint of --save-every.",
+        "ranks that are started again resume from the last checkpoint of --save-every.",
     )
     train.add_argument(
         "--config", metavar="FILE", help="JSON config, for example configs/zero2.json (needed unless --resume is given)"
@@ -203,7 +203,7 @@ def _add_checkpoints(train: argparse.ArgumentParser) -> None:
         "--max-restarts",
         metavar="N",
         type=_at_least_zero,
-        help="start the ranks again when one of them died, up to N times; they go on from the last checkpoint of "
+        help="start the ranks again when one of them died, up to N times; they resume from the last checkpoint of "
         "--save-every. Ranks that die twice in a row without a new checkpoint, and wrong input, end the run (default: "
         "0; under torchrun use its own --max-restarts)",
     )
@@ -216,7 +216,7 @@ def _add_checkpoints(train: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on in the output directory of an earlier run with --save-every, from its last good checkpoint (or "
+        help="continue in the output directory of an earlier run with --save-every, from its last good checkpoint (or "
         "from DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything "
         "is taken from that run. --ranks may be changed (the global batch stays, gradient accumulation follows), "
         "--steps and --save-every too (the built-in learning-rate schedule keeps its first length), --data may lie "

@@ -104,8 +104,8 @@ def _check_restarts(options: argparse.Namespace, settings: Settings, inside: boo
         raise UsageError(f"--max-restarts {options.max_restarts}: a launcher starts the ranks; give it to torchrun")
     if not settings.save_every:
         raise UsageError(
-            f"--max-restarts {options.max_restarts}: expected --save-every as well, because ranks that died go on from "
-            "the last checkpoint"
+            f"--max-restarts {options.max_restarts}: expected --save-every as well, because ranks that died resume "
+            "from the last checkpoint"
         )
 
 

@@ -68,10 +68,10 @@ def describe(foreign: Foreign, place: Path) -> str:
     lines.append(f"  steps: {foreign.global_steps}, samples: {foreign.global_samples or 'not known'}")
     notes = list(foreign.notes)
     if foreign.loss_scale is not None:
-        notes.append(f"how long the loss scale ({foreign.loss_scale:g}, taken over) has held")
+        notes.append(f"how long the loss scale ({foreign.loss_scale:g}, imported) has held")
     notes.append("random states and data position: other programs keep them elsewhere, or not at all")
     notes.append("configuration and tokenizer of the model (`shardengine export` of it: --format safetensors or dcp)")
-    lines += ["not taken over, or assumed:", *(f"  - {note}" for note in notes)]
+    lines += ["not imported, or assumed:", *(f"  - {note}" for note in notes)]
     if foreign.kind is not None:
         lines.append("an engine with a learning-rate scheduler of its own loads it with strict=False")
     return "\n".join(lines)

@@ -88,7 +88,7 @@ class Report:
         if (memory := engine.memory())["units"]:
             rows["units"] = _units(memory)
         if zero.offload_optimizer.ratio == "auto":
-            rows["offload"] = f"ratio auto: {engine.memory()['offload_ratio']:.1%} of the optimizer is away"
+            rows["offload"] = f"ratio auto: {engine.memory()['offload_ratio']:.1%} of the optimizer is offloaded"
         if settings.save_every:
             kept = config.checkpoint.keep_last
             rows["checkpoints"] = f"every {settings.save_every} step(s), the last {kept} are kept"
@@ -141,11 +141,11 @@ class Report:
             "peak": size(peak_bytes(engine)),
         }
         if scaling:
-            left_out = f"{engine.skipped_steps} steps left out"
+            skipped = f"{engine.skipped_steps} steps skipped"
             if engine.config.fp16.enabled or engine.get_loss_scale() != 1:
-                words["loss scale"] = f"{engine.get_loss_scale():g}, {left_out}"
+                words["loss scale"] = f"{engine.get_loss_scale():g}, {skipped}"
             else:
-                words["not finite"] = left_out
+                words["not finite"] = skipped
         if self._bar is not None:
             self._bar.set_postfix(words, refresh=False)
             self._bar.update()
@@ -200,7 +200,7 @@ class Report:
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
         }
         if self._settings.save_every:
-            rows["checkpoints"] = f"{output / 'checkpoints'} (go on with --resume {output} --steps N)"
+            rows["checkpoints"] = f"{output / 'checkpoints'} (continue with --resume {output} --steps N)"
         print()
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")

@@ -20,11 +20,14 @@ _USAGE_CODE = 2
 
 def death(control: Path, codes: Mapping[int, int]) -> RankFailure:
     """Who died first. codes: the exit codes of the ranks that did not end with 0."""
-    killed = [(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]  # that is torchrun
-    failure = stopping.first_failure(control)
-    if failure is not None and (failure.is_usage or not killed):
-        return failure
-    rank, code = killed[0] if killed else next(iter(codes.items()))
+    said = stopping.failures(control)
+    killed = [
+        RankFailure(rank, code) for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM
+    ]  # by SIGTERM: torchrun has ended it
+    first = RankFailure.first([*said, *killed])
+    if first is not None:
+        return first
+    rank, code = next(iter(codes.items()))
     return RankFailure(rank, code, is_usage=code == _USAGE_CODE)
 
 
@@ -58,5 +61,5 @@ class Restarts:
         if self._made and found == self._found:
             return Decision(False, f"not started again, ranks died twice without a new checkpoint in between; {used}")
         self._made, self._found = self._made + 1, found
-        place = f"goes on from step {resume.step_of(found[0])}" if found else "begins again, there is no checkpoint yet"
+        place = f"resumes from step {resume.step_of(found[0])}" if found else "begins again, there is no checkpoint yet"
         return Decision(True, f"{dead.line}; restart {self._made} of {self._allowed}: {place}")

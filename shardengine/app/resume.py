@@ -202,7 +202,7 @@ def arguments(settings: Settings) -> list[object]:
 
 def hint(output: Path) -> str:
     """The end of a sentence about a run that ended too early: how to go on, where that is possible."""
-    return f"; go on from its last checkpoint with --resume {output}" if can_go_on(output) else ""
+    return f"; continue from its last checkpoint with --resume {output}" if can_go_on(output) else ""
 
 
 class Checkpoints:

@@ -65,7 +65,7 @@ def forget_failures(folder: Path) -> None:
         path.unlink()
 
 
-def first_failure(folder: Path) -> RankFailure | None:
-    """The failure of the rank that failed first by itself, not because of another; None if no rank said why."""
+def failures(folder: Path) -> list[RankFailure]:
+    """What each rank that said why it failed has said."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("failure-*.json")]
-    return RankFailure.first(RankFailure(**json.loads(text)) for text in texts)
+    return [RankFailure(**json.loads(text)) for text in texts]

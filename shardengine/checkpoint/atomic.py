@@ -1,15 +1,23 @@
 """Texts and directories that appear whole or not at all, and durably. Must not know: what is written into them.
 
-A text is written as ``.<name>.partial`` beside its place and renamed. So is a directory that one process writes, as
-``.<name>.partial/<name>``: what raises inside, and SIGTERM, Ctrl-C and a closed terminal, remove it; what a killed
-program left is removed by the next one that writes the same directory. Directories of checkpoints, which many ranks
-write and which take the place of others, have rules of their own (directory, [Note: Atomic directories]).
+A text is written beside its place, under a name of the writer's own, and renamed, so that of several writers the last
+one counts. A directory is written by one program at a time, as ``.<name>.partial/<name>``: what raises inside, and
+SIGTERM, Ctrl-C and a closed terminal, remove it. What a killed program left is removed by the next one that writes the
+same text or directory. Directories of checkpoints, which many ranks write and which take the place of others, have
+rules of their own (directory, [Note: Atomic directories]).
+
+[Note: The lock of a directory] Who writes holds a lock on ``.<name>.partial`` and removes that at its end. Who comes
+meanwhile may have opened it already, and would hold a lock on a directory without a name, beside somebody who has made
+a new one. So a lock counts only if what is locked still has the name; and only then is looked whether the place is
+free, since the one before may have taken it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
+import secrets
 import shutil
 import signal
 import threading
@@ -20,18 +28,26 @@ from types import FrameType
 
 from shardengine.errors import UsageError
 
+_STALE_S = 3600.0
+"""A text that was begun so long before another one is of a killed program."""
+
 
 def write_text(path: Path, text: str) -> None:
-    """Write and fsync a text file beside ``path`` and move it there."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write and fsync a text file beside ``path`` and move it there. Others may do the same at the same time."""
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+            written = os.fstat(file.fileno()).st_mtime
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.partial*"):
+        with suppress(OSError):
+            if left.is_file() and left.stat().st_mtime < written - _STALE_S:
+                left.unlink()
     sync(path.parent)
 
 
@@ -43,6 +59,14 @@ def sync(path: Path) -> None:
             os.fsync(number)
     finally:
         os.close(number)
+
+
+def make_directory(path: Path) -> None:
+    """Make ``path``, and what is missing above it, durably. Others may do the same at the same time."""
+    missing = [place for place in (path, *path.parents) if not place.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in reversed(missing):
+        sync(place.parent)
 
 
 def check_free(out: Path) -> None:
@@ -65,19 +89,19 @@ def check_free(out: Path) -> None:
 def new_directory(out: Path) -> Iterator[Path]:
     """An empty directory to write into; at the end of the ``with`` all of it is on disk, under the name ``out``.
 
-    Whatever raises inside, nothing is left. OSError where the disk is full or refuses.
+    Whatever raises inside, nothing is left. UsageError unless ``out`` is free and nobody else is writing it; OSError
+    where the disk is full or refuses.
     """
     check_free(out)
     target = out.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(target.parent)
     outer = target.parent / f".{target.name}.partial"
-    outer.mkdir(exist_ok=True)
-    work, lock = outer / target.name, os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
+    work, lock = outer / target.name, _locked(outer, out)
     try:
-        _lock(lock, out)
         with _ended_by_exception():
             try:
                 shutil.rmtree(work, ignore_errors=True)
+                check_free(out)
                 work.mkdir()
                 yield work
                 for path in [*sorted(work.rglob("*"), reverse=True), work]:
@@ -90,6 +114,25 @@ def new_directory(out: Path) -> Iterator[Path]:
                     outer.rmdir()
     finally:
         os.close(lock)
+
+
+def _locked(outer: Path, out: Path) -> int:
+    """The descriptor of the directory ``outer``, made and locked ([Note: The lock of a directory])."""
+    while True:
+        outer.mkdir(exist_ok=True)
+        try:
+            number = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # removed by the program before
+        try:
+            _lock(number, out)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(number), outer.stat()):
+                    return number
+        except BaseException:
+            os.close(number)
+            raise
+        os.close(number)
 
 
 def _lock(directory: int, out: Path) -> None:

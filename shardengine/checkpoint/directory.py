@@ -101,9 +101,7 @@ def latest(directory: Path) -> str | None:
 
 def begin(directory: Path, tag: str) -> Path:
     """The empty directory to write ``tag`` into; what killed runs left unfinished is removed."""
-    if not directory.is_dir():
-        directory.mkdir(parents=True, exist_ok=True)
-        atomic.sync(directory.parent)
+    atomic.make_directory(directory)
     recover(directory, tag)
     with _ONE_AT_A_TIME:
         work = work_of(directory, tag)

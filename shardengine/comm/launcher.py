@@ -6,6 +6,7 @@ Must not know: buckets, models, the command line. ``shardengine train`` uses tor
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,7 +34,10 @@ from shardengine.comm.rendezvous import LAUNCHED, loopback
 from shardengine.errors import ShardEngineError, UsageError
 
 _GRACE_S = 5.0
-"""How long a rank may take to end after it was asked to, before it is killed."""
+"""How long a rank may take to end after it was asked to, before it is killed; or to report the failure that others only
+suffer from."""
+_SPREAD_S = 0.5
+"""How long other ranks may still report after one has said what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
     function or a function of a notebook. In a script, call it under ``if __name__ == "__main__":``.
 
     An exception in one rank ends the others and is raised here, with that rank's traceback as its cause. UsageError if
-    ``fn`` cannot be sent or ``ranks`` is not a positive integer; ShardEngineError if a rank died without an exception.
+    ``fn`` cannot be sent or ``ranks`` is not a positive integer; ShardEngineError if a rank died without an exception
+    and no other had one of its own.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"launch: expected ranks to be an integer >= 1, got {ranks!r}")
@@ -194,12 +199,15 @@ def _end_with_parent() -> None:
 
 
 def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
-    """Reports by rank: of all ranks, or, once one failed, of those that answer while the failure spreads."""
+    """Reports by rank: of all ranks, or, once one failed, of those that answer while the failure spreads.
+
+    That is longer as long as all that failed may have failed because of another, whose report is on its way.
+    """
     reports: dict[int, _Report] = {}
     pending = {connection: rank for rank, connection in enumerate(connections)}
-    deadline: float | None = None
+    deadline = math.inf
     while pending:
-        ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        ready = wait(list(pending), None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for connection in [connection for connection in pending if connection in ready]:
@@ -208,8 +216,9 @@ def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
                 report = reports[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
                 report = None
-            if deadline is None and (report is None or report.failure is not None):
-                deadline = time.monotonic() + 0.5
+            if report is None or report.failure is not None:
+                original = report is not None and report.failure is not None and not report.failure.is_consequence
+                deadline = min(deadline, time.monotonic() + (_SPREAD_S if original else _GRACE_S))
     return reports
 
 
@@ -226,11 +235,11 @@ def _silent(processes: Sequence[SpawnProcess], reports: Mapping[int, _Report]) -
 
 def _raise(failures: Mapping[RankFailure, bytes], silent: Sequence[RankFailure]) -> None:
     """Raise what went wrong first (rank_failure, [Note: Which failure is reported]). failures: pickled exceptions."""
-    if silent:
-        raise ShardEngineError(f"{silent[0].line}; what it printed last is above")
-    first = RankFailure.first(failures)
+    first = RankFailure.first([*failures, *silent])
     if first is None:
         raise ShardEngineError("a rank closed its connection without a report; what it printed last is above")
+    if first not in failures:
+        raise ShardEngineError(f"{first.line}; what it printed last is above")
     error = pickle.loads(failures[first])
     if not isinstance(error, Exception):
         error = ShardEngineError(f"rank {first.rank} ended by itself: {type(error).__name__}({error})")

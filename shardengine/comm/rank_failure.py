@@ -4,7 +4,8 @@ Must not know: how ranks are started, how the record comes to whoever started th
 
 [Note: Which failure is reported] When one rank fails, the others fail a moment later because their peer is gone. Every
 rank notes the time at which its own exception reached it, and the earliest one is the cause. A rank that ended without
-a word (killed by the system) comes before any exception that only says that a peer was lost.
+a word (killed by the system) comes after it, since it may have ended because its peer failed, and before any exception
+that only says that a peer was lost.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from shardengine.errors import CommunicationError, ConfigError, MismatchError, UsageError
 
@@ -46,14 +49,16 @@ class RankFailure:
             cause=next((line for line in lines if not line.startswith(" ")), ""),  # a SyntaxError begins with its place
             trace="".join(traceback.format_exception(error)),
             is_usage=is_usage,
-            is_consequence=isinstance(error, MismatchError | CommunicationError),
+            is_consequence=_only_lost_its_peer(error),
             time_ns=time.time_ns(),
         )
 
     @staticmethod
     def first(failures: Iterable[RankFailure]) -> RankFailure | None:
-        """The one that happened by itself, not because of another, and earliest; None of none."""
-        return min(failures, key=lambda failure: (failure.is_consequence, failure.time_ns), default=None)
+        """The one that is reported ([Note: Which failure is reported]); None of none."""
+        return min(
+            failures, key=lambda failure: (failure.is_consequence, not failure.trace, failure.time_ns), default=None
+        )
 
     @property
     def line(self) -> str:
@@ -66,6 +71,17 @@ class RankFailure:
     def text(self) -> str:
         """The same with the whole traceback."""
         return f"rank {self.rank} failed:\n{self.trace.rstrip()}" if self.trace else self.line
+
+
+def _only_lost_its_peer(error: BaseException | None) -> bool:
+    """Whether ``error``, or one that it was raised from or after, says that a peer was lost; gloo's have no type."""
+    while error is not None:
+        if isinstance(error, MismatchError | CommunicationError | dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and "/gloo/" in str(error):
+            return True
+        error = error.__context__ if error.__cause__ is None and not error.__suppress_context__ else error.__cause__
+    return False
 
 
 def describe_exit(code: int) -> str:

@@ -1,6 +1,7 @@
 """What keys say together. Owns: conflicts between keys that are each well-formed, and the equation of the batch sizes.
 
-Must not know: how a file is read; a key that could not be read has its default here and is in ``Reader.failed``.
+Must not know: how a file is read. A key that could not be read has its default here: a check of several keys asks
+``Reader.usable`` for those whose default it would refuse (reader, [Note: One mistake, one problem]).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ def check_together(config: TopLevel, reader: Reader) -> None:
     _check_step_in_backward(config, reader)
     if config.aio.block_size % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, got {config.aio.block_size}")
-    if config.activation_checkpointing.cpu_offload and not config.activation_checkpointing.enabled:
+    activations = config.activation_checkpointing
+    if activations.cpu_offload and not activations.enabled and reader.usable("activation_checkpointing.enabled"):
         reader.problem(
             "activation_checkpointing.cpu_offload",
             "it moves what checkpointed blocks keep to host memory, and no block is checkpointed; set "
             '"activation_checkpointing": {"enabled": true}, or leave it out',
         )
-    if not reader.failed.intersection(TRIPLE):
+    if reader.usable(*TRIPLE):
         _check_triple(config, reader)
 
 
@@ -36,7 +38,8 @@ def _check_precision(config: TopLevel, reader: Reader) -> None:
     bf16, fp16 = config.bf16, config.fp16
     if fp16.enabled and bf16.enabled:
         reader.problem("fp16.enabled", "expected fp16 or bf16, got both; switch one of them off")
-    if bf16.enabled and bf16.stochastic_rounding and bf16.master_weights:
+    rounds = bf16.enabled and bf16.stochastic_rounding
+    if rounds and bf16.master_weights and reader.usable("bf16.master_weights"):
         reader.problem(
             "bf16.stochastic_rounding",
             "it rounds bf16 weights that are stepped themselves, and with fp32 master weights they are not; set "
@@ -46,25 +49,26 @@ def _check_precision(config: TopLevel, reader: Reader) -> None:
         if 0 < scale < _SMALLEST_SCALE:
             text = f"expected a number that fp32 can divide by, at least 2 ** -126, got {scale:g}"
             reader.problem(f"fp16.{name}", text)
-    if not _scales_loss(config) or fp16.loss_scale:
+    if not _scales_loss(config, reader) or fp16.loss_scale or not reader.usable("fp16.loss_scale"):
         return
     if config.nonfinite_gradients in ("raise", "step"):
         reader.problem(
             "nonfinite_gradients",
-            'expected "skip" with a dynamic loss scale, which finds its value by leaving steps out, got '
+            'expected "skip" with a dynamic loss scale, which finds its value by skipping steps, got '
             f'"{config.nonfinite_gradients}"; give fp16.loss_scale a fixed value, or leave this key out',
         )
     first = 2.0**fp16.initial_scale_power
-    if first < fp16.min_loss_scale:
+    if first < fp16.min_loss_scale and reader.usable("fp16.initial_scale_power", "fp16.min_loss_scale"):
         reader.problem(
             "fp16.min_loss_scale",
             f"expected at most the first loss scale, 2 ** initial_scale_power = {first:g}, got {fp16.min_loss_scale:g}",
         )
 
 
-def _scales_loss(config: TopLevel) -> bool:
+def _scales_loss(config: TopLevel, reader: Reader) -> bool:
     autocast = config.torch_autocast
-    return config.fp16.enabled or (autocast.enabled and autocast.dtype == "float16")
+    fp16 = config.fp16.enabled and reader.usable("fp16.enabled")
+    return fp16 or (autocast.enabled and autocast.dtype == "float16")
 
 
 def _check_offload(config: TopLevel, reader: Reader) -> None:
@@ -72,12 +76,12 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
     offload = zero.offload_optimizer
     for name, tier in (("offload_optimizer", offload), ("offload_param", zero.offload_param)):
         path = f"zero_optimization.{name}.nvme_path"
-        if tier.device == "nvme" and tier.nvme_path is None and path not in reader.failed:
+        if tier.device == "nvme" and tier.nvme_path is None and reader.usable(path):
             reader.problem(path, "expected a directory on the disk, because device is nvme, got none")
     ratio, device, memory = (
         f"zero_optimization.offload_optimizer.{name}" for name in ("ratio", "device", "device_memory")
     )
-    if reader.failed & {ratio, device, memory}:
+    if not reader.usable(ratio, device, memory):
         pass
     elif offload.ratio == "auto":
         if offload.device == "none":
@@ -87,10 +91,10 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
     elif offload.device_memory is not None:
         came = f"ratio {offload.ratio:g}, which says itself what stays"
         reader.problem(memory, f'expected "ratio": "auto" beside it, got {came}; set that, or leave this out')
-    if zero.offload_param.device != "none" and zero.stage < 3:
+    if zero.offload_param.device != "none" and zero.stage < 3 and reader.usable("zero_optimization.stage"):
         reader.problem(
             "zero_optimization.offload_param.device",
-            f"expected stage 3, where weights rest sharded, got stage {zero.stage}; offload_optimizer is for every "
+            f"expected stage 3, where weights are kept sharded, got stage {zero.stage}; offload_optimizer is for every "
             "stage",
         )
 
@@ -99,21 +103,21 @@ def _check_step_in_backward(config: TopLevel, reader: Reader) -> None:
     zero, name = config.zero_optimization, "zero_optimization.offload_optimizer.step_in_backward"
     if not zero.offload_optimizer.step_in_backward:
         return
-    if zero.offload_optimizer.device == "none":
+    if zero.offload_optimizer.device == "none" and reader.usable("zero_optimization.offload_optimizer.device"):
         reader.problem(
-            name, "expected a device that is not none: what rests with the weights is stepped after backward"
+            name, "expected a device that is not none: what is kept with the weights is stepped after backward"
         )
-    if zero.stage == 0:
+    if zero.stage == 0 and reader.usable("zero_optimization.stage"):
         reader.problem(name, "expected stage 1, 2 or 3: at stage 0 every rank steps everything, after backward")
     if config.gradient_clipping:
         reader.problem(name, "expected gradient_clipping 0: the norm that clips is known after backward")
-    if _scales_loss(config):
+    if _scales_loss(config, reader):
         reader.problem(name, "expected no fp16: whether the scaled gradients are finite is known after backward")
     if config.nonfinite_gradients == "skip":
         reader.problem(
             name,
             'expected nonfinite_gradients "raise" (its default here) or "step", got "skip": a step that has begun in '
-            "backward cannot be left out",
+            "backward cannot be skipped",
         )
 
 

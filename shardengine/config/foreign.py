@@ -166,7 +166,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "stage3_max_reuse_distance": _ONE_HOLD,
         "stage3_param_persistence_threshold": "small parameters travel in their unit's bucket",
         "stage3_model_persistence_threshold": "small parameters travel in their unit's bucket",
-        "stage3_gather_16bit_weights_on_model_save": "`engine.save_pretrained` always writes whole parameters",
+        "stage3_gather_16bit_weights_on_model_save": "`engine.save_pretrained` always writes full parameters",
         "stage3_module_granularity_threshold": "`units` says which modules are gathered as one",
         "stage3_use_all_reduce_for_fetch_params": "a gather sends the fewest bytes",
         "ignore_unused_parameters": "unused parameters are supported at every stage",
@@ -192,7 +192,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
     },
     "zero_optimization.offload_param": {
         "buffer_size": "a buffer is as large as the largest bucket's shard",
-        "max_in_cpu": "what rests on the disk is in host memory only while it is on its way",
+        "max_in_cpu": "what is kept on the disk is in host memory only while it is on its way",
     },
     "activation_checkpointing": {
         "partition_activations": _NO_PARTITION,
@@ -232,8 +232,8 @@ OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
 """Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
 
 OPTIMIZERS_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of whole matrices"),
-    **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each whole parameter"),
+    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of full matrices"),
+    **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each full parameter"),
     "LBFGS": "it needs inner products over all parameters",
     "SparseAdam": "it needs sparse gradients",
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),

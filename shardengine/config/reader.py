@@ -10,6 +10,9 @@ A `Reader` takes one tree through four passes and collects everything that is wr
 [Note: "auto"] What stands in the place of "auto": the value that the caller gives for it; otherwise the default, with a
 notice; a problem where only the caller can know (`foreign.ONLY_CALLER`). Batch sizes follow from each other.
 
+[Note: One mistake, one problem] What a key should say is unknown once it could not be read, and where an unknown key
+most likely means it. No other check looks at such a key (`Reader.usable`): what it found would be a consequence.
+
 It must not know the objects that `config/load.py` builds from the result.
 """
 
@@ -95,7 +98,7 @@ class Reader:
         self.notices: list[str] = []
         self.values: dict[str, Any] = {}
         self.sources: dict[str, Source] = {}
-        self.failed: set[str] = set()
+        self._failed: set[str] = set()
         self.written: dict[str, str] = {}
         self.present: frozenset[str] = frozenset()
 
@@ -104,9 +107,13 @@ class Reader:
         for name in self._auto:
             if name not in KEYS and name.rpartition(".")[0] not in ("optimizer.params", "scheduler.params"):
                 params = {param: f"optimizer.params.{param}" for table in OPTIMIZERS.values() for param in table}
-                close = params.get(name) or _nearest_key("", name)
+                section, _, leaf = name.rpartition(".")
+                close = params.get(name) or (
+                    _nearest_key(section, leaf) if section in SECTIONS else _nearest_key("", name)
+                )
                 text = f'auto names the unknown key "{name}"; the nearest valid key is "{close}"'
                 self.problems.append(text)
+                self._failed.add(close)
         self._scan(tree, "")
         self._nest(tree)
         self._rename(tree)
@@ -121,8 +128,20 @@ class Reader:
 
     def problem(self, name: str, text: str) -> None:
         """Note that the key ``name`` (dotted) cannot be used; ``text`` says what was expected and what came."""
-        self.failed.add(name)
+        self._failed.add(_current(name))
         self.problems.append(f"{self._place(name)}: {text}")
+
+    def usable(self, *names: str) -> bool:
+        """Whether each key has the value that the file says, or its default because the file says nothing of it.
+
+        What is wrong with the others is a problem already ([Note: One mistake, one problem]).
+        """
+        return not any(name == failed or name.startswith(f"{failed}.") for name in names for failed in self._failed)
+
+    def _unknown(self, name: str, close: str, text: str) -> None:
+        """Note that the key ``name`` is unknown; ``close`` is what it most likely means."""
+        self.problem(name, text)
+        self._failed.add(_current(close))
 
     def _place(self, name: str) -> str:
         for new, old in self.written.items():
@@ -150,7 +169,7 @@ class Reader:
         if isinstance(node, list):
             usable = [self._scan(item, f"{path}[{index}]", opaque=opaque) for index, item in enumerate(node)]
             if not all(usable):
-                self.failed.add(path)
+                self._failed.add(path)
             return all(usable)
         if opaque or (node == math.inf and known is not None and known.kind is EVERY):
             return True
@@ -188,7 +207,8 @@ class Reader:
         if name in TRIPLE:
             self.notices.append(f'{self._place(name)} is "auto" and is worked out from the other batch sizes')
         elif name in ONLY_CALLER:
-            self.problem(name, f'"auto"{trainer}, cannot be known here; write a value, or give one: {_give(name)}')
+            if self.usable(name):
+                self.problem(name, f'"auto"{trainer}, cannot be known here; write a value, or give one: {_give(name)}')
         else:
             instead = f"; for another one: {_give(name)}" if argument else ""
             self.notices.append(f'{self._place(name)} is "auto"{trainer}: here {default} counts{instead}')
@@ -231,15 +251,16 @@ class Reader:
             elif dotted in KEYS:
                 self._leaf(KEYS[dotted], value)
             else:
-                close = _nearest_key(section, name)
+                names_type = section in ("optimizer", "scheduler") and isinstance(value, str) and "type" not in tree
+                close = f"{section}.type" if names_type else _nearest_key(section, name)
                 level = ", on the top level" if section and "." not in close else ""
-                self.problem(dotted, f'unknown key; the nearest valid key is "{close}"{level}')
+                self._unknown(dotted, close, f'unknown key; the nearest valid key is "{close}"{level}')
 
     def _section(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
             self._visit(value, name)
             gate = f"{name}.{GATES[name]}" if name in GATES else ""
-            if gate and gate not in self.failed and value.get(GATES[name]) not in (None, False, KEYS[gate].default):
+            if gate and self.usable(gate) and value.get(GATES[name]) not in (None, False, KEYS[gate].default):
                 self.later(name, f'"{GATES[name]}": {json.dumps(KEYS[gate].default)}')
         elif value is None and name != "zero_optimization":
             return
@@ -287,7 +308,7 @@ class Reader:
         if name is not None:
             self.sources.update({f"{section}.params.{param}": "file" for param in params})
             return name, params if section == "optimizer" else self._fill(section, params, {})
-        if section in self.present and f"{section}.type" not in self.failed:
+        if section in self.present and self.usable(f"{section}.type"):
             self.problem(f"{section}.type", f"the key is missing; expected a name such as {example}")
         return None
 
@@ -345,7 +366,8 @@ class Reader:
             lambda param, text: self.problem(place + param, text),
             lambda param, value: self._not_in_table(name, param, value),
         )
-        if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
+        needed = (f"{place}momentum", f"{place}dampening")
+        if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0) and self.usable(*needed):
             came = f"{params['momentum']:g} and {params['dampening']:g}"
             self.problem(f"{place}nesterov", f"nesterov needs momentum > 0 and dampening 0, got {came}")
         return name, params
@@ -360,7 +382,8 @@ class Reader:
         elif name not in owners:
             switch = ("adam_w_mode",) if name in ("Adam", "AdamW") else ()
             close = nearest(param, (*OPTIMIZERS[name], *OPTIMIZER_NO_EFFECT, *switch))
-            self.problem(dotted, f'unknown parameter of {name}; the nearest valid key is "optimizer.params.{close}"')
+            close = f"optimizer.params.{close}"
+            self._unknown(dotted, close, f'unknown parameter of {name}; the nearest valid key is "{close}"')
         elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
             text = f"expected {json.dumps(fixed)}, got {describe(value)}; nothing else is supported, because {why}"
             self.problem(dotted, text)
@@ -380,13 +403,22 @@ class Reader:
         return name
 
 
+def _current(name: str) -> str:
+    """``name``, or where it or its section has an old name, the current one."""
+    for old, new in ALIASES.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return name
+
+
 def _give(name: str) -> str:
     return f'load_config(file, auto={{"{name}": …}})'
 
 
 def _nearest_key(section: str, name: str) -> str:
     """The most similar key of the section, or the key of the same name in another section."""
-    elsewhere = [key for key in (*KEYS, *SECTIONS) if key.rpartition(".")[2] == name]
+    places = [key.rpartition(".") for key in (*KEYS, *SECTIONS)]
+    elsewhere = [join(holder, leaf) for holder, _, leaf in places if leaf == name and holder not in GATES]
     beside = [key for key in (*KEYS, *SECTIONS, *ALIASES) if key.rpartition(".")[0] == section]
     close = nearest(join(section, name), beside)
     alike = difflib.SequenceMatcher(None, name.lower(), close.rpartition(".")[2].lower()).ratio()

@@ -98,11 +98,11 @@ class OffloadOptimizerConfig:
     """Where gradients' shards, master weights and optimizer state rest, and which part of them."""
 
     device: Literal["none", "cpu", "nvme"] = key(
-        "none", _DEVICE, "Where gradients' shards, master weights and optimizer state rest; the CPU steps them."
+        "none", _DEVICE, "Where gradients' shards, master weights and optimizer state are kept; the CPU steps them."
     )
     nvme_path: str | None = key(None, _PATH, _PATH_NOTE)
     ratio: float | Literal["auto"] = key(
-        1.0, PART, 'The part, by bytes, that rests there; "auto": as little as device_memory allows.'
+        1.0, PART, 'The part, by bytes, that is kept there; "auto": as little as device_memory allows.'
     )
     device_memory: int | None = key(
         None,
@@ -112,7 +112,7 @@ class OffloadOptimizerConfig:
     pin_memory: bool = switch(True, "What crosses to and from a GPU is in page-locked memory, which it copies faster.")
     buffer_count: int = key(4, integer(2), _BUFFERS_NOTE)
     step_in_backward: bool = switch(
-        False, "Stages 1 to 3: what rests there is stepped while backward goes on; then only step() may follow."
+        False, "Stages 1 to 3: what is kept there is stepped while backward still runs; then only step() may follow."
     )
 
 
@@ -120,7 +120,7 @@ class OffloadOptimizerConfig:
 class OffloadParamConfig:
     """Where the shards of the weights rest (stage 3)."""
 
-    device: Literal["none", "cpu", "nvme"] = key("none", _DEVICE, "Stage 3: where the shards of the weights rest.")
+    device: Literal["none", "cpu", "nvme"] = key("none", _DEVICE, "Stage 3: where the shards of the weights are kept.")
     nvme_path: str | None = key(None, _PATH, _PATH_NOTE)
     pin_memory: bool = switch(True, "Shards in host memory are page-locked, which a GPU copies faster.")
     buffer_count: int = key(5, integer(2), _BUFFERS_NOTE)
@@ -181,7 +181,7 @@ class Fp16Config:
         number(0, above=True, below=3e38),
         "The loss scale is never halved below this; an overflow there is an error.",
     )
-    consecutive_hysteresis: bool = switch(False, "Every step without overflow makes the hysteresis whole again.")
+    consecutive_hysteresis: bool = switch(False, "Every step without overflow restores the hysteresis.")
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,13 @@ class TopLevel:
     nonfinite_gradients: Literal["skip", "raise", "step"] | None = key(
         None,
         optional(choice("skip", "raise", "step"), "skip; raise with step_in_backward"),
-        "What happens to a step whose gradients hold Inf or NaN: left out on all ranks, an error, or taken anyway.",
+        "What happens to a step whose gradients hold Inf or NaN: skipped on all ranks, an error, or taken anyway.",
     )
     max_nonfinite_steps: int = key(
         20,
         SIZE,
-        "Steps left out in a row for gradients that are not finite that are an error; 0: never. A dynamic loss scale "
-        "has its own end (fp16.min_loss_scale).",
+        "How many steps in a row, skipped for gradients that are not finite, are an error; 0: never. A dynamic loss "
+        "scale has its own end (fp16.min_loss_scale).",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = key(
         "mean", choice("mean", "sum"), "How the gradients of the ranks are combined."
@@ -274,7 +274,7 @@ class TopLevel:
     gradient_accumulation: Literal["full", "sharded"] | None = key(
         None,
         optional(choice("full", "sharded"), "the stage's third letter"),
-        "How gradients rest between micro-batches: full size and unreduced, or reduced and sharded.",
+        "How gradients are kept between micro-batches: full size and unreduced, or reduced and sharded.",
     )
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None

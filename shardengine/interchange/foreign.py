@@ -42,6 +42,11 @@ class ForeignParameter:
     states: tuple[str, ...]
     read: Callable[[str], Tensor]
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the optimizer steps it."""
+        return self.group >= 0
+
 
 @dataclass(frozen=True)
 class Foreign:

@@ -91,7 +91,7 @@ def _bytes_of(entry: _Entry, source: str) -> Tensor:
 def _entries(foreign: Foreign) -> Iterator[_Entry]:
     made = options.states_of(foreign.kind, foreign.groups)
     for parameter in foreign.parameters:
-        stepped = parameter.group >= 0 and foreign.kind is not None
+        stepped = parameter.is_stepped and foreign.kind is not None
         own = options.states_of(foreign.kind, [foreign.groups[parameter.group]]) if stepped else ()
         for state in (WEIGHT, *(made if stepped else ())):
             if state in parameter.states:
@@ -103,7 +103,7 @@ def _entries(foreign: Foreign) -> Iterator[_Entry]:
 
 
 def _stored(parameter: ForeignParameter, state: str) -> _Entry:
-    dtype = torch.float32 if state != WEIGHT or parameter.group >= 0 else parameter.dtype
+    dtype = torch.float32 if state != WEIGHT or parameter.is_stepped else parameter.dtype
     return _Entry(parameter.names[0], state, dtype, parameter.shape, lambda: parameter.read(state).to(dtype))
 
 

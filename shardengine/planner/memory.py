@@ -55,7 +55,7 @@ class Footprint:
         weights_place = "device" if homes.weights is None or not self.stage.moves_weights else homes.weights.name
         gathers = self.stage.gathers_gradients
         for flat_buffer in self.layout.flat_buffers:
-            stepped = any(self.layout.parameters[slot.parameter].group >= 0 for slot in flat_buffer.slots)
+            stepped = any(self.layout.parameters[slot.parameter].is_stepped for slot in flat_buffer.slots)
             for bucket in flat_buffer.buckets:
                 tier = homes.state.get(bucket.index)
                 state = self.state + (self._master_bytes(flat_buffer, bucket, homes) if stepped else 0)

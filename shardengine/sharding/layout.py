@@ -55,6 +55,11 @@ class ParameterSpec:
     order: tuple[int, ...] = ()
     number: int = 0
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer steps it."""
+        return self.group >= 0
+
     @cached_property
     def numel(self) -> int:
         """Number of elements (1 for a 0-dim parameter)."""

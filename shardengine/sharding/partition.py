@@ -2,13 +2,12 @@
 
 Must not know: hooks, the optimizer's arithmetic, the order in which units run.
 
-[Note: Units] With weights that rest replicated there is one unit, the root. With sharded weights, units are the modules
-of the classes that the config names; else those of Hugging Face's ``_no_split_modules``, and what the walk of
-``sharding/wrapping.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module
-around the block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A
-parameter that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever
-anything runs. Parameters without elements, and frozen ones where weights rest replicated, stay outside of the flat
-buffers.
+[Note: Unit modules] With weights that rest replicated there is one unit, the root. With sharded weights, units are the
+modules of the classes that the config names; else those of Hugging Face's ``_no_split_modules``, and what the walk of
+``sharding/wrapping.py`` finds beside them. The outermost match wins. ``torch.compile(block)`` is a module around the
+block and counts as one of the block's class, so that it is the unit and hooks run outside of the graph. A parameter
+that is used in two units, or inside and outside of one, belongs to the root, which is gathered whenever anything runs.
+Parameters without elements, and frozen ones where weights rest replicated, stay outside of the flat buffers.
 
 What is recomputed in backward (``runtime/activation_checkpointing.py``), and what waits for stepped weights, are the
 repeated blocks alone: those classes, else the children of ModuleLists with two or more children of one class.
@@ -172,7 +171,7 @@ def find_blocks(model: nn.Module, setting: str | tuple[str, ...]) -> tuple[list[
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks, or the modules of the classes that ``setting`` names; outermost match ([Note: Units])."""
+    """The repeated blocks, or the modules of classes that ``setting`` names; outermost match ([Note: Unit modules])."""
     classes = set(setting) if not isinstance(setting, str) else _no_split_classes(model)
     present = {class_of(module).__name__ for module in model.modules()}
     if not isinstance(setting, str) and (missing := sorted(classes - present)):
@@ -185,7 +184,7 @@ def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[s
 
 
 def sharded_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules that are gathered as one, with their names, in registration order ([Note: Units])."""
+    """The modules that are gathered as one, with their names, in registration order ([Note: Unit modules])."""
     if not isinstance(setting, str):
         return find_units(model, setting)
     chosen = automatic_units(model, _no_split_classes(model))

@@ -24,7 +24,7 @@ from shardengine.app.cli import main
 from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.comm import RankFailure
 from shardengine.config.load import load_config
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import CommunicationError, ConfigError, UsageError
 from tests.app.test_resume import config, curve, made, on_rank, tag, tags, tiny  # noqa: F401
 from tests.app.test_train import numbered
 from tests.support.ranks import RankPool
@@ -263,7 +263,9 @@ def test_a_death_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert death(tmp_path, {3: 1, 0: -15}).line == "rank 3 failed: ValueError: first line"
     assert death(tmp_path, {3: 1, 0: -15}).text.endswith("\nValueError: first line\nof two")
     assert not death(tmp_path, {3: 1}).is_usage
-    assert death(tmp_path, {3: 1, 0: -9}).rank == 0  # a death without a word comes first
+    assert death(tmp_path, {3: 1, 0: -6}).rank == 3  # rank 0 may have ended because rank 3 failed
+    stopping.report_failure(CommunicationError("all_gather: rank 0 is gone"))
+    assert death(tmp_path, {3: 1, 0: -9}).rank == 0
     stopping.forget_failures(tmp_path)
     stopping.report_failure(ConfigError("wrong"))
     assert death(tmp_path, {3: 1, 0: -9}).is_usage
@@ -274,19 +276,19 @@ def test_a_death_is_not_repeated_without_a_new_checkpoint(tmp_path: Path):
     restarts = Restarts(4, tmp_path)
     assert restarts.again(dead).line.endswith("restart 1 of 4: begins again, there is no checkpoint yet")
     made(tmp_path, tag(4))
-    assert restarts.again(dead).line.endswith("restart 2 of 4: goes on from step 4")
+    assert restarts.again(dead).line.endswith("restart 2 of 4: resumes from step 4")
     made(tmp_path, tag(8))
-    assert restarts.again(dead) == Decision(True, f"{dead.line}; restart 3 of 4: goes on from step 8")
+    assert restarts.again(dead) == Decision(True, f"{dead.line}; restart 3 of 4: resumes from step 8")
     why = "not started again, ranks died twice without a new checkpoint in between; restarts: 3 of 4 used"
     assert restarts.again(dead) == Decision(False, why)
     wrong_input = RankFailure(0, 2, is_usage=True)  # its message is enough
     assert restarts.again(wrong_input) == Decision(False)
     made(tmp_path, tag(99_999_999))
-    assert restarts.again(dead).line.endswith("restart 4 of 4: goes on from step 99999999")
+    assert restarts.again(dead).line.endswith("restart 4 of 4: resumes from step 99999999")
     made(tmp_path, tag(100_000_000))
     assert restarts.again(dead) == Decision(False, "not started again, restarts: 4 of 4 used")
     assert resume.newest(tmp_path) is not None and Restarts(0, tmp_path).again(dead) == Decision(False)
-    assert Restarts(1, tmp_path).again(dead).line.endswith("goes on from step 100000000")
+    assert Restarts(1, tmp_path).again(dead).line.endswith("resumes from step 100000000")
 
 
 @pytest.mark.parametrize(("deaths", "code", "starts"), [([-9, -9, -9], 1, 2), ([-9], 0, 2), ([2, -9], 1, 1)])

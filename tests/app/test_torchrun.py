@@ -146,7 +146,7 @@ def test_a_killed_rank_of_our_own_parent_changes_nothing(tiny: Path, whole: Path
     assert process.returncode == 0, err
     lines = [line for line in err.splitlines() if "restart" in line]
     assert lines == [
-        "rank 0 was killed by SIGKILL (often the system, out of memory); restart 1 of 2: goes on from step 4"
+        "rank 0 was killed by SIGKILL (often the system, out of memory); restart 1 of 2: resumes from step 4"
     ]
     assert "Traceback" not in err
     assert out.count("resumed:") == 1 and "resumed:     from step 4" in out

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardengine.app import corpus, data, loop, report, settings, stopping
 from shardengine.app.rank_sums import RankSums
-from shardengine.comm import mesh
+from shardengine.comm import RankFailure, mesh
 from shardengine.errors import ConfigError, UsageError
 from tests.support import HANG_S
 
@@ -229,7 +229,7 @@ def test_a_signal_or_the_parents_file_asks_to_stop(tmp_path: Path, monkeypatch: 
 
 
 def test_the_earliest_failure_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert stopping.first_failure(tmp_path) is None
+    assert not stopping.failures(tmp_path)
     monkeypatch.setenv(stopping.CONTROL, str(tmp_path))
     for rank, error in ((2, ValueError("the cause")), (0, RuntimeError("peer lost")), (1, ConfigError("also"))):
         monkeypatch.setenv("RANK", str(rank))
@@ -237,7 +237,7 @@ def test_the_earliest_failure_is_the_cause(tmp_path: Path, monkeypatch: pytest.M
             raise error
         except Exception as caught:
             stopping.report_failure(caught)
-    first = stopping.first_failure(tmp_path)
+    first = RankFailure.first(stopping.failures(tmp_path))
     assert first is not None
     assert (first.rank, first.is_usage) == (2, False)
     assert "the cause" in first.text

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
-from shardengine.comm.rank_failure import describe_exit
-from shardengine.errors import ShardEngineError, UsageError
+from shardengine.comm.launcher import _SPREAD_S, cores, default_ranks, launch, rank_environment
+from shardengine.comm.rank_failure import RankFailure, describe_exit
+from shardengine.errors import CommunicationError, ShardEngineError, UsageError
 from tests.support import HANG_S
 
 
@@ -34,10 +34,27 @@ class Unhappy(Exception):
 
 def one_raises(kind: str):
     if dist.get_rank() == 1:
-        if kind == "killed":
+        if "killed" in kind:
             os.kill(os.getpid(), 9)
         raise Unhappy("very", "much") if kind == "unpicklable" else ValueError("rank one says no")
-    dist.all_reduce(torch.ones(1))  # never completes: the peer is gone
+    try:
+        dist.all_reduce(torch.ones(1))  # never completes: the peer is gone
+    except RuntimeError as error:
+        if kind == "killed, wrapped":
+            raise ValueError("the step has failed") from error
+        if kind == "aborts":
+            os.abort()  # as a communication library does that finds its peer gone
+        raise
+
+
+def one_reports_late():
+    if dist.get_rank() == 1:
+        try:
+            raise ValueError("rank one says no")
+        finally:
+            dist.destroy_process_group()  # so that rank 0 is the first to report
+            time.sleep(2 * _SPREAD_S)
+    dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.core
@@ -63,7 +80,9 @@ def test_one_rank_is_the_same_path():
     [
         ("plain", ValueError, "rank one says no"),
         ("unpicklable", ShardEngineError, "Unhappy: very much"),
+        ("aborts", ValueError, "rank one says no"),
         ("killed", ShardEngineError, "rank 1 was killed by SIGKILL"),
+        ("killed, wrapped", ShardEngineError, "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_the_first_failure_is_raised_and_ends_the_others(kind: str, error: type[Exception], text: str):
@@ -71,10 +90,31 @@ def test_the_first_failure_is_raised_and_ends_the_others(kind: str, error: type[
     with pytest.raises(error, match=text) as caught:
         launch(one_raises, 2, (kind,))
     assert time.monotonic() - started < HANG_S
-    if kind != "killed":
+    if "killed" not in kind:
         cause = str(caught.value.__cause__)
         assert "Traceback of rank 1" in cause
         assert "in one_raises" in cause
+
+
+def test_the_failure_that_others_suffer_from_is_waited_for():
+    with pytest.raises(ValueError, match="rank one says no"):
+        launch(one_reports_late, 2)
+
+
+def failure(rank: int, error: BaseException) -> RankFailure:
+    try:
+        raise error
+    except BaseException as raised:
+        return RankFailure.of(rank, raised)
+
+
+def test_which_of_several_failures_is_reported():
+    lost, silent = failure(0, CommunicationError("all_gather: rank 3 is gone")), RankFailure(3, -9)
+    backend, own = failure(1, dist.DistBackendError("NCCL: remote process exited")), failure(2, ValueError("no data"))
+    assert RankFailure.first([lost, backend]) is lost  # the earliest
+    assert RankFailure.first([lost, silent, backend]) is silent
+    assert RankFailure.first([lost, silent, own, failure(4, KeyError("later"))]) is own
+    assert RankFailure.first([]) is None
 
 
 @pytest.mark.parametrize("ranks", [0, -1, True, 2.0])

@@ -311,7 +311,7 @@ def test_a_module_without_its_engine_may_be_used_beside_another_engine(pools: Po
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])
-def test_left_over_micro_batches_that_send_nothing_are_no_fault(pools: Pools, stage: str) -> None:
+def test_left_over_micro_batches_that_send_nothing_are_no_failure(pools: Pools, stage: str) -> None:
     assert pools(2).run(one_more, stage, "close", 2, "", {}) == [("nothing", "nothing")] * 2
 
 

@@ -152,7 +152,7 @@ CALLS: dict[str, tuple[Callable[[Any, str], Any], Callable[[Any], tuple[Any, str
 """Per call: how it is made, and what raises in it (owner, name)."""
 
 
-def faulty_in(call: str) -> int:
+def failing_in(call: str) -> int:
     """The rank that raises; where rank 0 only sends, the other one waits."""
     return 0 if call.startswith("leaving") else 1
 
@@ -166,7 +166,7 @@ def fail_in_calls(stage: str, folder: str) -> dict[str, Any]:
         unnamed.extend(unnamed_collectives(engine))
         engine.save_checkpoint(folder)
         for name, (call, owner) in CALLS.items():
-            if engine.rank == faulty_in(name):
+            if engine.rank == failing_in(name):
                 fail_once(*owner(engine._core), 0)
             started = time.monotonic()
             with pytest.raises((Boom, CommunicationError)) as caught:
@@ -203,7 +203,7 @@ def test_a_failure_in_any_collective_call_is_told(pools: Pools, tmp_path: Path) 
     check(results, "3")
     assert [result["unnamed"] for result in results] == [[], []]
     for name in CALLS:
-        faulty = faulty_in(name)
-        assert results[faulty]["said"][name][0] == "on purpose"
-        text, seconds = results[1 - faulty]["said"][name]
-        assert f"rank {faulty} raised: Boom: on purpose (in {name} of step 2" in text and seconds < SOON_S, text
+        failing = failing_in(name)
+        assert results[failing]["said"][name][0] == "on purpose"
+        text, seconds = results[1 - failing]["said"][name]
+        assert f"rank {failing} raised: Boom: on purpose (in {name} of step 2" in text and seconds < SOON_S, text

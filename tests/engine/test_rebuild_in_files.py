@@ -17,8 +17,8 @@ from shardengine.errors import MismatchError, OffloadError, ShardEngineError
 from shardengine.offload import direct_io
 from shardengine.offload.nvme.extent_file import ExtentFile
 from tests.engine.test_rebuild import assert_same, begin, new_group, one_step, step_both
-from tests.offload.test_extent_faults import refusing
-from tests.offload.test_faults import full_disk, places
+from tests.offload.test_extent_failures import refusing
+from tests.offload.test_failures import full_disk, places
 from tests.parity.test_changed_models import group, set_trainable
 from tests.support import cases
 from tests.support.ranks import RankPool

@@ -31,7 +31,7 @@ from tests.support.special_models import Boom, Explode
 Pools = Callable[[int], RankPool]
 STAGES = list(cases.STAGES)
 STEPS = 4
-FAULTY = 1
+FAILING = 1
 """The step in which something goes wrong."""
 
 
@@ -117,13 +117,13 @@ def listening_closely() -> Iterator[None]:
 def train_through(
     engine: Any, go_wrong: Callable[[Any], None], recover: Callable[[Any, Exception], None]
 ) -> dict[str, Any]:
-    """As ``cases.train_engine``; go_wrong: called once, before step FAULTY; recover: with what was raised."""
+    """As ``cases.train_engine``; go_wrong: called once, before step FAILING; recover: with what was raised."""
     losses: dict[int, list[float]] = {}
     norms: dict[int, float] = {}
     was_applied: dict[int, bool] = {}
     fresh = True
     while (step := engine.global_steps) < STEPS:
-        if step == FAULTY and fresh:
+        if step == FAILING and fresh:
             fresh = False
             go_wrong(engine)
         try:
@@ -151,18 +151,18 @@ def check(results: list[dict[str, Any]], stage: str, micros: int = 1, **dtypes: 
     assert_equal_to_truth(results, cases.truth("mlp", "AdamW", len(results), micros, order, STEPS, **dtypes))
 
 
-def raise_on_one_rank(stage: str, place: str, faulty: int, micros: int, **options: Any) -> dict[str, Any]:
+def raise_on_one_rank(stage: str, place: str, failing: int, micros: int, **options: Any) -> dict[str, Any]:
     with listening_closely():
-        return raise_at_shipped_times(stage, place, faulty, micros, **options)
+        return raise_at_shipped_times(stage, place, failing, micros, **options)
 
 
-def raise_at_shipped_times(stage: str, place: str, faulty: int, micros: int, **options: Any) -> dict[str, Any]:
+def raise_at_shipped_times(stage: str, place: str, failing: int, micros: int, **options: Any) -> dict[str, Any]:
     engine = make_engine(stage, 20, micros, **options)
     said: list[str] = []
 
     def go_wrong(engine: Any) -> None:
         said.append(str(time.monotonic()))
-        if engine.rank == faulty:
+        if engine.rank == failing:
             raise_in(engine, place)
 
     def recover(engine: Any, error: Exception) -> None:
@@ -183,22 +183,24 @@ PLACES = ["forward", "backward", "before the update", "between two buckets", "af
 def test_an_exception_on_one_rank_ends_the_others_soon_and_reset_trains_on(
     pools: Pools, stage: str, ranks: int, micros: int, place: str
 ) -> None:
-    faulty = (STAGES.index(stage) + PLACES.index(place)) % 2  # every stage and every place sees both
-    results = pools(ranks).run(raise_on_one_rank, stage, place, faulty, micros)
+    failing = (STAGES.index(stage) + PLACES.index(place)) % 2  # every stage and every place sees both
+    results = pools(ranks).run(raise_on_one_rank, stage, place, failing, micros)
     check(results, stage, micros)
-    check_what_was_said(results, stage, place, faulty, within_s=5)
+    check_what_was_said(results, stage, place, failing, within_s=5)
 
 
-def check_what_was_said(results: list[dict[str, Any]], stage: str, place: str, faulty: int, *, within_s: float) -> None:
-    assert results[faulty]["said"][0] == "Boom: on purpose"
+def check_what_was_said(
+    results: list[dict[str, Any]], stage: str, place: str, failing: int, *, within_s: float
+) -> None:
+    assert results[failing]["said"][0] == "Boom: on purpose"
     call = place if place in ("forward", "backward") else "step"
     module = ", module 'blocks.1'" if call == "forward" else ""
     for rank, result in enumerate(results):
         text, seconds = result["said"]
         assert float(seconds) < within_s
-        if rank == faulty:
+        if rank == failing:
             continue
-        said = f"CommunicationError: rank {faulty} raised: Boom: on purpose (in {call} of step {FAULTY + 1}, micro"
+        said = f"CommunicationError: rank {failing} raised: Boom: on purpose (in {call} of step {FAILING + 1}, micro"
         assert said in text and f"on rank {rank} for" in text and "engine.reset()" in text, text
         unit = "the root" if stage not in ("3", "3k") else r"blocks\.1" if call != "step" else r"blocks\.\d"
         assert re.search(rf"-batch \d, unit '{unit}'{module}\)", text), text
@@ -355,6 +357,6 @@ def reset_twice(stage: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_reset_without_a_fault_drops_the_window(pools: Pools, stage: str) -> None:
+def test_reset_without_a_failure_drops_the_window(pools: Pools, stage: str) -> None:
     check(pools(2).run(reset_twice, stage), stage, 2)
     check([reset_twice(stage)], stage, 2)

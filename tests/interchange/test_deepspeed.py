@@ -217,7 +217,7 @@ def test_the_command_says_what_it_takes_over_and_what_not(tmp_path: Path, capsys
     for part in (
         f"imported DeepSpeed 0.19.8, ZeRO stage 3, 3 ranks: {out / 'step-00000003'}", "AdamW, groups: 2",
         "10 parameters (float16, 2 frozen, 1 with several names), 2 buffers", "client state: epoch",
-        "how long the loss scale (256, taken over) has held", "steps: 3, samples: 9",
+        "how long the loss scale (256, imported) has held", "steps: 3, samples: 9",
     ):  # fmt: skip
         assert part in text
     assert main(["import", str(DATA / "deepspeed-stage3-fp16"), str(out)]) == 2

@@ -15,7 +15,7 @@ from shardengine.errors import InternalError, OffloadError
 from shardengine.offload import ShardStore
 from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 from shardengine.offload.nvme.file_tier import FileTier
-from tests.offload.test_faults import full_disk
+from tests.offload.test_failures import full_disk
 
 LENGTH = 5000
 

@@ -15,7 +15,7 @@ from shardengine.offload import direct_io
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 from shardengine.offload.nvme.free_list import FreeList
-from tests.offload.test_extent_faults import Fault
+from tests.offload.test_extent_failures import Failure
 from tests.offload.test_extents import random_bytes, read
 
 
@@ -95,13 +95,13 @@ def test_room_that_no_zeros_can_be_written_to(file: ExtentFile, monkeypatch: pyt
     first = file.allocate(20_000)
     file.write(first, random_bytes(20_000)).wait()
     file.free(first)
-    fault = Fault(os.pwritev, code, 9000)
-    monkeypatch.setattr(direct_io, "pwritev", fault)
+    failure = Failure(os.pwritev, code, 9000)
+    monkeypatch.setattr(direct_io, "pwritev", failure)
     if code == errno.ENOSPC:
         with pytest.raises(OffloadError, match=r"taking room for 20000 bytes .* make room there"):
             file.allocate(20_000)
-        fault.on = False
+        failure.on = False
     extent = file.allocate(20_000)
     assert extent.offset == (0 if code == errno.ENOSPC else 20_480) and not read(file, extent).any()
-    fault.on = False
+    failure.on = False
     assert file.allocate(20_000).offset == extent.offset + 20_480

@@ -114,7 +114,7 @@ def watching(engine: shardengine.Engine) -> Iterator[list[str]]:
         (MANY, ["ffgg", "fsfg", "fggf", "fggf", "fgfs", "ffss"]),
     ],
 )
-def test_units_are_gathered_ahead_within_the_budget_but_at_least_one(prefetch: int, expected: list[str]) -> None:
+def test_units_are_unsharded_ahead_within_the_budget_but_at_least_one(prefetch: int, expected: list[str]) -> None:
     with an_engine(prefetch=prefetch) as engine:
         step(engine)
         with watching(engine) as seen:
@@ -211,7 +211,7 @@ def skipping() -> Skipping:
     return Skipping()
 
 
-def test_a_wrong_prediction_changes_no_result_and_leaves_nothing_gathered() -> None:
+def test_a_wrong_prediction_changes_no_result_and_leaves_nothing_unsharded() -> None:
     orders: list[tuple[int, ...]] = [(0, 1, 2), (0, 2), (2, 1, 0), (1, 1, 0)]
     losses: list[list[float]] = []
     for stage, prefetch in (("2", 0), ("3", 0), ("3", MANY)):

@@ -65,7 +65,7 @@ def test_while_gathering_a_unit_still_shows_poison() -> None:
     assert all(p.isnan().all() for p in parameters)
 
 
-def test_a_gathered_unit_shows_its_weights_to_the_users_own_parameters() -> None:
+def test_an_unsharded_unit_shows_its_weights_to_the_users_own_parameters() -> None:
     unit, parameters = sharded_unit()
     unit.unshard(collectives())
     unit.wait_for_unshard()
@@ -140,7 +140,7 @@ def test_an_illegal_move_is_refused_with_both_states(state: UnshardState, move: 
     assert unit.state is state
 
 
-def test_a_pinned_unit_shows_whole_weights_whatever_its_state() -> None:
+def test_a_summoned_unit_shows_full_weights_whatever_its_state() -> None:
     unit, parameters = sharded_unit()
     unit.summon(collectives())
     assert unit.summoned and unit.state is UnshardState.SHARDED and shows_contents(parameters)
@@ -206,16 +206,16 @@ def life_at_two_ranks() -> list[bool]:
     half = weight_bytes([unit]).total() == 4 * unit.elements // 2
     unit.unshard(link)
     unit.wait_for_unshard()
-    gathered = shows_contents(parameters)
+    unsharded = shows_contents(parameters)
     unit.reshard()
     unit.summon(link)
-    pinned = shows_contents(parameters)
+    summoned = shows_contents(parameters)
     parameters[1].data.fill_(5.0 + rank)
     unit.release_summoned(link, writable=True)
     unit.unshard(link)
     unit.wait_for_unshard()
     written = parameters[1].eq(5).all().item() and torch.equal(parameters[0].data, contents(SPECS[0], 0))
-    return [half, gathered, pinned, bool(written)]
+    return [half, unsharded, summoned, bool(written)]
 
 
 def test_two_ranks_hold_half_each_and_see_the_whole(pools: Callable[[int], RankPool]) -> None:

@@ -210,6 +210,10 @@ def test_dtypes_and_frozen_parameters_have_flat_buffers_of_their_own() -> None:
     assert found == [("float32", False, 1), ("float32", True, 1), ("float64", True, 1)]
 
 
+def test_what_an_optimizer_steps_has_a_group() -> None:
+    assert [spec("p", 4, group=group).is_stepped for group in (-1, 0, 1)] == [False, True, True]
+
+
 def test_a_large_parameter_is_cut_across_buckets() -> None:
     plan = layout.build([spec("big", 100)], 2, 64)
     pieces = [[(p.start, p.end, p.offset) for p in plan.pieces(bucket)] for bucket in plan.buckets]

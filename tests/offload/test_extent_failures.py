@@ -44,7 +44,7 @@ def refusing(code: int) -> Any:
     return refuse
 
 
-class Fault:
+class Failure:
     """In place of a system call: raises ``code`` at byte ``at`` of the file, as long as it is on."""
 
     def __init__(self, call: Any, code: int, at: int) -> None:
@@ -61,8 +61,8 @@ def test_a_failed_write(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, code:
     """It says so, the extent is torn, and the same bytes can be written again."""
     other, extent = file.allocate(9000), file.allocate(30_000)
     file.write(extent, random_bytes(30_000, seed=1)).wait()
-    fault = Fault(os.pwritev, code, extent.offset + 20_000)
-    monkeypatch.setattr(direct_io, "pwritev", fault)
+    failure = Failure(os.pwritev, code, extent.offset + 20_000)
+    monkeypatch.setattr(direct_io, "pwritev", failure)
     source = random_bytes(30_000, seed=2)
     transfer = file.write(extent, source)
     for _ in range(2):
@@ -78,18 +78,18 @@ def test_a_failed_write(file: ExtentFile, monkeypatch: pytest.MonkeyPatch, code:
     with pytest.raises(OffloadError, match="the last write of it failed"):
         file.look(extent)
     file.write(other, source[:9000]).wait()
-    fault.on = False
+    failure.on = False
     file.write(extent, source).wait()
     assert torch.equal(read(file, extent), source) and torch.equal(read(file, other), source[:9000])
 
 
 def test_a_failed_read(file: ExtentFile, monkeypatch: pytest.MonkeyPatch) -> None:
     extent = file.allocate(30_000)
-    fault = Fault(os.preadv, errno.EIO, extent.offset + 29_000)
-    monkeypatch.setattr(direct_io, "preadv", fault)
+    failure = Failure(os.preadv, errno.EIO, extent.offset + 29_000)
+    monkeypatch.setattr(direct_io, "preadv", failure)
     with pytest.raises(OffloadError, match=r"reading 30000 bytes at offset 0 .* Input/output error.*last checkpoint"):
         read(file, extent)
-    fault.on = False
+    failure.on = False
     assert not read(file, extent).any()
 
 

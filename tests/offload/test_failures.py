@@ -1,4 +1,4 @@
-"""Faults of the disk that states and weights rest on: nothing is lost, no rank waits, a checkpoint goes on."""
+"""Failures of the disk that states and weights rest on: nothing is lost, no rank waits, a checkpoint goes on."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_an_engine_that_lost_its_states_refuses_to_train_until_it_is_loaded(tmp_
 
 
 def own_groups(stage: str, which: str, folder: Path) -> Engine:
-    """An engine with groups of its own, which a fault may ruin."""
+    """An engine with groups of its own, which a failure may ruin."""
     model = cases.make_mlp()
     config = cases.config_of(stage, zero=places(which, folder), timeout_s=30.0)
     return Engine(model, config, cases.make_optimizer(model, "AdamW"))

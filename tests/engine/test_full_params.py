@@ -1,4 +1,4 @@
-"""Whole parameters for the user: full_params, state_dict, save_pretrained, and the model that close() gives back."""
+"""Full parameters for the user: full_params, state_dict, save_pretrained, and the model that close() gives back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 # full_params
 
 
-def shows_whole(stage: str) -> dict[str, Any]:
+def shows_full(stage: str) -> dict[str, Any]:
     engine = trained(PLAIN, stage)
     module = engine.module
     with engine.full_params():
@@ -83,9 +83,9 @@ def shows_whole(stage: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", list(cases.STAGES))
-def test_full_params_shows_whole_weights_on_every_rank(pools: Pools, stage: str) -> None:
+def test_full_params_shows_full_weights_on_every_rank(pools: Pools, stage: str) -> None:
     first, second = expected(PLAIN, 2, 1).parameters, expected(PLAIN, 2, 2)
-    results = pools(2).run(shows_whole, stage)
+    results = pools(2).run(shows_full, stage)
     for rank, result in enumerate(results):
         same(result["all"], first)
         same(result["state"], first)
