@@ -40,7 +40,7 @@ _REDUCED = "gradients are reduced in `engine.backward(loss)`, and in `loss.backw
 _NO_SYNC = "use `with engine.no_sync():` for micro-batches that do not communicate"
 _DIVISOR = "sums over ranks are divided by the number of ranks, or by nothing: `gradient_allreduce_op` in the config"
 _SCALE = "read `engine.get_loss_scale()`"
-_LEFT_OUT = "ask `engine.was_step_applied()` after the step; `engine.skipped_steps` counts those that were left out"
+_LEFT_OUT = "ask `engine.was_step_applied()` after the step; `engine.skipped_steps` counts those that were skipped"
 _BUFFERS = "buffers are broadcast before the first micro-batch of a step: `broadcast_buffers` in the config"
 _FREED = "`engine.offload_states()` moves what rests on the device to host memory and frees transient buffers"
 _FIXED_BATCH = "the batch is the config's; `engine.step(flush=True)` ends a window of micro-batches early"

@@ -19,8 +19,8 @@ set of parameters and adds their gradients up in the declared order:
 - a parameter that no rank used in the window is not touched by the optimizer
 - the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
   on a CPU are not)
-- a step whose norm is not finite is left out (``skips``)
-- loss scale: the loss, in fp32, times the scale; a step that is left out may halve the scale
+- a step whose norm is not finite is skipped (``skips``)
+- loss scale: the loss, in fp32, times the scale; a step that is skipped may halve the scale
 - torch's clipping: each complete gradient's norm is rounded once to fp32, torch's function makes one of them all and
   multiplies the gradients, in the wire's dtype, before the step
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
@@ -110,7 +110,7 @@ class Trace:
     """What the engine is compared with. ``losses[step][rank][micro]``; norms per step; the rest after the last step.
 
     shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not. scales:
-    the loss scale after each step; skipped: the steps that were left out.
+    the loss scale after each step; skipped: the steps that were skipped.
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
@@ -263,7 +263,7 @@ def train(
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
-    skips: steps that are not finite are left out without ``scaler``, too. torch_clip: the norm to which the user clips.
+    skips: steps that are not finite are skipped without ``scaler``, too. torch_clip: the norm to which the user clips.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """

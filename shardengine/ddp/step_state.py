@@ -145,7 +145,7 @@ class StepState:
         self.window.restart(total)
 
     def close(self) -> int:
-        """The step was applied, or left out: a new window begins. Returns the micro-batches of the old one."""
+        """The step was applied, or skipped: a new window begins. Returns the micro-batches of the old one."""
         self._reset()
         return self.window.close()
 

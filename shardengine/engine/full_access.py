@@ -175,7 +175,7 @@ def full_optimizer_state(
     chosen = _agree_on_names(core, "full_optimizer_state", names, writable)
     core.await_weights()
     core.adopt_written_weights()
-    number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters) if spec.group >= 0}
+    number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters) if spec.is_stepped}
     specs = _specs(core, chosen, number_of.values())
     wanted = {spec.name: spec for spec in specs.values()}
 

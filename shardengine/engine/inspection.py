@@ -114,7 +114,7 @@ class Inspection:
 
     @property
     def skipped_steps(self) -> int:
-        """How many of ``global_steps`` were left out because their gradients were not finite."""
+        """How many of ``global_steps`` were skipped because their gradients were not finite."""
         scaler = None if self.optimizer is None else self.optimizer.settings.scaler
         return 0 if scaler is None else scaler.skipped
 

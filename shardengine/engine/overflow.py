@@ -1,4 +1,4 @@
-"""What to say of a step that was left out, because gradients are not finite. Must not know: when one is left out."""
+"""What to say of a step that was skipped, because gradients are not finite. Must not know: when one is skipped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
     taken: buckets may have taken the step already.
     """
     came = f"rank {core.mesh.rank}: expected finite ones, got {describe(core)}"
-    left = "The step was left out, the weights are those of the last one"
+    left = "The step was skipped, the weights are those of the last one"
     if scaler.policy.dynamic:
         raise LossScaleError(
             f"gradients are not finite although the loss scale is at its minimum ({scaler.policy.minimum:g}), {came}. "
@@ -64,12 +64,12 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
 
 
 def tell(core: Core, step: int, limit: int) -> None:
-    """Say, on rank 0, that ``step`` was left out; collective, as ``report``. limit: so many in a row are an error."""
+    """Say, on rank 0, that ``step`` was skipped; collective, as ``report``. limit: so many in a row are an error."""
     found = describe(core)
     if core.mesh.rank == 0:
         end = f"{limit} in a row are an error (max_nonfinite_steps)" if limit else "they are no error"
         _log.warning(
-            "step %d was left out on all ranks: expected finite gradients, got %s. Weights, optimizer state and "
+            "step %d was skipped on all ranks: expected finite gradients, got %s. Weights, optimizer state and "
             'engine.lr_scheduler stay as they were. Later ones are only counted (engine.skipped_steps); %s. '
             '"nonfinite_gradients": "raise" stops at the first.%s',
             step, found, end, _hint(core),

@@ -57,7 +57,7 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
         return core
     unfrozen = core.unfrozen()
     grouped = _group_of(optimizer)
-    if core.window.is_first and len(grouped) > sum(spec.group >= 0 for spec in core.layout.parameters):
+    if core.window.is_first and len(grouped) > sum(spec.is_stepped for spec in core.layout.parameters):
         compare(core.collectives, {"set of unfrozen parameters": list(unfrozen)})
     for name, parameter in unfrozen.items():
         if id(parameter) not in grouped:
@@ -195,13 +195,13 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
     homes, specs = planned.homes, planned.layout.parameters
     for flat_buffer in planned.layout.flat_buffers:
         dtype = getattr(torch, flat_buffer.dtype)
-        stepped = any(specs[slot.parameter].group >= 0 for slot in flat_buffer.slots)
-        masters = core.precision.master_of(dtype)
+        stepped = any(specs[slot.parameter].is_stepped for slot in flat_buffer.slots)
         for bucket in flat_buffer.buckets:
             length = bucket.elements(core.stage.state)
             tier = homes.state.get(bucket.index)
-            if tier is not None and stepped and (masters or homes.needs_copy(bucket.index)):
-                yield tier, {MASTER: (length, torch.float32 if masters else dtype)}
+            master = core.precision.master_dtype(dtype, copied=homes.needs_copy(bucket.index))
+            if tier is not None and stepped and master is not None:
+                yield tier, {MASTER: (length, master)}
             if tier is not None and optimizer.state_names:
                 yield tier, dict.fromkeys(optimizer.state_names, (length, torch.float32))
             if homes.weights is not None and core.stage.moves_weights:
@@ -220,7 +220,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
         units = [_move(core, unit, planned, optimizer) for unit in core.units]
     core.tiers.free_reserved()
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
-    steps = {spec.name: count for spec, count in counts if spec.group >= 0}
+    steps = {spec.name: count for spec, count in counts if spec.is_stepped}
     new = succeed(core, model, config, found, plan, units)
     optimizer.lay_out(plan, new.reducer, [steps.get(spec.name, 0) for spec in plan.parameters])
     new.pool.clear()
@@ -255,10 +255,8 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
         member.parameter.grad = None
         member.show(member.view)
     for flat_buffer in flat_buffers:
-        masters = core.precision.master_of(flat_buffer.dtype)
         for bucket in flat_buffer.buckets:
-            if flat_buffer.is_stepped and (masters or homes.needs_copy(bucket.layout.index)):
-                bucket.begin_master(bucket.full, torch.float32 if masters else None)
+            placing.begin_master(bucket, bucket.full, core.precision)
     if core.stage.moves_weights:
         unit.detach_shards()
     for bucket in buckets:
@@ -277,7 +275,7 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
 
 def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Targets) -> None:
     """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
-    stepped = {spec.name for spec in core.layout.parameters if spec.group >= 0}
+    stepped = {spec.name for spec in core.layout.parameters if spec.is_stepped}
     for key, held in tensors.items():
         with gathered(core, bucket, {key: held}, placement, Purpose.REBUILD, held.dtype) as slices:
             for part in slices:

@@ -1,8 +1,8 @@
-"""Steps that are left out because gradients are not finite, and the loss scale of fp16, which follows them. Integers
+"""Steps that are skipped because gradients are not finite, and the loss scale of fp16, which follows them. Integers
 and floats only.
 
 Gradients in fp16 vanish below 6e-8 and overflow above 65504. Multiplying the loss moves them between the two; a step
-whose gradients overflowed is left out. Must not know: tensors, the step, who finds the overflow.
+whose gradients overflowed is skipped. Must not know: tensors, the step, who finds the overflow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LARGEST = 2.0**127
 
 
 class LossScaler:
-    """``scale`` is what the loss of the coming window is multiplied with; ``skipped`` counts the steps left out."""
+    """``scale`` is what the loss of the coming window is multiplied with; ``skipped`` counts the skipped steps."""
 
     def __init__(self, policy: ScalePolicy) -> None:
         self.policy = policy
@@ -29,14 +29,14 @@ class LossScaler:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another step that is left out is an error: a dynamic scale cannot be halved, nor is it tolerated; or
+        """Whether another step that is skipped is an error: a dynamic scale cannot be halved, nor is it tolerated; or
         it is one too many in a row."""
         if self.policy.dynamic:
             return self._tolerated <= 1 and self.scale <= self.policy.minimum
         return 0 < self.policy.limit <= self._in_a_row + 1
 
     def update(self, overflow: bool) -> None:
-        """A step was taken, or left out because of an ``overflow``."""
+        """A step was taken, or skipped because of an ``overflow``."""
         self.skipped += overflow
         self._in_a_row = self._in_a_row + 1 if overflow else 0
         if not self.policy.dynamic:

@@ -192,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, square in found:
             near = square.to(device)
             squares[parameter] = near if squares[parameter] is zero else squares[parameter] + near
-            if self._layout.parameters[parameter].group >= 0:
+            if self._layout.parameters[parameter].is_stepped:
                 total += near
         options = [
             (key, float(value) if isinstance(value, Tensor) else value)
@@ -283,7 +283,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state.bucket.state_store.prefetch()
 
     def conclude(self) -> bool:
-        """The update is done: whether it was applied, which is where the host learns that it was left out.
+        """The update is done: whether it was applied, which is where the host learns that it was skipped.
 
         Asked again, after a failure, it says the same and changes nothing.
         """
@@ -393,7 +393,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def is_spoiled(self) -> bool:
         """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
-        cannot be left out any more: it is an error then, and nothing more of it may be done."""
+        cannot be skipped any more: it is an error then, and nothing more of it may be done."""
         scaler = self.settings.scaler
         if (
             not self._step_state.must_be_stepped
@@ -427,7 +427,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _counted(self, parameter: int) -> int | None:
         """Label for the norm: parameters that some optimizer group steps."""
-        return 0 if self._layout.parameters[parameter].group >= 0 else None
+        return 0 if self._layout.parameters[parameter].is_stepped else None
 
     def _factor(self, update: Update) -> Tensor | None:
         max_norm = self.settings.max_norm if update.max_norm is None else update.max_norm
@@ -456,7 +456,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Per parameter, with what it is stepped. ahead: in the coming step, if that touches everything."""
         touched, steps = self._reducer.touched, self.steps
         return [
-            (spec.group, steps[index] + ahead) if spec.group >= 0 and (ahead or index in touched) else None
+            (spec.group, steps[index] + ahead) if spec.is_stepped and (ahead or index in touched) else None
             for index, spec in enumerate(self._layout.parameters)
         ]
 

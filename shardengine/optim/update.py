@@ -31,7 +31,7 @@ class Settings:
     """What the config says about steps.
 
     max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
-    are left out; None: none is · in_backward: what rests away is stepped as soon as its gradient is complete.
+    are skipped; None: none is · in_backward: offloaded buckets are stepped as soon as its gradient is complete.
     """
 
     max_norm: float = 0.0
@@ -72,14 +72,14 @@ class Update:
     """The update of the window's step: what it is done with, and how far it is, so that ``reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
-    multiplied with, and "skip", whether it is left out because the norm is not finite; None: nothing, no · left_out:
+    multiplied with, and "skip", whether it is skipped because the norm is not finite; None: nothing, no · skipped:
     the latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
     included · applied: what ``conclude`` found
     """
 
     max_norm: float | None = None
     scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
-    left_out: HostFlag | None = None
+    skipped: HostFlag | None = None
     touched: frozenset[int] = frozenset()
     applied: bool | None = None
     stepped: int = 0
@@ -89,7 +89,7 @@ class Update:
         """The step begins."""
         self.touched = touched
         self.scalars = {"factor": factor, "skip": skip}
-        self.left_out = None if skip is None else HostFlag(skip)
+        self.skipped = None if skip is None else HostFlag(skip)
 
     def bucket_stepped(self) -> None:
         """One bucket more is done, weights included."""
@@ -97,7 +97,7 @@ class Update:
 
     def conclude(self) -> None:
         """All buckets are done: the host learns whether the step was applied."""
-        self.applied = not self.left_out
+        self.applied = not self.skipped
 
     def clip_to(self, max_norm: float) -> None:
         """Clip this one to ``max_norm``."""

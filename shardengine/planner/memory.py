@@ -101,9 +101,9 @@ class Footprint:
 
     def _master_bytes(self, flat_buffer: FlatBufferLayout, bucket: BucketLayout, homes: Homes) -> int:
         """Bytes per element of master weights: fp32, or a copy of weights that are stepped elsewhere."""
-        if self.precision.master_of(getattr(torch, flat_buffer.dtype)):
-            return 4
-        return flat_buffer.itemsize if homes.needs_copy(bucket.index) else 0
+        weights = getattr(torch, flat_buffer.dtype)
+        master = self.precision.master_dtype(weights, copied=homes.needs_copy(bucket.index))
+        return 0 if master is None else master.itemsize
 
     def _resting_bytes(self, flat_buffer: FlatBufferLayout, *, away: bool) -> int:
         """Bytes per element of a gradient that is complete, or waits on the device for more micro-batches."""

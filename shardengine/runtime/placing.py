@@ -6,11 +6,21 @@ Owns: who gets master weights, and what they begin with. Must not know: stages, 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardengine.comm import Collectives, Mesh, Named, Purpose
 from shardengine.offload import Homes
 from shardengine.runtime.unit import Member, Unit
-from shardengine.sharding import FlatBuffer, FlatBufferLayout, Layout, Partition, Precision, dtype_of, memory_order
+from shardengine.sharding import (
+    Bucket,
+    FlatBuffer,
+    FlatBufferLayout,
+    Layout,
+    Partition,
+    Precision,
+    dtype_of,
+    memory_order,
+)
 from shardengine.stages import Placement
 
 
@@ -43,8 +53,7 @@ def place(
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
                 flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
-                masters = flat_buffer.is_stepped and which.master_of(flat_buffer.dtype)
-                _fill(flat_buffer, found, collectives, masters=masters)
+                _fill(flat_buffer, found, collectives, which)
                 for member in found:
                     member.parameter.grad = None
                     member.show(member.view)
@@ -69,11 +78,9 @@ def new_flat_buffer(
     ]
 
 
-def _fill(flat_buffer: FlatBuffer, members: list[Member], collectives: Collectives, *, masters: bool) -> None:
-    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some.
-
-    masters: the weights are low-precision ones that get some; so do those that are stepped in another tier.
-    """
+def _fill(flat_buffer: FlatBuffer, members: list[Member], collectives: Collectives, which: Precision) -> None:
+    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some."""
+    masters = flat_buffer.is_stepped and which.master_dtype(flat_buffer.dtype) is not None
     wide = torch.zeros_like(flat_buffer.flat, dtype=torch.float32) if masters else None
     source = flat_buffer.flat if wide is None else wide
     for member, view in zip(members, flat_buffer.views_of(source), strict=True):
@@ -83,5 +90,12 @@ def _fill(flat_buffer: FlatBuffer, members: list[Member], collectives: Collectiv
         collectives.broadcast(part, bucket.layout, Purpose.START)
         if wide is not None:
             bucket.full.copy_(part)
-        if wide is not None or (flat_buffer.is_stepped and flat_buffer.homes.needs_copy(bucket.layout.index)):
-            bucket.begin_master(part)
+        begin_master(bucket, part, which)
+
+
+def begin_master(bucket: Bucket, values: Tensor, which: Precision) -> None:
+    """Master weights of ``bucket`` with ``values``, where an optimizer steps it and not its weights themselves."""
+    flat_buffer = bucket.flat_buffer
+    dtype = which.master_dtype(flat_buffer.dtype, copied=flat_buffer.homes.needs_copy(bucket.layout.index))
+    if flat_buffer.is_stepped and dtype is not None:
+        bucket.begin_master(values, dtype)

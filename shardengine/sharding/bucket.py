@@ -113,13 +113,10 @@ class Bucket:
         """Whether master weights are kept beside the weights."""
         return MASTER in self.state_store.sizes
 
-    def begin_master(self, full: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps.
-
-        dtype: of the masters, if it is another one than ``full`` has.
-        """
+    def begin_master(self, full: Tensor, dtype: torch.dtype) -> None:
+        """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps."""
         stepped = full if self.state is Placement.REPLICATED else self.own_slice(full)
-        self.state_store.add({MASTER: stepped if dtype is None else stepped.to(dtype)})
+        self.state_store.add({MASTER: stepped.to(dtype)})
 
     def begin_states(self, names: Sequence[str]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""
@@ -278,7 +275,7 @@ class FlatBuffer:
     @property
     def is_stepped(self) -> bool:
         """Whether an optimizer steps some of it."""
-        return any(spec.group >= 0 for spec in self.specs)
+        return any(spec.is_stepped for spec in self.specs)
 
     @property
     def storage_bytes(self) -> int:

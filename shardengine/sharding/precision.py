@@ -1,4 +1,4 @@
-"""Which dtype everything has, how the loss is scaled and when a step is left out: what the config says, for torch.
+"""Which dtype everything has, how the loss is scaled and when a step is skipped: what the config says, for torch.
 
 Must not know: buckets, the step itself.
 """
@@ -22,7 +22,7 @@ class ScalePolicy:
 
     initial: the first scale · window: steps without overflow after which it is doubled · hysteresis: overflows until it
     is halved; tolerated ones are forgotten when it is doubled, or with every step without one where ``consecutive`` ·
-    minimum: it is never halved below · dynamic: False keeps the initial one · limit: so many steps left out in a row
+    minimum: it is never halved below · dynamic: False keeps the initial one · limit: so many skipped steps in a row
     are an error where the scale is not dynamic; 0: none are.
     """
 
@@ -42,7 +42,7 @@ class Precision:
     cast: of floating parameters, None: their own · inputs: to which the model's floating-point inputs are cast, None:
     they are not · keeps_masters: fp32 master weights for what is not fp32 · seed: of stochastic rounding of weights
     without master, None: to nearest · autocast: what the forward computes in, None: no autocast · scaling: how the loss
-    is scaled and when a step is left out, None: neither · wire: of gradients that are sent, None: the parameter's ·
+    is scaled and when a step is skipped, None: neither · wire: of gradients that are sent, None: the parameter's ·
     reduce: to which sums over ranks are rounded · accumulate: in which gradients wait for
     micro-batches.
     """
@@ -67,9 +67,14 @@ class Precision:
         """Whether parameters may be fp16: their gradients need the loss scale."""
         return self.cast is torch.float16 or self.scales_loss
 
-    def master_of(self, weights: torch.dtype) -> bool:
-        """Whether an optimizer steps fp32 master weights of weights in that dtype."""
-        return self.keeps_masters and weights is not torch.float32
+    def master_dtype(self, weights: torch.dtype, *, copied: bool = False) -> torch.dtype | None:
+        """The dtype of what an optimizer steps instead of weights in that dtype; None where it steps these themselves.
+
+        copied: they are stepped in another tier than they are kept in.
+        """
+        if self.keeps_masters and weights is not torch.float32:
+            return torch.float32
+        return weights if copied else None
 
     def forward(self, device: str) -> AbstractContextManager[Any]:
         """What the module's forward runs in; a region of the user's around the engine stays as it is."""
@@ -88,7 +93,7 @@ def of(config: Config) -> Precision:
     limit = {"skip": config.max_nonfinite_steps, "raise": 1, "step": 0}[nonfinite(config)]
     fp16_sums = "fp16" in (config.communication_data_type, types.reduce_dtype, types.grad_accum_dtype)
     scaling = None
-    if nonfinite(config) != "step" or fp16_sums:  # what fp16 does not hold is left out, never trained on
+    if nonfinite(config) != "step" or fp16_sums:  # what fp16 does not hold is skipped, never trained on
         scaling = ScalePolicy(initial=1.0, dynamic=False, limit=limit)
     if fp16.enabled or (autocast.enabled and autocast.dtype == "float16"):
         scaling = ScalePolicy(

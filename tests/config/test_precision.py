@@ -64,13 +64,19 @@ def scaler_of(config: Config) -> LossScaler | None:
 
 def test_keys_become_dtypes() -> None:
     plain = precision.of(load(nonfinite_gradients="step"))
-    assert plain == precision.Precision() and plain.scaling is None and not plain.master_of(torch.float32)
+    assert plain == precision.Precision() and plain.scaling is None and plain.master_dtype(torch.float32) is None
     low = precision.of(load(bf16={"enabled": True, "master_weights": False, "stochastic_rounding": True}, seed=7))
-    assert (low.cast, low.keeps_masters, low.seed) == (torch.bfloat16, False, 7) and not low.master_of(torch.bfloat16)
+    assert (low.cast, low.keeps_masters, low.seed) == (torch.bfloat16, False, 7) and low.master_dtype(
+        torch.bfloat16
+    ) is None
     types = {"grad_accum_dtype": "bf16", "reduce_dtype": "fp16"}
     other = precision.of(load(communication_data_type="fp16", data_types=types))
     assert (other.wire, other.accumulate, other.reduce) == (torch.float16, torch.bfloat16, torch.float16)
-    assert precision.of(load(bf16={"enabled": True, "stochastic_rounding": False})).master_of(torch.bfloat16)
+    assert (
+        precision.of(load(bf16={"enabled": True, "stochastic_rounding": False})).master_dtype(torch.bfloat16)
+        is torch.float32
+    )
+    assert low.master_dtype(torch.bfloat16, copied=True) is torch.bfloat16
 
 
 def test_numbers_of_the_loss_scale_are_taken_over() -> None:

@@ -459,7 +459,7 @@ def test_the_engines_clipping_sees_what_the_user_has_multiplied(pools: Pools, st
 
 
 def clipped_twice(stage: str) -> list[Any]:
-    """Gradients times 100 under the config's clipping move weights as others do; times Inf the step is left out."""
+    """Gradients times 100 under the config's clipping move weights as others do; times Inf the step is skipped."""
     moved: list[list[float]] = []
     applied: list[bool] = []
     for factor in (1.0, 100.0):

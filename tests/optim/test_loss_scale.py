@@ -191,7 +191,7 @@ def test_at_the_minimum_an_error_names_the_parameters_on_every_rank(pools: Pools
     assert results[0] == results[1]
     text, same, went_on, skipped = results[0]
     assert "gradients are not finite although the loss scale is at its minimum (1), rank R" in text
-    assert "got Inf or NaN in 'second'. The step was left out" in text
+    assert "got Inf or NaN in 'second'. The step was skipped" in text
     assert same and went_on and skipped == 2
 
 
