@@ -12,7 +12,8 @@ from pathlib import Path
 from shardengine.checkpoint import directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import dcp, dcp_files, deepspeed, writing
-from shardengine.interchange.foreign import WEIGHT, Foreign
+from shardengine.interchange.foreign import Foreign
+from shardengine.sharding import WEIGHT
 
 
 def run_import(options: argparse.Namespace) -> int:

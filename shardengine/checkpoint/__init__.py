@@ -20,16 +20,13 @@ from __future__ import annotations
 
 from shardengine.checkpoint import contents, directory, index
 from shardengine.checkpoint.atomic import check_free, new_directory, write_text
-from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.checkpoint.loading import Checkpoint, load
 from shardengine.checkpoint.reader import Reader
 from shardengine.checkpoint.saving import finish, save
 from shardengine.checkpoint.tensor_file import DTYPES, Stream, header_of
 
 __all__ = [
-    "BUFFER",
     "DTYPES",
-    "WEIGHT",
     "Checkpoint",
     "Reader",
     "Stream",

@@ -15,10 +15,8 @@ from typing import Any
 
 from shardengine.engine import Core
 from shardengine.optim import ShardedOptimizer
-from shardengine.sharding import FlatSlice, memory_order, slices_of
+from shardengine.sharding import BUFFER, WEIGHT, FlatSlice, memory_order, slices_of
 from shardengine.stages import Placement
-
-WEIGHT, BUFFER = "weight", "buffer"
 
 
 def name_in_file(name: str, key: str, first: int, end: int) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from shardengine.checkpoint import contents, index, state
-from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.engine import Core, Inspection
 from shardengine.optim import ShardedOptimizer
-from shardengine.sharding import FlatSlice
+from shardengine.sharding import BUFFER, WEIGHT, FlatSlice
 
 Source = tuple[str, int, int, int]
 """(file, byte offset, first and one past the last element in the part that is filled)."""

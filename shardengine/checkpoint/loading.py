@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from shardengine.checkpoint import contents, directory, fit, index, saving, state
-from shardengine.checkpoint.contents import BUFFER, WEIGHT
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.ddp import Phase
 from shardengine.engine import Core, Inspection
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
+from shardengine.sharding import BUFFER, WEIGHT
 
 _PARTLY = ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
 _MOSTLY_ALONE = 1.5

@@ -23,6 +23,7 @@ from shardengine.checkpoint.background import Background, Meet
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.engine import Inspection
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.sharding import BUFFER, WEIGHT
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ def _describe(engine: Inspection) -> dict[str, Any]:
 def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> Job:
     core = engine._core
     owned = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
-    model = [part for part in owned if part.key in (contents.WEIGHT, contents.BUFFER)]  # loaded first
-    stepped = [part for part in owned if part.key not in (contents.WEIGHT, contents.BUFFER)]
+    model = [part for part in owned if part.key in (WEIGHT, BUFFER)]  # loaded first
+    stepped = [part for part in owned if part.key not in (WEIGHT, BUFFER)]
     parts = model + stepped
     random = [(f"random/{name}", values) for name, values in state.random_states(core.mesh.device)]
     return Job(

@@ -18,7 +18,7 @@ from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.offload import HOST
-from shardengine.sharding import FullTensors, join, shaped
+from shardengine.sharding import WEIGHT, FullTensors, join, shaped
 
 
 def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
@@ -34,11 +34,11 @@ def _whole_values(core: Core) -> dict[int, Tensor]:
     specs = {spec.name: spec for spec in core.layout.parameters}
     whole: FullTensors = {}
     for bucket in (bucket for unit in core.units for bucket in unit.buckets()):
-        weights, place = {"weight": bucket.weights()}, bucket.placement
+        weights, place = {WEIGHT: bucket.weights()}, bucket.placement
         with gathered(core, bucket, weights, place, Purpose.WHOLE_WEIGHTS, bucket.full.dtype) as slices:
             join(slices if core.mesh.rank == 0 else (), whole, specs, HOST)
     inside = zip(core.partition.inside, core.layout.parameters, strict=True)
-    return {id(p): shaped(whole[spec.name]["weight"], spec) for p, spec in inside if spec.name in whole}
+    return {id(p): shaped(whole[spec.name][WEIGHT], spec) for p, spec in inside if spec.name in whole}
 
 
 def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.runtime import Unit
-from shardengine.sharding import Bucket, FullTensors, ParameterSpec, join, shaped, slices_of
+from shardengine.sharding import WEIGHT, Bucket, FullTensors, ParameterSpec, join, shaped, slices_of
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,8 @@ def _write(core: Core, sources: list[_Source], full: FullTensors) -> None:
             part.copy_(sent)
     for bucket, held in ((source.bucket, source.held) for source in sources):
         own = list(slices_of(core.layout, bucket.layout, bucket.state_interval, held))
-        if "weight" in held:
-            own += slices_of(core.layout, bucket.layout, bucket.interval, {"weight": bucket.weights(writable=True)})
+        if WEIGHT in held:
+            own += slices_of(core.layout, bucket.layout, bucket.interval, {WEIGHT: bucket.weights(writable=True)})
         for target in (target for target in own if target.name in full):
             target.values.copy_(full[target.name][target.key][target.first : target.end])
 

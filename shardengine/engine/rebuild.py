@@ -35,6 +35,7 @@ from shardengine.runtime import Unit, placing
 from shardengine.sharding import (
     MASTER,
     SHARD,
+    WEIGHT,
     Bucket,
     FlatSlice,
     Layout,
@@ -242,14 +243,14 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
         flat_buffers.append(flat_buffer)
         members += shown
     buckets = [bucket for flat_buffer in flat_buffers for bucket in flat_buffer.buckets]
-    weights = Targets(s for b in buckets for s in slices_of(plan, b.layout, b.interval, {"weight": b.full}))
+    weights = Targets(s for b in buckets for s in slices_of(plan, b.layout, b.interval, {WEIGHT: b.full}))
     inside = {id(parameter) for parameter in core.partition.inside}
     for member in members:
         if id(member.parameter) not in inside:
             spec = plan.parameters[member.index]
-            weights.receive(FlatSlice(spec.name, "weight", 0, in_memory_order(member.parameter, spec).reshape(-1)))
+            weights.receive(FlatSlice(spec.name, WEIGHT, 0, in_memory_order(member.parameter, spec).reshape(-1)))
     for bucket in old.buckets():
-        _carry(core, bucket, {"weight": bucket.weights()}, bucket.placement, weights)
+        _carry(core, bucket, {WEIGHT: bucket.weights()}, bucket.placement, weights)
     unit = Unit(old.index, old.name, flat_buffers, members, plan)
     for member in members:
         member.parameter.grad = None
@@ -279,5 +280,5 @@ def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Pl
     for key, held in tensors.items():
         with gathered(core, bucket, {key: held}, placement, Purpose.REBUILD, held.dtype) as slices:
             for part in slices:
-                if key == "weight" or part.name in stepped:
+                if key == WEIGHT or part.name in stepped:
                     target.receive(part)

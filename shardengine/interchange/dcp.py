@@ -27,8 +27,9 @@ from shardengine.checkpoint import index
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.interchange import options
 from shardengine.interchange.dcp_files import METADATA, Store
-from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter, digest, named, whole_number
+from shardengine.interchange.foreign import Foreign, ForeignParameter, digest, named, whole_number
 from shardengine.kernels import STATE_NAMES
+from shardengine.sharding import WEIGHT
 
 COUNTERS = "shardengine"
 """Where our own exports keep their counters, beside "model" and "optim"."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
 from shardengine.interchange import options, unsharded
-from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter, named, whole_number
+from shardengine.interchange.foreign import Foreign, ForeignParameter, named, whole_number
 from shardengine.interchange.shards import (
     Part,
     Row,
@@ -36,6 +36,7 @@ from shardengine.interchange.shards import (
 )
 from shardengine.interchange.unpickling import Inert, load_torch
 from shardengine.kernels import STATE_NAMES
+from shardengine.sharding import WEIGHT
 
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _OTHER_FILE = re.compile(r"(layer_|expp_rank_|expert_).*_states\.pt")

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shardengine.errors import CheckpointError
 
-WEIGHT = "weight"
 _MOST = 1 << 53
 KINDS: dict[type, str] = {
     Mapping: "a dict", dict: "a dict", list: "a list", tuple: "a tuple", str: "a string", bool: "true or false",

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import CheckpointError, UsageError
-from shardengine.interchange.foreign import KINDS, WEIGHT, named, whole_number
+from shardengine.interchange.foreign import KINDS, named, whole_number
+from shardengine.sharding import WEIGHT
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """Per group (sub-group at stage 3): parameter name → shape, in the order of the flat vector."""

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint import BUFFER, DTYPES, WEIGHT, Reader, directory, index
+from shardengine.checkpoint import DTYPES, Reader, directory, index
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.sharding import BUFFER, WEIGHT
 
 PIECE_BYTES = 8 << 20
 RUN, FOLDER = "run.json", "checkpoints"

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.interchange.foreign import WEIGHT, digest
+from shardengine.interchange.foreign import digest
 from shardengine.interchange.shards import Row, steps_of
+from shardengine.sharding import WEIGHT
 
 _MOST_WAYS = 50_000
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from shardengine.checkpoint import Stream, contents, directory, header_of, index, write_text
 from shardengine.errors import CheckpointError, ShardEngineError
 from shardengine.interchange import options
-from shardengine.interchange.foreign import WEIGHT, Foreign, ForeignParameter
+from shardengine.interchange.foreign import Foreign, ForeignParameter
+from shardengine.sharding import BUFFER, WEIGHT
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _entries(foreign: Foreign) -> Iterator[_Entry]:
             elif not parameter.steps or state not in own:
                 yield _zeros(parameter, state)
     for name, buffer in foreign.buffers.items():
-        yield _Entry(name, contents.BUFFER, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer)  # type: ignore[misc]
+        yield _Entry(name, BUFFER, buffer.dtype, tuple(buffer.shape), lambda buffer=buffer: buffer)  # type: ignore[misc]
 
 
 def _stored(parameter: ForeignParameter, state: str) -> _Entry:

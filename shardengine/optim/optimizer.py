@@ -33,7 +33,7 @@ from shardengine.offload import HOST
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, step_bucket
 from shardengine.other_engines import read_from_optimizer
-from shardengine.sharding import MASTER, Bucket, FlatSlice, Layout, slices_of
+from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
 
 _log = logging.getLogger(__name__)
 _RATES = (
@@ -416,8 +416,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         states = dict(bucket.state_store.tensors(writable=writable))
         if bucket.has_master:
-            return {"weight": states.pop(MASTER), **states}
-        return {"weight": bucket.stepped_weights(writable=writable), **states}
+            return {WEIGHT: states.pop(MASTER), **states}
+        return {WEIGHT: bucket.stepped_weights(writable=writable), **states}
 
     def parameter_state(self, *, writable: bool = False) -> Iterator[FlatSlice]:
         """What this rank holds of every bucket, as ``held``."""

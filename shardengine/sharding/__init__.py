@@ -24,15 +24,17 @@ from shardengine.sharding.bucket import (
     restore_poison,
     shaped,
 )
-from shardengine.sharding.flat_slices import FlatSlice, FullTensors, Targets, join, slices_of
+from shardengine.sharding.flat_slices import BUFFER, WEIGHT, FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
 from shardengine.sharding.precision import Precision, ScalePolicy
 from shardengine.sharding.wrapping import is_lookup
 
 __all__ = [
+    "BUFFER",
     "MASTER",
     "SHARD",
+    "WEIGHT",
     "Bucket",
     "BucketLayout",
     "FlatBuffer",

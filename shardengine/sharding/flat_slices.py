@@ -16,6 +16,9 @@ from torch import Tensor
 
 from shardengine.sharding.layout import BucketLayout, Layout, ParameterSpec
 
+WEIGHT, BUFFER = "weight", "buffer"
+"""Keys of flat slices that are no optimizer state."""
+
 
 class FlatSlice(NamedTuple):
     """Elements [first, end) of a tensor of parameter ``name``, in memory order. values: a view of them, flat.
