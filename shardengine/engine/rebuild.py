@@ -82,6 +82,14 @@ class _Planned:
     homes: Homes
 
 
+@dataclass(frozen=True)
+class _Past:
+    """Of the old layout. inside: the parameters in its flat buffers, by id · stepped: names of those with states."""
+
+    inside: set[int]
+    stepped: set[str]
+
+
 def add_group(
     core: Core,
     model: nn.Module,
@@ -218,7 +226,11 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     core.reducer.release()
     core.attachments.unhook()
     with torch.no_grad():
-        units = [_move(core, unit, planned, optimizer) for unit in core.units]
+        past = _Past(
+            {id(parameter) for parameter in core.partition.inside},
+            {spec.name for spec in core.layout.parameters if spec.is_stepped},
+        )
+        units = [_move(core, unit, planned, optimizer, past) for unit in core.units]
     core.tiers.free_reserved()
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
     steps = {spec.name: count for spec, count in counts if spec.is_stepped}
@@ -232,7 +244,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     return new
 
 
-def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer) -> Unit:
+def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer, past: _Past) -> Unit:
     """``old`` in the new layout ([Note: Moving by intervals]), which is emptied."""
     found, plan, homes = planned.partition, planned.layout, planned.homes
     flat_buffers, members = [], []
@@ -244,13 +256,12 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
         members += shown
     buckets = [bucket for flat_buffer in flat_buffers for bucket in flat_buffer.buckets]
     weights = Targets(s for b in buckets for s in slices_of(plan, b.layout, b.interval, {WEIGHT: b.full}))
-    inside = {id(parameter) for parameter in core.partition.inside}
     for member in members:
-        if id(member.parameter) not in inside:
+        if id(member.parameter) not in past.inside:
             spec = plan.parameters[member.index]
             weights.receive(FlatSlice(spec.name, WEIGHT, 0, in_memory_order(member.parameter, spec).reshape(-1)))
     for bucket in old.buckets():
-        _carry(core, bucket, {WEIGHT: bucket.weights()}, bucket.placement, weights)
+        _carry(core, bucket, {WEIGHT: bucket.weights()}, bucket.placement, weights, past)
     unit = Unit(old.index, old.name, flat_buffers, members, plan)
     for member in members:
         member.parameter.grad = None
@@ -267,18 +278,19 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer)
         s for b in buckets for s in slices_of(plan, b.layout, b.state_interval, b.state_store.tensors(writable=True))
     )
     for bucket in old.buckets():
-        _carry(core, bucket, bucket.state_store.tensors(), bucket.state, kept)
+        _carry(core, bucket, bucket.state_store.tensors(), bucket.state, kept, past)
         bucket.state_store.drop()
     for flat_buffer in old.flat_buffers:
         flat_buffer.forsake()
     return unit
 
 
-def _carry(core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Targets) -> None:
+def _carry(
+    core: Core, bucket: Bucket, tensors: dict[str, Tensor], placement: Placement, target: Targets, past: _Past
+) -> None:
     """Give ``target`` all elements of an old bucket's ``tensors``: what ranks hold a slice of is gathered first."""
-    stepped = {spec.name for spec in core.layout.parameters if spec.is_stepped}
     for key, held in tensors.items():
         with gathered(core, bucket, {key: held}, placement, Purpose.REBUILD, held.dtype) as slices:
             for part in slices:
-                if key == WEIGHT or part.name in stepped:
+                if key == WEIGHT or part.name in past.stepped:
                     target.receive(part)
