@@ -93,6 +93,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
     told = collectives.exchange_objects([run_on_all_ranks(collectives, "finding the checkpoint", listed), new])
     names, new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
+    if interrupted:
+        core.step_state.lose()  # its gradients go now
     core.await_weights()
     core.schedule.reshard_all()
     core.reducer.release()

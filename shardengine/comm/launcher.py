@@ -214,7 +214,7 @@ def _collect(connections: Sequence[Connection]) -> dict[int, _Report]:
             rank = pending.pop(connection)
             try:
                 report = reports[rank] = pickle.loads(connection.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):  # it ended, maybe in the middle of its report
                 report = None
             if report is None or report.failure is not None:
                 original = report is not None and report.failure is not None and not report.failure.is_consequence

@@ -1,6 +1,6 @@
 """From a JSON tree to flat, checked values. Owns: parsing the file, the walk over the tree, the wording of problems.
 
-A `Reader` takes one tree through four passes and collects everything that is wrong instead of stopping at the first:
+A `Reader` takes one tree through these passes and collects everything that is wrong instead of stopping at the first:
 
     scan     remarks are dropped; what no key can hold: duplicates, NaN, values that are not JSON
     rename   old names move to the current ones; messages keep the name that was written
@@ -169,7 +169,7 @@ class Reader:
         if isinstance(node, list):
             usable = [self._scan(item, f"{path}[{index}]", opaque=opaque) for index, item in enumerate(node)]
             if not all(usable):
-                self._failed.add(path)
+                self._failed.add(_current(path))
             return all(usable)
         if opaque or (node == math.inf and known is not None and known.kind is EVERY):
             return True

@@ -174,7 +174,7 @@ class Reducer:
                 self._of_parameter.setdefault(parameter, []).append(state)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode()
-        self.early = EarlyUse(step_state)
+        self.early_use = EarlyUse(step_state)
         self._consumer: Consumer | None = None
         self._in_flight: deque[_Flight] = deque()
 
@@ -186,7 +186,7 @@ class Reducer:
     def serve(self, consumer: Consumer) -> None:
         """``consumer`` steps with what is complete, from now on."""
         self._consumer = consumer
-        self.early.serve(consumer if consumer.steps_early else None)
+        self.early_use.serve(consumer if consumer.steps_early else None)
 
     def finish_gradients(self) -> None:
         """The window's gradients are complete on this rank: agree with the others on what they are; collective.
@@ -200,19 +200,19 @@ class Reducer:
         else:
             self.agree(no_payload)
             self.views.show(self.touched, None)
-        self.step_state.move(Phase.COMPLETE)
+        self.step_state.move(Phase.AGREED)
 
     def following(self, index: int) -> list[GradientBucket]:
         """The buckets whose gradients are complete after that of bucket ``index``, in order."""
         return [self.buckets[each] for each in self._order.after(index)]
 
-    def arm(self, *, synchronise: bool, final: bool) -> None:
+    def begin_backward(self, *, synchronise: bool, final: bool) -> None:
         """Before a backward. synchronise: reduce in this micro-batch; final: the window ends with it.
 
         After a final one: what is complete is set aside, and the new backward's gradient is added to it in ``agree``.
         """
-        again = self.step_state.phase is Phase.COMPLETE
-        self.step_state.begin_backward(steps_early=final and self.early.is_foreseen)
+        again = self.step_state.phase is Phase.AGREED
+        self.step_state.begin_backward(steps_early=final and self.early_use.is_foreseen)
         self.views.hide()
         if again:
             for state in self.buckets:
@@ -282,7 +282,7 @@ class Reducer:
             self._order.note_ready(index)
 
     def finalize_backward(self) -> None:
-        """After a backward: launch what is left (zeros for what this rank did not use), wait, close the window."""
+        """After a backward: launch what is left (zeros for what this rank did not use) and wait."""
         mode = self._mode
         if mode.synchronise:
             for index in self._order.left():
@@ -300,14 +300,15 @@ class Reducer:
         self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
 
     def flush(self) -> None:
-        """Close the window now, although its last backward was not the final one: reduce what is on this rank alone."""
-        self.arm(synchronise=not self._mode.synchronise, final=True)
+        """Complete the window now, although its last backward was not the final one: reduce what was not."""
+        unsent = not self._mode.synchronise
+        self.begin_backward(synchronise=unsent, final=True)
         self.finalize_backward()
 
     def release(self) -> None:
         """Forget the window's gradients, also after a backward that raised; buffers stay allocated for the next one."""
         self.views.hide()
-        self.early.wait()
+        self.early_use.wait()
         self.step_state.drop_gradients()
         self._finish(0)  # with what follows each reduction, so that every rank has issued the same collectives
         self._mode = _Mode()
@@ -323,7 +324,7 @@ class Reducer:
         self._spill.drop()
         self.way_back.drop()
         self._order = _Order(len(self.buckets), self._order.units)
-        self.early.forget()
+        self.early_use.forget()
         self.release()
 
     def gradient_bytes(self) -> Counter[str]:
@@ -344,7 +345,7 @@ class Reducer:
         reopened = any(state.earlier is not None for state in self.buckets)
         values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
         used = found - {self._parameters}
-        self.early.note(late=self._parameters in found, again=reopened)
+        self.early_use.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
             *_, late_anywhere = self._exchange(None, late)
             for state in self.buckets:
@@ -406,7 +407,7 @@ class Reducer:
 
         def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
-                state.finish(terms, rules, lambda: self.early.offer(state))
+                state.finish(terms, rules, lambda: self.early_use.offer(state))
             else:
                 state.accumulate(terms, rules)
 

@@ -3,11 +3,12 @@ what each call of the user needs, and the sentence where that is missing.
 
 Must not know: gradients, weights, how an update is done.
 
-    EMPTY ──▶ BACKWARD ──▶ ACCUMULATED ──▶ BACKWARD ──▶ REDUCED ──▶ COMPLETE ──▶ UPDATING ◀──▶ TORN
-                 └──▶ BROKEN                              ▲─────────────┘ │
-                                                    (changed)             └──▶ SPOILED, or BACKWARD once more
+    EMPTY ──▶ BACKWARD ──▶ ACCUMULATED ──▶ BACKWARD ──▶ REDUCED ──▶ AGREED ──▶ UPDATING ◀──▶ TORN
+                 └──▶ BROKEN                             │   ▲────────┘ │
+                                                   BROKEN ◀──┘ changed  └──▶ SPOILED, or BACKWARD once more
 
-From every phase a window that is over or dropped leads to EMPTY, an update that nothing can finish to LOST.
+A window that is stepped or dropped leads from every phase to EMPTY (but ``drop_gradients`` keeps an update that has
+begun where it is), an update that nothing can finish to LOST.
 
 What belongs to one step is reset with the phase. Beside it stand what users hold open around steps (``full_params``,
 ``offload_states``; ``no_sync`` is the window's).
@@ -18,6 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from shardengine.ddp.window import Window
 from shardengine.errors import InternalError, UsageError
@@ -31,9 +33,9 @@ class Phase(enum.Enum):
     BROKEN = "a backward has raised"
     ACCUMULATED = "more micro-batches may come"
     REDUCED = "this rank's part of the gradients is complete"
-    COMPLETE = "the ranks have agreed on the gradients"
+    AGREED = "the ranks have agreed on the gradients"
     SPOILED = "gradients are not finite, and buckets may have been stepped in backward"
-    UPDATING = "the step counts have advanced, some buckets are stepped"
+    UPDATING = "the update has begun: buckets are stepped one by one"
     TORN = "inside of the kernels of a bucket"
     LOST = "the update cannot be finished: a checkpoint must be loaded"
 
@@ -43,8 +45,8 @@ _MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.BACKWARD: frozenset({Phase.BROKEN, Phase.ACCUMULATED, Phase.REDUCED}),
     Phase.BROKEN: frozenset(),
     Phase.ACCUMULATED: frozenset({Phase.BACKWARD}),
-    Phase.REDUCED: frozenset({Phase.BROKEN, Phase.COMPLETE}),
-    Phase.COMPLETE: frozenset({Phase.BACKWARD, Phase.REDUCED, Phase.SPOILED, Phase.UPDATING}),
+    Phase.REDUCED: frozenset({Phase.BROKEN, Phase.AGREED}),
+    Phase.AGREED: frozenset({Phase.BACKWARD, Phase.REDUCED, Phase.SPOILED, Phase.UPDATING}),
     Phase.SPOILED: frozenset(),
     Phase.UPDATING: frozenset({Phase.TORN}),
     Phase.TORN: frozenset({Phase.UPDATING}),
@@ -57,7 +59,7 @@ class EarlySteps(enum.IntEnum):
     """Whether buckets take the step in the window's last backward ([Note: Final gradients])."""
 
     NONE = 0
-    """No."""
+    """They cannot."""
     POSSIBLE = 1
     """That backward has begun: they may, so that the window can only be stepped."""
     BEGUN = 2
@@ -70,22 +72,29 @@ class StepState:
     """How far the step of ``window`` is on this rank.
 
     quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
-    follow · summoned: how many ``full_params`` are open · offloaded: what ``offload_states`` has moved to host memory.
+    follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
+    to · offloaded: what ``offload_states`` has moved to host memory.
     """
 
     def __init__(self, window: Window, rank: int = 0) -> None:
         self.window = window
         self.rank = rank
         self.phase = Phase.EMPTY
-        self.early = EarlySteps.NONE
+        self._early = EarlySteps.NONE
+        self._early_torn = False  # by the thread that steps
         self.quiet = False
-        self.summoned = 0
+        self.summoned = self.edited = 0
         self.offloaded: set[str] = set()
 
     @property
-    def is_complete(self) -> bool:
+    def early(self) -> EarlySteps:
+        """Whether buckets take the step in the window's last backward."""
+        return EarlySteps.TORN if self._early_torn else self._early
+
+    @property
+    def is_agreed(self) -> bool:
         """Whether the ranks have agreed on the window's gradients, which are not forgotten."""
-        return self.phase in {Phase.COMPLETE, Phase.SPOILED, Phase.UPDATING, Phase.TORN}
+        return self.phase in {Phase.AGREED, Phase.SPOILED, Phase.UPDATING, Phase.TORN}
 
     @property
     def must_be_stepped(self) -> bool:
@@ -100,19 +109,19 @@ class StepState:
     @property
     def can_be_finished(self) -> bool:
         """Whether this rank can carry out the step, or what is left of it."""
-        return self.phase in {Phase.COMPLETE, Phase.UPDATING} and self.early is not EarlySteps.TORN
+        return self.phase in {Phase.AGREED, Phase.UPDATING} and self.early is not EarlySteps.TORN
 
     def move(self, phase: Phase) -> None:
         """The step goes on to ``phase``; ``InternalError`` where that cannot follow."""
         if phase is not self.phase and phase not in _MOVES[self.phase]:
             raise InternalError(f"a step cannot go from {self.phase.name} to {phase.name} (rank {self.rank})")
-        self.phase = phase
+        self.phase, self.quiet = phase, False
 
     def begin_backward(self, *, steps_early: bool) -> None:
         """A backward begins. steps_early: buckets may be stepped in it."""
         self.require("another backward")
         self.move(Phase.BACKWARD)
-        self.early = EarlySteps.POSSIBLE if steps_early else EarlySteps.NONE
+        self._early = EarlySteps.POSSIBLE if steps_early else EarlySteps.NONE
 
     def backward_failed(self) -> None:
         """The backward raised, or what completes its gradients did."""
@@ -121,8 +130,11 @@ class StepState:
             self.move(Phase.BROKEN)
 
     def note_early(self, *, torn: bool = False) -> None:
-        """A bucket is stepped in backward; torn: that failed inside of its kernels."""
-        self.early = max(self.early, EarlySteps.TORN if torn else EarlySteps.BEGUN)
+        """A bucket is stepped in backward. torn: that failed inside of its kernels; any thread may say so."""
+        if torn:
+            self._early_torn = True
+        else:
+            self._early = EarlySteps.BEGUN
 
     def note_unfinished(self) -> None:
         """``reset()`` could not finish the update."""
@@ -133,7 +145,7 @@ class StepState:
         if self.phase not in _BEGUN:
             self.phase = Phase.EMPTY
         if self.early < EarlySteps.BEGUN:
-            self.early = EarlySteps.NONE
+            self._early = EarlySteps.NONE
 
     def lose(self) -> None:
         """The update cannot be finished."""
@@ -150,7 +162,8 @@ class StepState:
         return self.window.close()
 
     def _reset(self, phase: Phase = Phase.EMPTY) -> None:
-        self.phase, self.early, self.quiet = phase, EarlySteps.NONE, False
+        self.phase, self.quiet = phase, False
+        self._early, self._early_torn = EarlySteps.NONE, False
 
     @contextmanager
     def summoning(self) -> Iterator[None]:
@@ -161,6 +174,15 @@ class StepState:
         finally:
             self.summoned -= 1
 
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Inside, master weights and states are the user's to write."""
+        self.edited += 1
+        try:
+            yield
+        finally:
+            self.edited -= 1
+
     def note_offloaded(self, what: set[str]) -> None:
         """``what`` is in host memory."""
         self.offloaded |= what
@@ -169,7 +191,7 @@ class StepState:
         """Everything is back."""
         self.offloaded.clear()
 
-    def require(self, call: str, shown: str = "") -> None:
+    def require(self, call: Call, shown: str = "") -> None:
         """``UsageError`` where ``call``, one of ``NEEDS``, cannot be served now. shown: how it is named there."""
         for need in NEEDS[call]:
             if (sentence := need(self, shown or call)) is not None:
@@ -196,6 +218,12 @@ def _outside_full_params(state: StepState, call: str) -> str | None:
     return f"{call} inside full_params() (rank {state.rank}): expected it after the `with` block"
 
 
+def _outside_editing(state: StepState, call: str) -> str | None:
+    if not state.edited:
+        return None
+    return f"{call} inside full_optimizer_state() (rank {state.rank}): expected it after the `with` block"
+
+
 def _outside_no_sync(state: StepState, call: str) -> str | None:
     if state.window.synchronises:
         return None
@@ -216,16 +244,13 @@ def _backward_before(state: StepState, _call: str) -> str | None:
     return None if state.window.micro_batches else "step() without a backward: call engine.backward(loss) first"
 
 
-def _backward_after_no_sync(state: StepState, _call: str) -> str | None:
-    if state.window.synchronises:
-        return None
-    return (
-        f"step() inside no_sync() (rank {state.rank}): expected it after the `with` block, with a backward in between"
-    )
-
-
 def _unbroken(state: StepState, _call: str) -> str | None:
-    if state.phase not in {Phase.BACKWARD, Phase.BROKEN, Phase.REDUCED}:
+    if state.phase is Phase.REDUCED:
+        return (
+            f"the ranks have not agreed on the gradients of the last backward (rank {state.rank}), which raised then: "
+            "expected engine.zero_grad() on every rank before another backward"
+        )
+    if state.phase not in {Phase.BACKWARD, Phase.BROKEN}:
         return None
     return (
         "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and begin the "
@@ -234,7 +259,7 @@ def _unbroken(state: StepState, _call: str) -> str | None:
 
 
 def _complete(state: StepState, call: str) -> str | None:
-    if state.is_complete:
+    if state.is_agreed:
         return None
     return (
         f"{call}: the window's gradients are not complete (rank {state.rank}; {state.window.micro_batches} of "
@@ -253,15 +278,9 @@ def _not_stepping_early(state: StepState, call: str) -> str | None:
     )
 
 
-def _uninterrupted(state: StepState, _call: str) -> str | None:
-    return _interrupted(state) if state.has_begun else None
-
-
 def _not_updating(state: StepState, _call: str) -> str | None:
-    return _interrupted(state) if state.phase in _BEGUN else None
-
-
-def _interrupted(state: StepState) -> str:
+    if state.phase not in _BEGUN:
+        return None
     finish = "engine.reset() on every rank, which finishes it or says that a checkpoint must be loaded"
     way = "engine.load_checkpoint() on every rank" if state.phase is Phase.LOST else finish
     return (
@@ -279,26 +298,38 @@ def _untorn(state: StepState, _call: str) -> str | None:
     )
 
 
-_WHOLE = (_not_stepping_early, _uninterrupted)
-_AT_REST = (_outside_full_params, _outside_no_sync, _between_steps)
+_NOTHING_STEPPED = (_not_updating, _not_stepping_early)
+_AT_REST = (_outside_full_params, _outside_editing, *_NOTHING_STEPPED, _between_steps)
 
-NEEDS: dict[str, tuple[_Need, ...]] = {
+Call = Literal[
+    "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
+    "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
+    "save_pretrained", "save_checkpoint", "load_checkpoint", "add_param_group()", "unfreezing", "offload_states",
+    "close()",
+]  # fmt: skip
+"""What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
+"agreement" on gradients about, and "update" buckets."""
+
+NEEDS: dict[Call, tuple[_Need, ...]] = {
     "any": (_reloaded,),
-    "backward": _WHOLE,
-    "another backward": (_not_stepping_early, _uninterrupted, _unbroken),
+    "backward": _NOTHING_STEPPED,
+    "another backward": (*_NOTHING_STEPPED, _unbroken),
     "agreement": (_not_updating,),
-    "step()": (_backward_before, _outside_full_params, _backward_after_no_sync),
+    "step()": (_backward_before, _outside_full_params, _outside_no_sync),
     "update": (_untorn,),
-    "zero_grad()": _WHOLE,
+    "zero_grad()": _NOTHING_STEPPED,
     "clip_grad_norm_": (_complete, _not_updating),
-    "full_params(writable=True)": (_not_stepping_early,),
+    "full_params(writable=True)": _NOTHING_STEPPED,
     "full_grads": (_complete,),
-    "full_optimizer_state": (*_WHOLE, _outside_full_params),
-    "save_checkpoint": (*_WHOLE, _outside_full_params, _between_steps),
-    "load_checkpoint": (_outside_full_params, _between_steps),
-    "add_param_group()": _AT_REST,
-    "unfreezing": _AT_REST,
-    "offload_states": (_outside_full_params, _between_steps, *_WHOLE),
+    "full_grads(writable=True)": (_complete, _not_updating),
+    "full_optimizer_state": (*_NOTHING_STEPPED, _outside_full_params),
+    "state_dict": (_not_updating,),
+    "save_pretrained": (_not_updating,),
+    "save_checkpoint": (*_NOTHING_STEPPED, _outside_full_params, _between_steps),
+    "load_checkpoint": (_outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
+    "add_param_group()": (*_AT_REST, _outside_no_sync),
+    "unfreezing": (*_AT_REST, _outside_no_sync),
+    "offload_states": _AT_REST,
     "close()": (_outside_full_params,),
 }
-"""What is needed for what the user calls, or the engine does in its course; in the order of the sentences."""
+"""What each call needs; the first that is missing says so."""

@@ -42,7 +42,7 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
     here; ``CommunicationError`` where weights would have to be gathered.
     """
     core.attachments.unhook()
-    core.reducer.early.wait()
+    core.reducer.early_use.wait()
     orderly = False
     with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
         if ends_groups and core.mesh.owned:

@@ -253,14 +253,14 @@ class Engine(Inspection):
         if not window.is_boundary and not flush:
             window.count()
             return
-        if not core.step_state.is_complete:
+        if not core.step_state.is_agreed:
             if core.step_state.phase is not Phase.REDUCED:
                 core.reducer.flush()
             core.reducer.finish_gradients()
         core.reducer.views.adopt()
         if core.reducer.views.changed:
             core.reducer.views.exchange_again()
-        if optimizer.is_spoiled() and optimizer.settings.scaler is not None:
+        if optimizer.note_if_spoiled() and optimizer.settings.scaler is not None:
             overflow.report(core, optimizer.settings.scaler, taken=True)
         self._report.observe(self._live_bytes())
         core.schedule.reshard_all()
@@ -355,7 +355,7 @@ class Engine(Inspection):
     def full_params(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[None]:
-        """Parameters (all, or the units that hold ``names``) are whole inside the ``with``; collective.
+        """Parameters (all, or the units that hold ``names``) are full inside the ``with``; collective.
 
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
@@ -365,7 +365,7 @@ class Engine(Inspection):
     def full_grads(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, Tensor | None]]:
-        """``with`` this: name → the whole complete gradient, before clipping, on every rank; collective.
+        """``with`` this: name → the full gradient of the step, before clipping, on every rank; collective.
 
         For every name asked for (None: all); None where no rank used the parameter, or it is frozen or has no elements.
         Tied names share a tensor. Complete: between the backward on the boundary and ``step()``. The dtype is the one
@@ -380,7 +380,7 @@ class Engine(Inspection):
     def full_optimizer_state(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[dict[str, dict[str, Any] | None]]:
-        """``with`` this: name → {"weight", the states, "step"} of the parameter, whole, on every rank; collective.
+        """``with`` this: name → {"weight", the states, "step"} of the parameter, full, on every rank; collective.
 
         "weight" is what is stepped, in fp32: the master weight, or the weight itself where it has none (what is written
         to a bf16 one is rounded to nearest); None for parameters that the optimizer does not step. writable: as in
@@ -391,12 +391,12 @@ class Engine(Inspection):
 
     @reports_failure("state_dict")
     def state_dict(self) -> dict[str, Any]:
-        """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
+        """The full state dict on the CPU of rank 0, {} elsewhere; collective."""
         return export.full_state_dict(self._need_core(), self.module)
 
     @reports_failure("save_pretrained")
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the whole model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
+        """Write the full model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
         export.save_pretrained(self._need_core(), self.module, directory)
 
     @reports_failure_with("trace")

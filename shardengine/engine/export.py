@@ -23,6 +23,7 @@ from shardengine.sharding import WEIGHT, FullTensors, join, shaped
 
 def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
+    core.step_state.require("state_dict")
     compare(core.collectives, {"call": ["state_dict"]})
     values = _whole_values(core)
     return run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
@@ -60,6 +61,7 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> Non
     Written beside it first, and moved in file by file when all of it is written: a full disk leaves an existing
     directory as it was. A failure raises on every rank.
     """
+    core.step_state.require("save_pretrained")
     compare(core.collectives, {"call": ["save_pretrained"]})
     values = _whole_values(core)
     target = Path(directory)

@@ -52,7 +52,7 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
         raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     if writable:
         core.step_state.require("full_params(writable=True)")
-    with core.reducer.early.suspended() if writable else nullcontext():  # what is written is what is stepped
+    with core.reducer.early_use.suspended() if writable else nullcontext():  # what is written is what is stepped
         yield from _shown(core, units, chosen, writable=writable)
 
 
@@ -114,10 +114,10 @@ def full_grads(
     """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
     core.schedule.finish_open_backward()
     reducer, step_state = core.reducer, core.step_state
-    state_of_it = "complete" if step_state.is_complete else "not complete"
+    state_of_it = "complete" if step_state.is_agreed else "not complete"
     chosen = _agree_on_names(core, "full_grads", names, writable, {"state of the gradients": [state_of_it]})
-    step_state.require("full_grads")
-    if writable and reducer.early.enabled:
+    step_state.require("full_grads(writable=True)" if writable else "full_grads")
+    if writable and reducer.early_use.enabled:
         raise UsageError(
             "full_grads(writable=True): expected offload_optimizer.step_in_backward to be false: with it gradients are "
             "stepped with before they can be written"
@@ -205,8 +205,9 @@ def full_optimizer_state(
         for name, entry in entries.items() if core.mesh.rank == 0 else ():
             _check_entry(name, entry, given[name])
 
-    early = core.reducer.early.suspended() if writable else nullcontext()  # what is stepped inside would be lost
-    with early, _agreed_end(core, "full_optimizer_state(writable=True)", check if writable else None):
+    early = core.reducer.early_use.suspended() if writable else nullcontext()  # what is stepped inside would be lost
+    edited = core.step_state.editing() if writable else nullcontext()
+    with early, edited, _agreed_end(core, "full_optimizer_state(writable=True)", check if writable else None):
         yield shown
     if writable:
         with torch.no_grad():

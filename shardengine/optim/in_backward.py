@@ -40,7 +40,8 @@ class StepsInBackward:
         self._step_state = step_state
         self._thread: ThreadPoolExecutor | None = None
         self._early: dict[int, _Early] = {}
-        self._sent: set[int] = set()
+        self._handed_over: set[int] = set()  # the buffer is the copy queue's
+        self._delivered: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._early)
@@ -69,8 +70,8 @@ class StepsInBackward:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "step-in-backward")
         bucket = state.bucket
-        self._step_state.note_early()
         low = way.buffer(bucket.layout.slice_length, bucket.flat_buffer.dtype, HOST)
+        self._step_state.note_early()
         done = self._thread.submit(self._step, state, parts, low, after, then)
         self._early[bucket.layout.index] = _Early(parts, low, done)
 
@@ -102,10 +103,12 @@ class StepsInBackward:
                 raise
 
     def deliver(self, state: GradientBucket, way: CopyQueue) -> None:
-        """The weights of a bucket go where they rest. An error of its step is raised; what has not been stepped is
-        stepped like others then, in the next try."""
+        """The weights of a bucket go where they are kept, once. An error of its step is raised; what has not been
+        stepped is stepped like others then, in the next try."""
         bucket, index = state.bucket, state.bucket.layout.index
         early = self._early[index]
+        if index in self._delivered:
+            return
         try:
             early.done.result()
         except BaseException:
@@ -116,9 +119,14 @@ class StepsInBackward:
             raise
         weights = bucket.begin_weights(blank=True)
         pairs = [(early.low, weights)] if bucket.writes_file else written(early.low, weights, early.parts)
-        send(pairs, early.low, way, from_host=True)
-        self._sent.add(index)
-        bucket.end_weights(changed=True)
+        self._handed_over.add(index)
+        try:
+            send(pairs, early.low, way, from_host=True)
+            bucket.end_weights(changed=True)
+        except BaseException:
+            self._step_state.note_early(torn=True)  # what was in ``low`` may be gone
+            raise
+        self._delivered.add(index)
 
     def require_same(self, rules_of: Callable[[int], list[tuple[Rule, Noise | None]]]) -> None:
         """``UsageError`` where a bucket was stepped with other rules than it has now."""
@@ -138,7 +146,8 @@ class StepsInBackward:
     def forget(self, way: CopyQueue) -> None:
         """The window is over. way: as in ``begin``."""
         self.wait()
-        for index in self._early.keys() - self._sent:
+        for index in self._early.keys() - self._handed_over:
             way.give(self._early[index].low)
         self._early.clear()
-        self._sent.clear()
+        self._handed_over.clear()
+        self._delivered.clear()

@@ -3,7 +3,7 @@
 Owns: master weights' optimizer state, step counts per parameter, which parameters are stepped.
 Must not know: hooks, modules, how gradients came to be complete.
 
-The three phases of a step, repeated as comments below:
+The three parts of a step, repeated as comments below:
   1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
   2. update   per bucket: the segments of one group and step count in one kernel call, which unscales, clips, steps the
               master weights and writes the weights
@@ -137,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
         if not self.stepped_early:
-            self.fetch(0)
+            self.prefetch(0)
         # 1. norm
         sums, options = self._reducer.agree(self._payload)
         if not bool((options == options[0]).all()):
@@ -239,9 +239,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.stepped_early.deliver(state, way)
             else:
                 self.stepped_early.wait()  # a tier serves one thread
-                state.bucket.state_store.check_out()
+                state.bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
                 if fetches:
-                    self.fetch(index + 1)
+                    self.prefetch(index + 1)
                 for label in spans_of.keys() - rules.keys():
                     rules[label] = self._rule(label)
                 parts = [(*rules[label], spans) for label, spans in spans_of.items()]
@@ -276,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
         return kernels.rule_for(self.kind, self.param_groups[group], step), noise
 
-    def fetch(self, first: int) -> None:
+    def prefetch(self, first: int) -> None:
         """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
         for state in self._reducer.buckets[first : first + _AHEAD]:
             if state.bucket.layout.index not in self.stepped_early:
@@ -365,7 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_next_step(self, max_norm: float) -> float:
         """Clip the coming step to ``max_norm``; later ones to the configured value again. Returns the norm now."""
-        if self._reducer.early.enabled:
+        if self._reducer.early_use.enabled:
             raise UsageError(
                 "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
                 "before the norm is known"
@@ -391,7 +391,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.stepped_early.forget(self._reducer.way_back)
         self.update = None
 
-    def is_spoiled(self) -> bool:
+    def note_if_spoiled(self) -> bool:
         """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
         cannot be skipped any more: it is an error then, and nothing more of it may be done."""
         scaler = self.settings.scaler

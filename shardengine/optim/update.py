@@ -1,5 +1,5 @@
-"""The update of one bucket, on whichever device its tier has it stepped. Owns: how far an update is, and which
-elements are stepped together.
+"""The update of one bucket, on whichever device its tier has it stepped. Owns: which buckets an update has
+done, and which elements are stepped together.
 
 Must not know: param_groups, the norm, the order of buckets.
 """
@@ -69,7 +69,7 @@ class HostFlag:
 
 @dataclass
 class Update:
-    """The update of the window's step: what it is done with, and how far it is, so that ``reset()`` can finish it.
+    """The update of the window's step: what it is done with and which buckets are, so that ``reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
     multiplied with, and "skip", whether it is skipped because the norm is not finite; None: nothing, no · skipped:

@@ -31,7 +31,7 @@ switches prefetching off for the rest of the pass; it changes time, never result
     post_forward           the unit waits to be resharded (3k: stays), unless held
     weight_read            the unit is unsharded and kept, unless its own forward is open
     post_forward_root      outermost module, without grad: everything is resharded
-    begin_backward         the micro-batch is counted, the reducer is armed, the root is unsharded if it is not
+    begin_backward         the micro-batch is counted, the reducer begins, the root is unsharded if it is not
     pre_backward_root      as begin_backward, for the weights only: a gradient reached the outermost module's output
     pre_backward           what came after it in forward is over; then as pre_forward
     post_accumulate_grad   the reducer takes the gradient; the first outside of begin_backward begins a bare one
@@ -337,7 +337,7 @@ class Schedule:
         synchronise = window.synchronises and (final or self._reducer.rules.sharded)
         try:
             self._reducer.views.adopt(but=current)
-            self._reducer.arm(synchronise=synchronise, final=final)
+            self._reducer.begin_backward(synchronise=synchronise, final=final)
         except UsageError:
             window.backward_failed()
             raise

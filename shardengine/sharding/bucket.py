@@ -204,10 +204,13 @@ class Bucket:
     def load_shard(self) -> None:
         """Copy the shard to its place in ``full``, ready to be gathered."""
         if (store := self.weight_store) is not None:
-            self.own_slice(self.full).copy_(store.check_out()[SHARD], non_blocking=True)
-            if store.away:
-                self._loaded = mark(self.flat_buffer.device)
-            store.check_in(changed=False)
+            shard = store.check_out()[SHARD]
+            try:
+                self.own_slice(self.full).copy_(shard, non_blocking=True)
+            finally:
+                if store.away:
+                    self._loaded = mark(self.flat_buffer.device)
+                store.check_in(changed=False)
 
     def drop(self) -> None:
         """Let go of everything that it keeps."""

@@ -52,7 +52,7 @@ class Bench:
         )  # fmt: skip
 
     def backward(self, order: list[int], micro: int = 0, *, final: bool = True, synchronise: bool = True) -> None:
-        self.reducer.arm(synchronise=synchronise, final=final)
+        self.reducer.begin_backward(synchronise=synchronise, final=final)
         for parameter in order:
             self.reducer.on_gradient(parameter, gradient(self.rank, micro, parameter))
         self.reducer.finalize_backward()
@@ -135,7 +135,7 @@ def test_the_first_backward_launches_in_layout_order_and_later_ones_as_rank_0_be
 def launches_before_the_end() -> list[int]:
     """How many reductions have started after each gradient, in layout order."""
     bench = Bench()
-    bench.reducer.arm(synchronise=True, final=True)
+    bench.reducer.begin_backward(synchronise=True, final=True)
     counts = []
     for parameter in (2, 3, 1, 0):
         bench.reducer.on_gradient(parameter, gradient(bench.rank, 0, parameter))
@@ -236,7 +236,7 @@ def late_gradients(sharded: bool, gathers: bool) -> list[Any]:
     """Rank 1 delivers c twice and a three times in the second micro-batch, before and after their buckets are sent."""
     bench = Bench(sharded=sharded, gathers=gathers)
     bench.backward([3, 2, 1, 0], final=False, synchronise=sharded)
-    bench.reducer.arm(synchronise=True, final=True)
+    bench.reducer.begin_backward(synchronise=True, final=True)
     for parameter in (2, 3, 2, 1, 0, 0, 0) if bench.rank else (3, 2, 1, 0):
         bench.reducer.on_gradient(parameter, gradient(bench.rank, 1, parameter))
     bench.reducer.finalize_backward()
@@ -259,7 +259,7 @@ def test_later_gradients_of_a_parameter_in_one_backward_are_added(pools: Pools, 
 
 def test_a_backward_that_raised_midway_is_forgotten_by_release() -> None:
     bench = Bench()
-    bench.reducer.arm(synchronise=True, final=True)
+    bench.reducer.begin_backward(synchronise=True, final=True)
     bench.reducer.on_gradient(3, gradient(0, 1, 3))
     bench.reducer.on_gradient(1, gradient(0, 1, 1))
     bench.reducer.release()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from shardengine.ddp import Phase, StepState, Window
-from shardengine.ddp.step_state import NEEDS
+from shardengine.ddp.step_state import NEEDS, Call
 from shardengine.errors import InternalError, UsageError
 
-TO_COMPLETE = (Phase.BACKWARD, Phase.REDUCED, Phase.COMPLETE)
+TO_AGREED = (Phase.BACKWARD, Phase.REDUCED, Phase.AGREED)
 WAYS: dict[Phase, tuple[Phase, ...]] = {
     Phase.EMPTY: (),
-    Phase.BACKWARD: TO_COMPLETE[:1],
+    Phase.BACKWARD: TO_AGREED[:1],
     Phase.BROKEN: (Phase.BACKWARD, Phase.BROKEN),
     Phase.ACCUMULATED: (Phase.BACKWARD, Phase.ACCUMULATED),
-    Phase.REDUCED: TO_COMPLETE[:2],
-    Phase.COMPLETE: TO_COMPLETE,
-    Phase.SPOILED: (*TO_COMPLETE, Phase.SPOILED),
-    Phase.UPDATING: (*TO_COMPLETE, Phase.UPDATING),
-    Phase.TORN: (*TO_COMPLETE, Phase.UPDATING, Phase.TORN),
+    Phase.REDUCED: TO_AGREED[:2],
+    Phase.AGREED: TO_AGREED,
+    Phase.SPOILED: (*TO_AGREED, Phase.SPOILED),
+    Phase.UPDATING: (*TO_AGREED, Phase.UPDATING),
+    Phase.TORN: (*TO_AGREED, Phase.UPDATING, Phase.TORN),
 }
 
 
@@ -50,8 +52,8 @@ def test_only_what_can_follow_follows(phase: Phase) -> None:
         "BACKWARD": "BROKEN ACCUMULATED REDUCED",
         "BROKEN": "",
         "ACCUMULATED": "BACKWARD",
-        "REDUCED": "BROKEN COMPLETE",
-        "COMPLETE": "BACKWARD REDUCED SPOILED UPDATING",
+        "REDUCED": "BROKEN AGREED",
+        "AGREED": "BACKWARD REDUCED SPOILED UPDATING",
         "SPOILED": "",
         "UPDATING": "TORN",
         "TORN": "UPDATING",
@@ -67,9 +69,9 @@ def test_only_what_can_follow_follows(phase: Phase) -> None:
                 state.move(target)
 
 
-def refusals(state: StepState) -> dict[str, str]:
+def refusals(state: StepState) -> dict[Call, str]:
     """What is refused in ``state``, and with which sentence."""
-    said = {}
+    said: dict[Call, str] = {}
     for call in NEEDS:
         try:
             state.require(call)
@@ -78,9 +80,14 @@ def refusals(state: StepState) -> dict[str, str]:
     return said
 
 
-GRADIENTS = {"full_grads", "clip_grad_norm_"}
-BETWEEN = {"save_checkpoint", "load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
-WHOLE = {"backward", "another backward", "zero_grad()", "full_optimizer_state"}
+GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_norm_"}
+BETWEEN: set[Call] = {"save_checkpoint", "load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
+NOTHING_STEPPED: set[Call] = {
+    "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
+}  # fmt: skip
+UPDATED = BETWEEN | NOTHING_STEPPED | {
+    "agreement", "clip_grad_norm_", "full_grads(writable=True)", "state_dict", "save_pretrained",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -91,26 +98,26 @@ WHOLE = {"backward", "another backward", "zero_grad()", "full_optimizer_state"}
         (Phase.BROKEN, GRADIENTS | BETWEEN | {"another backward"}),
         (Phase.ACCUMULATED, GRADIENTS | BETWEEN),
         (Phase.REDUCED, GRADIENTS | BETWEEN | {"another backward"}),
-        (Phase.COMPLETE, BETWEEN),
+        (Phase.AGREED, BETWEEN),
         (Phase.SPOILED, BETWEEN),
-        (Phase.UPDATING, BETWEEN | WHOLE | {"agreement", "clip_grad_norm_"}),
-        (Phase.TORN, BETWEEN | WHOLE | {"agreement", "clip_grad_norm_", "update"}),
-        (Phase.LOST, BETWEEN | WHOLE | GRADIENTS | {"agreement", "update"}),
+        (Phase.UPDATING, UPDATED),
+        (Phase.TORN, UPDATED | {"update"}),
+        (Phase.LOST, UPDATED | GRADIENTS | {"update"}),
     ],
 )
-def test_what_each_phase_refuses(phase: Phase, refused: set[str]) -> None:
+def test_what_each_phase_refuses(phase: Phase, refused: set[Call]) -> None:
     assert refusals(state_at(phase)).keys() == refused
 
 
-@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.COMPLETE])
+@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.AGREED])
 def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Phase) -> None:
     state = state_at(phase, early=True)
     said = refusals(state)
-    for call in (*WHOLE, "full_params(writable=True)"):
+    for call in NOTHING_STEPPED:
         assert said[call].startswith(f"{call} after the window's last backward, in which buckets are stepped")
     assert "step()" not in said and "update" not in said
     state.note_early(torn=True)
-    state.note_early()
+    state.note_early()  # another bucket, noted by another thread
     assert "inside of the update of a bucket" in refusals(state)["update"] and not state.can_be_finished
     state.restart()
     assert refusals(state).keys() == refusals(state_at(Phase.EMPTY)).keys()
@@ -120,40 +127,36 @@ def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Ph
     ("prepare", "refused"),
     [
         ("summoned", {"step()", *BETWEEN, "full_optimizer_state", "close()"}),
+        ("edited", BETWEEN - {"save_checkpoint"}),
         ("no_sync", {"step()", "add_param_group()", "unfreezing"}),
         ("offloaded", {"any"}),
     ],
 )
-def test_what_is_open_around_a_step(prepare: str, refused: set[str]) -> None:
-    state = state_at(Phase.COMPLETE)
-    if prepare != "no_sync":
-        before = BETWEEN
-        assert refusals(state).keys() == before
-    else:
-        state.restart()
-        before = GRADIENTS | {"step()"}
-    if prepare == "summoned":
-        with state.summoning():
-            said = refusals(state)
-    elif prepare == "no_sync":
-        with state.window.no_sync():
-            state.window.begin_backward()
-            state.window.set_boundary(True)
-            said = {key: text for key, text in refusals(state).items() if "no_sync" in text}
-        assert said.keys() == refused
-        return
-    else:
-        state.note_offloaded({"weights"})
-        said = refusals(state)
-        state.note_reloaded()
-        assert not state.offloaded
-    assert said.keys() == before | refused
-    assert all("full_params" in said[call] for call in refused if prepare == "summoned")
+def test_what_is_open_around_a_step(prepare: str, refused: set[Call]) -> None:
+    state = state_at(Phase.EMPTY)
+    before = refusals(state)
+    blocks = {"summoned": state.summoning, "edited": state.editing, "no_sync": state.window.no_sync}
+    words = {
+        "summoned": "inside full_params()",
+        "edited": "inside full_optimizer_state()",
+        "no_sync": "inside no_sync()",
+    }
+    with blocks.get(prepare, nullcontext)():
+        if prepare == "offloaded":
+            state.note_offloaded({"weights"})
+        said = [*refusals(state).items()]
+        state.window.begin_backward()  # without one a step is refused for that
+        said += refusals(state).items()
+        word = words.get(prepare, "reload_states()")
+        assert {call for call, text in said if word in text} == refused
+    state.note_reloaded()
+    state.restart()
+    assert refusals(state) == before
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_what_is_left_when_gradients_are_forgotten(has_stepped: bool) -> None:
-    state = state_at(Phase.COMPLETE, early=True)
+    state = state_at(Phase.AGREED, early=True)
     if has_stepped:
         state.note_early()
     state.drop_gradients()
@@ -173,7 +176,7 @@ def test_a_failure_while_ranks_agree_breaks_the_backward_that_asked_for_it() -> 
 def test_who_can_finish_an_update() -> None:
     able = {phase for phase in Phase if state_at(phase).can_be_finished}
     begun = {phase for phase in Phase if state_at(phase).has_begun}
-    assert able == {Phase.COMPLETE, Phase.UPDATING}
+    assert able == {Phase.AGREED, Phase.UPDATING}
     assert begun == {Phase.UPDATING, Phase.TORN, Phase.LOST}
 
 

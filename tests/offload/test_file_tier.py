@@ -116,3 +116,13 @@ def test_room_that_a_disk_gets_back_is_used(tier: FileTier) -> None:
             assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
     step(stores[2], 2.0)
     assert [value_of(store.tensors()) for store in stores] == [2.0] * 3
+
+
+def test_checking_in_twice_is_found_at_once(tier: FileTier) -> None:
+    """A second write of the same buffer may meet the next one that has it."""
+    store = store_with(tier, 1.0)
+    step(store, 2.0)
+    for changed in (True, False):
+        with pytest.raises(InternalError, match="is checked in, but it is"):
+            store.check_in(changed=changed)
+    assert value_of(store.tensors()) == 2.0

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[Engine, Path], Any], str]] = {
     ),
     "weights": (lambda engine, _: write_all(engine), r"full_params\(writable=True\) after the window's last backward"),
     "saving": (lambda engine, folder: engine.save_checkpoint(folder), r"expected engine\.step\(\) first"),
-    "offloading": (lambda engine, _: engine.offload_states(), "expected it between two steps"),
+    "offloading": (lambda engine, _: engine.offload_states(), "in which buckets are stepped"),
 }
 
 

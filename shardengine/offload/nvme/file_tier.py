@@ -10,6 +10,7 @@ written (extent_file), what the tensors mean.
     IN_FILE       check_out(blank)                                 CHECKED_OUT
     READING       check_out                                        CHECKED_OUT
     READING       tensors, check_out(blank), buffer is needed      IN_FILE
+    READING       the disk refuses                                 IN_FILE
     CHECKED_OUT   check_in(changed)                                WRITING
     CHECKED_OUT   check_in(not changed)                            IN_FILE, or WRITING what was UNWRITTEN
     CHECKED_OUT   abandon                                          IN_FILE, or UNWRITTEN as before
@@ -44,7 +45,7 @@ from shardengine.offload.shard_store import HOST, Forms, ShardStore
 _ALIGNMENT = 64
 
 
-class _Place(enum.Enum):
+class _Status(enum.Enum):
     IN_FILE = "in the file"
     READING = "on its way into a buffer"
     CHECKED_OUT = "in a buffer, to be written to"
@@ -162,7 +163,7 @@ class FileStore(ShardStore):
         super().__init__(HOST, tier.name)
         self._tier = tier
         self._parts: list[_Part] = []
-        self._state = _Place.IN_FILE
+        self._state = _Status.IN_FILE
         self._buffer: Tensor | None = None
         self._requests: list[IORequest] = []
         self._unwritten = False
@@ -201,25 +202,25 @@ class FileStore(ShardStore):
 
     def prefetch(self) -> None:
         """See ``ShardStore``."""
-        if self._state is _Place.IN_FILE and (buffer := self._tier.take_buffer(wait=False)) is not None:
+        if self._state is _Status.IN_FILE and (buffer := self._tier.take_buffer(wait=False)) is not None:
             self._read(buffer)
 
     def check_out(self, *, blank: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``. OffloadError where it cannot be read, or is not what was written."""
-        if blank and self._state is not _Place.CHECKED_OUT:
+        if blank and self._state is not _Status.CHECKED_OUT:
             self._settle()
             self._buffer = self._tier.take_buffer(wait=True)
-            self._state = _Place.CHECKED_OUT
-        if self._state is _Place.WRITING:
+            self._state = _Status.CHECKED_OUT
+        if self._state is _Status.WRITING:
             self._settle()
-        if self._state is _Place.IN_FILE:
+        if self._state is _Status.IN_FILE:
             buffer = self._tier.take_buffer(wait=True)
             assert buffer is not None
             self._read(buffer)
-        if self._state is _Place.UNWRITTEN:
+        if self._state is _Status.UNWRITTEN:
             self._tier.forget(self)
             self._unwritten = True
-        if self._state is _Place.READING:
+        if self._state is _Status.READING:
             self._tier.forget(self)
             try:
                 for request in self._requests:
@@ -229,11 +230,13 @@ class FileStore(ShardStore):
                     request.wait_quietly()  # into the buffer that somebody else gets now
                 self._release()
                 raise
-        self._state = _Place.CHECKED_OUT
+        self._state = _Status.CHECKED_OUT
         return self._views(self._in_buffer())
 
     def check_in(self, *, changed: bool = True) -> None:
         """See ``ShardStore``. What could not be written before is written now."""
+        if self._state is not _Status.CHECKED_OUT:
+            raise InternalError(f"a store in {self._tier.file.path} is checked in, but it is {self._state.value}")
         if changed or self._unwritten:
             self._write()
         else:
@@ -242,15 +245,15 @@ class FileStore(ShardStore):
     def _write(self) -> None:
         memories = zip(self._parts, self._in_buffer(), strict=True)
         self._requests = [self._tier.file.write(part.extent, memory) for part, memory in memories]
-        self._state, self._unwritten = _Place.WRITING, False
+        self._state, self._unwritten = _Status.WRITING, False
         self._tier.follow(self, writing=True)
 
     def abandon(self) -> None:
         """See ``ShardStore``."""
-        if self._state is _Place.CHECKED_OUT and self._unwritten:
-            self._state, self._unwritten = _Place.UNWRITTEN, False
+        if self._state is _Status.CHECKED_OUT and self._unwritten:
+            self._state, self._unwritten = _Status.UNWRITTEN, False
             self._tier.keep(self)
-        elif self._state is _Place.CHECKED_OUT:
+        elif self._state is _Status.CHECKED_OUT:
             self._release()
 
     def offload(self, *, pinned: bool) -> None:
@@ -292,7 +295,7 @@ class FileStore(ShardStore):
             for request in self._requests:
                 request.wait()
         except BaseException:
-            self._state = _Place.UNWRITTEN
+            self._state = _Status.UNWRITTEN
             self._tier.keep(self)
             raise
         self._release()
@@ -314,18 +317,18 @@ class FileStore(ShardStore):
 
     def _settle(self) -> None:
         """Be in the file, whatever it costs: what is unwritten is written once more."""
-        if self._state is _Place.CHECKED_OUT:
+        if self._state is _Status.CHECKED_OUT:
             raise InternalError(
                 f"what is kept in {self._tier.file.path} is being stepped, or its step was interrupted: expected "
                 "engine.reset() or engine.load_checkpoint() on every rank before anything else"
             )
-        if self._state is _Place.UNWRITTEN:
+        if self._state is _Status.UNWRITTEN:
             self._tier.forget(self)
             self._write()
-        if self._state is _Place.WRITING:
+        if self._state is _Status.WRITING:
             self._tier.forget(self)
             self.land()
-        elif self._state is _Place.READING:
+        elif self._state is _Status.READING:
             self.give_up()
 
     def _views(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -350,7 +353,7 @@ class FileStore(ShardStore):
         return part
 
     def _read(self, buffer: Tensor) -> None:
-        self._buffer, self._state, self._verified = buffer, _Place.READING, {}
+        self._buffer, self._state, self._verified = buffer, _Status.READING, {}
         self._tier.follow(self, writing=False)
         memories = zip(self._parts, self._in_buffer(), strict=True)
         self._requests = [self._tier.file.read(part.extent, memory) for part, memory in memories]
@@ -361,7 +364,7 @@ class FileStore(ShardStore):
 
     def _release(self) -> None:
         buffer, self._buffer = self._own_buffer(), None
-        self._state, self._requests = _Place.IN_FILE, []
+        self._state, self._requests = _Status.IN_FILE, []
         self._tier.give_buffer(buffer)
 
 
