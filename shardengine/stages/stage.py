@@ -31,6 +31,10 @@ class Stage:
 
     ``state`` stands for master weights and optimizer state together. ``gradients`` is where a gradient rests between
     two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the reverse).
+
+    Letters that go together: weights and state are R or S, gradients P or S. Weights that are S after backward need S
+    in state, and weights that are S after forward are S after backward. Nobody checks that: whoever steps whole weights
+    writes to memory that sharded ones have given back.
     """
 
     name: str

@@ -142,6 +142,9 @@ zero_optimization.use_all_reduce_for_fetch_params: zero_optimization.stage3_use_
 def test_the_accepted_keys_are_frozen() -> None:
     """Adding a key is a reviewed change: extend FROZEN together with shardengine/config/schema.py."""
     accepted = {status.name: sorted(key.name for key in KEYS.values() if key.status is status) for status in Status}
+    for status, names in FROZEN.items():
+        new, gone = set(accepted[status]) - set(names.split()), set(names.split()) - set(accepted[status])
+        assert not new and not gone, f"{status}: FROZEN lacks {sorted(new)}, and the schema {sorted(gone)}"
     assert accepted == {status: sorted(names.split()) for status, names in FROZEN.items()}
 
 

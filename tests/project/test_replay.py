@@ -16,7 +16,9 @@ EXPECTED: dict[str, Any] = json.loads(replay.FILE.read_text(encoding="utf-8"))
 
 
 def test_every_case_is_recorded() -> None:
-    assert list(EXPECTED) == [f"{stage} {way}" for stage in cases.STAGES for way in replay.WAYS]
+    assert list(EXPECTED) == [f"{stage} {way}" for stage in cases.STAGES for way in replay.WAYS], (
+        "python -m tests.project.replay"
+    )
 
 
 @pytest.mark.parametrize("case", list(EXPECTED))
