@@ -76,7 +76,7 @@ class Report:
             "parameters": f"{sum(parameter.numel() for parameter in unique):,}",
             "data": f"{settings.data}, {blocks.training.tokens:,} tokens to train, "
             f"{blocks.validation.tokens:,} to validate, {_rows(blocks)}",
-            "stage": stages.select(zero.stage, reshard_after_forward=zero.stage3_reshard_after_forward).name,
+            "stage": stages.select(config).name,
             "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
             f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",

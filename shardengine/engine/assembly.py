@@ -57,11 +57,7 @@ def build(
     groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32.
     """
     zero = config.zero_optimization
-    stage = stages.select(
-        zero.stage,
-        reshard_after_forward=zero.stage3_reshard_after_forward,
-        gradient_accumulation=config.gradient_accumulation,
-    )
+    stage = stages.select(config)
     which = precision.of(config)
     pool = BufferPool(pins=is_apart(mesh.device) and zero.offload_optimizer.pin_memory)
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardengine.config import Config
 from shardengine.errors import ConfigError
 from shardengine.stages.placement import Operation, Placement, operation
 from shardengine.stages.stage import Stage, Volume
@@ -35,17 +36,15 @@ STAGES = {stage.name: stage for stage in (STAGE0, STAGE1, STAGE2, STAGE3_KEEP, S
 _GRADIENT_LETTER = {"full": Placement.PARTIAL, "sharded": Placement.SHARDED}
 
 
-def select(number: int, *, reshard_after_forward: bool = True, gradient_accumulation: str | None = None) -> Stage:
-    """The record for the config's ``zero_optimization.stage``, with the third letter overridden where asked.
-
-    gradient_accumulation: "full" | "sharded" | None (the stage's own letter).
-    """
-    name = str(number) if number != 3 or reshard_after_forward else STAGE3_KEEP.name
+def select(config: Config) -> Stage:
+    """The record that ``config`` asks for, its third letter overridden where ``gradient_accumulation`` says so."""
+    zero = config.zero_optimization
+    name = str(zero.stage) if zero.stage != 3 or zero.stage3_reshard_after_forward else STAGE3_KEEP.name
     if name not in STAGES:
-        raise ConfigError(f"zero_optimization.stage: expected one of 0, 1, 2, 3, got {number!r}")
-    if gradient_accumulation is None:
+        raise ConfigError(f"zero_optimization.stage: expected one of 0, 1, 2, 3, got {zero.stage!r}")
+    if config.gradient_accumulation is None:
         return STAGES[name]
-    return replace(STAGES[name], gradients=_GRADIENT_LETTER[gradient_accumulation])
+    return replace(STAGES[name], gradients=_GRADIENT_LETTER[config.gradient_accumulation])
 
 
 __all__ = ["STAGES", "Operation", "Placement", "Stage", "Volume", "operation", "select"]

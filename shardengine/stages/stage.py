@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardengine.errors import InternalError
 from shardengine.stages.placement import Operation, Placement, operation, wire_fraction
 
 
@@ -33,8 +34,8 @@ class Stage:
     two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the reverse).
 
     Letters that go together: weights and state are R or S, gradients P or S. Weights that are S after backward need S
-    in state, and weights that are S after forward are S after backward. Nobody checks that: whoever steps whole weights
-    writes to memory that sharded ones have given back.
+    in state, since what steps full weights would write to memory that sharded ones have given back; weights that are S
+    after forward are S after backward. Others raise InternalError.
     """
 
     name: str
@@ -42,6 +43,23 @@ class Stage:
     weights_after_backward: Placement
     gradients: Placement
     state: Placement
+
+    def __post_init__(self) -> None:
+        replicated, sharded, partial = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
+        weights = (self.weights_after_forward, self.weights_after_backward)
+        problem = (
+            "weights or state are P, expected R or S"
+            if partial in (*weights, self.state)
+            else "gradients are R, expected P or S"
+            if self.gradients is replicated
+            else "weights are S after forward and R after backward, expected S or R R"
+            if weights == (sharded, replicated)
+            else "weights are S after backward and state is R, expected S"
+            if (weights[1], self.state) == (sharded, replicated)
+            else ""
+        )
+        if problem:
+            raise InternalError(f"stage {self.name!r}: {problem}")
 
     @property
     def moves_weights(self) -> bool:

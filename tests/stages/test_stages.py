@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from typing import Any
 
 import pytest
 
 from shardengine import stages
-from shardengine.errors import ConfigError
+from shardengine.config import Config, ZeroConfig
+from shardengine.errors import ConfigError, InternalError
 from shardengine.stages import STAGES, Stage, Volume
 from shardengine.stages.placement import Placement
 
@@ -120,34 +122,52 @@ def test_bytes_sent_are_the_formulas_of_the_limits(ranks: int, k: int) -> None:
         assert sent == pytest.approx(expected[name])
 
 
+def select(number: int, reshard: bool = True, **options: Any) -> Stage:
+    """What a config with this stage asks for."""
+    zero = ZeroConfig(stage=number, stage3_reshard_after_forward=reshard)
+    return stages.select(Config(zero_optimization=zero, **options))
+
+
+@pytest.mark.parametrize("letters", list(itertools.product("RSP", repeat=4)))
+def test_letters_that_do_not_go_together_are_refused(letters: tuple[str, ...]) -> None:
+    forward, backward, gradients, state = letters
+    legal = (forward + backward + state) in ("RRR", "RRS", "RSS", "SSS") and gradients in "PS"
+    placements = [Placement(letter) for letter in letters]
+    if legal:
+        assert Stage("own", *placements).state is placements[3]
+    else:
+        with pytest.raises(InternalError, match=r"stage 'own'.*expected"):
+            Stage("own", *placements)
+
+
 def test_full_accumulation_sends_gradients_once_and_sharded_once_per_micro_batch() -> None:
     psi, k, ranks, ring = 1000, 3, 2, 0.5
     volume = Volume(trainable=psi, twice=psi)
-    two_full = stages.select(2, gradient_accumulation="full")
+    two_full = select(2, gradient_accumulation="full")
     assert two_full.bytes_sent(volume, ranks, micro_batches=k) == ring * 8 * psi
-    three_full = stages.select(3, gradient_accumulation="full")
+    three_full = select(3, gradient_accumulation="full")
     assert three_full.bytes_sent(volume, ranks, micro_batches=k) == ring * (k * 8 + 4) * psi
-    zero_sharded = stages.select(0, gradient_accumulation="sharded")
+    zero_sharded = select(0, gradient_accumulation="sharded")
     assert zero_sharded.bytes_sent(volume, ranks, micro_batches=k) == ring * (4 * k + 4) * psi
-    one_sharded = stages.select(1, gradient_accumulation="sharded")
+    one_sharded = select(1, gradient_accumulation="sharded")
     assert one_sharded.bytes_sent(volume, ranks, micro_batches=k) == ring * (4 * k + 4) * psi
 
 
 def test_select_finds_the_record_of_a_number() -> None:
-    assert [stages.select(number).name for number in (0, 1, 2, 3)] == ["0", "1", "2", "3"]
-    assert stages.select(3, reshard_after_forward=False).name == "3k"
-    assert stages.select(2, reshard_after_forward=False).name == "2"
+    assert [select(number).name for number in (0, 1, 2, 3)] == ["0", "1", "2", "3"]
+    assert select(3, False).name == "3k"
+    assert select(2, False).name == "2"
 
 
 def test_select_overrides_the_third_letter_alone() -> None:
     for number in (0, 1, 2, 3):
-        plain = stages.select(number)
+        plain = select(number)
         for word, placement in (("full", Placement.PARTIAL), ("sharded", Placement.SHARDED)):
-            chosen = stages.select(number, gradient_accumulation=word)
+            chosen = select(number, gradient_accumulation=word)
             assert chosen == dataclasses.replace(plain, gradients=placement)
 
 
 @pytest.mark.parametrize("number", [-1, 4, 33])
 def test_select_refuses_a_stage_that_does_not_exist(number: int) -> None:
     with pytest.raises(ConfigError, match=rf"0, 1, 2, 3, got {number}"):
-        stages.select(number)
+        select(number)
