@@ -85,8 +85,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag), f"{strict} {weights_only}"]})
 
     def listed() -> list[str]:
-        if not interrupted:
-            core.step_state.require("load_checkpoint")
+        core.step_state.require("load_checkpoint after an interrupted step" if interrupted else "load_checkpoint")
         place = directory.check_folder(folder)
         return _candidates(place, tag) if rank == 0 else []
 

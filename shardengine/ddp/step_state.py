@@ -76,9 +76,10 @@ class StepState:
     to · offloaded: what ``offload_states`` has moved to host memory.
     """
 
-    def __init__(self, window: Window, rank: int = 0) -> None:
+    def __init__(self, window: Window, rank: int = 0, ranks: int = 1) -> None:
         self.window = window
         self.rank = rank
+        self.ranks = ranks
         self.phase = Phase.EMPTY
         self._early = EarlySteps.NONE
         self._early_torn = False  # by the thread that steps
@@ -244,15 +245,19 @@ def _backward_before(state: StepState, _call: str) -> str | None:
     return None if state.window.micro_batches else "step() without a backward: call engine.backward(loss) first"
 
 
-def _unbroken(state: StepState, _call: str) -> str | None:
-    if state.phase is Phase.REDUCED:
-        return (
-            f"the ranks have not agreed on the gradients of the last backward (rank {state.rank}), which raised then: "
-            "expected engine.zero_grad() on every rank before another backward"
-        )
-    if state.phase not in {Phase.BACKWARD, Phase.BROKEN}:
+def _settled(state: StepState, _call: str) -> str | None:
+    if state.phase is not Phase.REDUCED:
         return None
     return (
+        f"the ranks have not agreed on the gradients of the last backward (rank {state.rank}), which raised then: "
+        "expected engine.zero_grad() on every rank before another backward"
+    )
+
+
+def _unbroken(state: StepState, call: str) -> str | None:
+    if state.phase not in {Phase.BACKWARD, Phase.BROKEN}:
+        return None
+    return _not_stepping_early(state, call) or (
         "the last backward raised, its gradients are incomplete: call engine.zero_grad() on every rank and begin the "
         "window anew"
     )
@@ -289,6 +294,14 @@ def _not_updating(state: StepState, _call: str) -> str | None:
     )
 
 
+def _resumable(state: StepState, _call: str) -> str | None:
+    """One rank may go on with its update by itself. Where there are more, it is not known which buckets have been
+    gathered; ``reset()`` gathers all of them."""
+    if state.phase not in _BEGUN or (state.ranks == 1 and state.phase is not Phase.LOST):
+        return None
+    return _not_updating(state, "")
+
+
 def _untorn(state: StepState, _call: str) -> str | None:
     if state.phase not in {Phase.TORN, Phase.LOST} and state.early is not EarlySteps.TORN:
         return None
@@ -304,7 +317,8 @@ _AT_REST = (_outside_full_params, _outside_editing, *_NOTHING_STEPPED, _between_
 Call = Literal[
     "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
     "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
-    "save_pretrained", "save_checkpoint", "load_checkpoint", "add_param_group()", "unfreezing", "offload_states",
+    "save_pretrained", "save_checkpoint", "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
+    "add_param_group()", "unfreezing", "offload_states",
     "close()",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
@@ -313,20 +327,22 @@ Call = Literal[
 NEEDS: dict[Call, tuple[_Need, ...]] = {
     "any": (_reloaded,),
     "backward": _NOTHING_STEPPED,
-    "another backward": (*_NOTHING_STEPPED, _unbroken),
+    "another backward": (_reloaded, *_NOTHING_STEPPED, _unbroken, _settled),
     "agreement": (_not_updating,),
-    "step()": (_backward_before, _outside_full_params, _outside_no_sync),
+    "step()": (_resumable, _unbroken, _backward_before, _outside_full_params, _outside_no_sync),
     "update": (_untorn,),
     "zero_grad()": _NOTHING_STEPPED,
     "clip_grad_norm_": (_complete, _not_updating),
-    "full_params(writable=True)": _NOTHING_STEPPED,
+    "full_params(writable=True)": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "full_grads": (_complete,),
     "full_grads(writable=True)": (_complete, _not_updating),
-    "full_optimizer_state": (*_NOTHING_STEPPED, _outside_full_params),
+    "full_optimizer_state": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "state_dict": (_not_updating,),
     "save_pretrained": (_not_updating,),
     "save_checkpoint": (*_NOTHING_STEPPED, _outside_full_params, _between_steps),
     "load_checkpoint": (_outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
+    "load_checkpoint after an interrupted step": (_outside_full_params, _outside_editing),
+    "reset()": (_outside_full_params, _outside_editing),
     "add_param_group()": (*_AT_REST, _outside_no_sync),
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "offload_states": _AT_REST,

@@ -110,7 +110,9 @@ def _assemble(
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(collectives.mesh.device).contiguous()
         buffers.broadcast(persistent_only=False)
-    step_state = StepState(Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank)
+    step_state = StepState(
+        Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks
+    )
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, step_state)
     deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
     driven = (units, reducer, schedule, step_state, buffers, deferred_gather)

@@ -329,6 +329,7 @@ class Engine(Inspection):
         names the ranks that do not call it within ``timeout_s``. A Mesh of the caller's is no longer used afterwards.
         """
         core, optimizer = self._need_core(), self.optimizer
+        core.step_state.require("reset()")
         found = recovery.reset(core, optimizer, self.global_steps)
         if found.finished:
             self._end_step(reports=False)
@@ -344,8 +345,8 @@ class Engine(Inspection):
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
-        optimizer = self._need_optimizer("clip_grad_norm_()")
-        self._core.schedule.finish_open_backward()
+        core, optimizer = self._need_core(), self._need_optimizer("clip_grad_norm_()")
+        core.schedule.finish_open_backward()
         self._core.step_state.require("clip_grad_norm_")
         return optimizer.clip_next_step(float(max_norm))
 
@@ -524,7 +525,7 @@ class Engine(Inspection):
     def __copy__(self) -> Engine:
         """Another name for the same engine, as frameworks make one: it shares everything."""
         same = object.__new__(type(self))
-        same.__dict__.update(self.__dict__)
+        same.__dict__ = self.__dict__
         return same
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:

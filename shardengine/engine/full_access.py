@@ -48,8 +48,6 @@ def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> I
     every = names is None
     chosen = _agree_on_names(core, "full_params", names, writable)
     units = core.units if every else _units_of(core, chosen)
-    if writable and any(unit.summoned for unit in units):
-        raise UsageError("full_params(writable=True) inside another full_params would lose its writes; open one only")
     if writable:
         core.step_state.require("full_params(writable=True)")
     with core.reducer.early_use.suspended() if writable else nullcontext():  # what is written is what is stepped

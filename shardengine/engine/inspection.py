@@ -124,6 +124,7 @@ class Inspection:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
+        self._open_core()
         return [float(group["lr"]) for group in self._need_optimizer("get_lr()").param_groups]
 
     def memory(self) -> dict[str, float]:

@@ -106,15 +106,19 @@ class ForWith(AbstractContextManager[_T], ContextDecorator):
     def __init__(self, call: str, make: Callable[[], AbstractContextManager[_T]]) -> None:
         self._call = call
         self._make = make
-        self._context = make()
+        self._next: AbstractContextManager[_T] | None = make()
+        self._open: list[AbstractContextManager[_T]] = []
         self._entered = False
 
     def __enter__(self) -> _T:
         self._entered = True
-        return self._context.__enter__()
+        context, self._next = self._next or self._make(), None  # entered again: anew
+        value = context.__enter__()
+        self._open.append(context)
+        return value
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
+        return self._open.pop().__exit__(*error)
 
     def _recreate_cm(self) -> ForWith[_T]:
         self._entered = True
@@ -191,6 +195,7 @@ def reset(core: Core, optimizer: ShardedOptimizer | None, steps: int) -> Return:
     _renew_groups(core)
     if optimizer is not None:
         optimizer.wait_early()
+        optimizer.note_if_spoiled()
     places = core.collectives.exchange_objects(_place(core, optimizer, steps))
     newest = max(place["steps"] for place in places)
     begun = any(place["begun"] for place in places)

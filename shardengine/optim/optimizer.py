@@ -394,15 +394,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def note_if_spoiled(self) -> bool:
         """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
         cannot be skipped any more: it is an error then, and nothing more of it may be done."""
-        scaler = self.settings.scaler
-        if (
-            not self._step_state.must_be_stepped
-            or scaler is None
-            or self.norm is None
-            or bool(torch.isfinite(self.norm))
-        ):
+        state = self._step_state
+        decided = state.phase in {Phase.AGREED, Phase.SPOILED} and state.must_be_stepped
+        if not decided or self.settings.scaler is None or self.norm is None or bool(torch.isfinite(self.norm)):
             return False
-        self._step_state.move(Phase.SPOILED)
+        state.move(Phase.SPOILED)
         return True
 
     def mark_stepped(self, scheduler: Any) -> None:

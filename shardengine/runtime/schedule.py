@@ -351,7 +351,7 @@ class Schedule:
 
         Where nobody has announced this backward, and it is the window's last, it hears of its end.
         """
-        self._refuse_retired()
+        self._require_weights()
         if forward is not None and self._backward is not Backward.NONE:
             self._window.claim(forward)
         if line is not None:
@@ -376,7 +376,7 @@ class Schedule:
 
     def pre_backward(self, index: int, call: Call, *, announced: bool) -> None:
         """A gradient reached the outputs of ``call`` of unit ``index``; announced: ``post_backward`` will come."""
-        self._refuse_retired()
+        self._require_weights()
         hold = self._holds[index]
         if self.turn.waiting is not None and not hold.forward_only:
             self.turn.last = index if self.turn.waiting == index else None
@@ -516,7 +516,9 @@ class Schedule:
         """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
         self._backward = Backward.RETIRED
 
-    def _refuse_retired(self) -> None:
+    def _require_weights(self) -> None:
+        """The weights that this backward needs are where its forward has left them."""
+        self._step_state.require("any")
         if self._backward is Backward.RETIRED:
             raise UsageError(
                 "the forward of this loss ran before parameters were unfrozen or a parameter group was added, which "

@@ -85,6 +85,9 @@ BETWEEN: set[Call] = {"save_checkpoint", "load_checkpoint", "add_param_group()",
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
 }  # fmt: skip
+ENDS_BLOCKS: set[Call] = BETWEEN - {"save_checkpoint"} | {
+    "full_optimizer_state", "full_params(writable=True)", "load_checkpoint after an interrupted step", "reset()",
+}  # fmt: skip
 UPDATED = BETWEEN | NOTHING_STEPPED | {
     "agreement", "clip_grad_norm_", "full_grads(writable=True)", "state_dict", "save_pretrained",
 }  # fmt: skip
@@ -94,19 +97,27 @@ UPDATED = BETWEEN | NOTHING_STEPPED | {
     ("phase", "refused"),
     [
         (Phase.EMPTY, GRADIENTS | {"step()"}),
-        (Phase.BACKWARD, GRADIENTS | BETWEEN | {"another backward"}),
-        (Phase.BROKEN, GRADIENTS | BETWEEN | {"another backward"}),
+        (Phase.BACKWARD, GRADIENTS | BETWEEN | {"another backward", "step()"}),
+        (Phase.BROKEN, GRADIENTS | BETWEEN | {"another backward", "step()"}),
         (Phase.ACCUMULATED, GRADIENTS | BETWEEN),
         (Phase.REDUCED, GRADIENTS | BETWEEN | {"another backward"}),
         (Phase.AGREED, BETWEEN),
         (Phase.SPOILED, BETWEEN),
         (Phase.UPDATING, UPDATED),
         (Phase.TORN, UPDATED | {"update"}),
-        (Phase.LOST, UPDATED | GRADIENTS | {"update"}),
+        (Phase.LOST, UPDATED | GRADIENTS | {"update", "step()"}),
     ],
 )
 def test_what_each_phase_refuses(phase: Phase, refused: set[Call]) -> None:
     assert refusals(state_at(phase)).keys() == refused
+
+
+@pytest.mark.parametrize("phase", [Phase.UPDATING, Phase.TORN])
+def test_with_several_ranks_an_interrupted_step_needs_a_reset(phase: Phase) -> None:
+    """Which buckets were gathered is not known."""
+    state = state_at(phase)
+    state.ranks = 2
+    assert "engine.reset() on every rank" in refusals(state)["step()"]
 
 
 @pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.AGREED])
@@ -115,7 +126,9 @@ def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Ph
     said = refusals(state)
     for call in NOTHING_STEPPED:
         assert said[call].startswith(f"{call} after the window's last backward, in which buckets are stepped")
-    assert "step()" not in said and "update" not in said
+    assert "update" not in said
+    assert ("step()" in said) is (phase is Phase.BACKWARD), "which may have raised"
+    assert "engine.reset()" in said.get("step()", "engine.reset()")
     state.note_early(torn=True)
     state.note_early()  # another bucket, noted by another thread
     assert "inside of the update of a bucket" in refusals(state)["update"] and not state.can_be_finished
@@ -126,10 +139,10 @@ def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Ph
 @pytest.mark.parametrize(
     ("prepare", "refused"),
     [
-        ("summoned", {"step()", *BETWEEN, "full_optimizer_state", "close()"}),
-        ("edited", BETWEEN - {"save_checkpoint"}),
+        ("summoned", {"step()", "save_checkpoint", "close()", *ENDS_BLOCKS}),
+        ("edited", ENDS_BLOCKS),
         ("no_sync", {"step()", "add_param_group()", "unfreezing"}),
-        ("offloaded", {"any"}),
+        ("offloaded", {"any", "another backward"}),
     ],
 )
 def test_what_is_open_around_a_step(prepare: str, refused: set[Call]) -> None:
