@@ -29,26 +29,55 @@ from types import FrameType
 from shardengine.errors import UsageError
 
 _STALE_S = 3600.0
-"""A text that was begun so long before another one is of a killed program."""
+"""Where a file system has no locks, a text that was begun so long before another one is of a killed program."""
 
 
 def write_text(path: Path, text: str) -> None:
     """Write and fsync a text file beside ``path`` and move it there. Others may do the same at the same time."""
+    while not _try_to_write(path, text):
+        pass  # the new file was taken for a killed program's, in the moment before it was locked
+    sync(path.parent)
+
+
+def _try_to_write(path: Path, text: str) -> bool:
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
         with partial.open("x", encoding="utf-8") as file:
+            _try_to_lock(file.fileno())
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
             written = os.fstat(file.fileno()).st_mtime
-        os.replace(partial, path)
+            os.replace(partial, path)
+    except FileNotFoundError:
+        if path.parent.is_dir():
+            return False
+        raise
     finally:
         partial.unlink(missing_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.partial*"):
         with suppress(OSError):
-            if left.is_file() and left.stat().st_mtime < written - _STALE_S:
+            if left.is_file() and _is_left(left, written):
                 left.unlink()
-    sync(path.parent)
+    return True
+
+
+def _is_left(partial: Path, now: float) -> bool:
+    """Whether nobody writes ``partial`` any more."""
+    with partial.open() as file:
+        free = _try_to_lock(file.fileno())
+        return os.fstat(file.fileno()).st_mtime < now - _STALE_S if free is None else free
+
+
+def _try_to_lock(number: int) -> bool | None:
+    """Whether the open file or directory is this program's now; None where the file system has no locks."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def sync(path: Path) -> None:
@@ -126,7 +155,8 @@ def _locked(outer: Path, out: Path) -> int:
         except FileNotFoundError:
             continue  # removed by the program before
         try:
-            _lock(number, out)
+            if _try_to_lock(number) is False:
+                raise UsageError(f"{out}: another program is writing this very directory; wait for it")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(number), outer.stat()):
                     return number
@@ -134,15 +164,6 @@ def _locked(outer: Path, out: Path) -> int:
             os.close(number)
             raise
         os.close(number)
-
-
-def _lock(directory: int, out: Path) -> None:
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{out}: another program is writing this very directory; wait for it") from None
-    except OSError:
-        pass  # a file system without locks
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -61,14 +62,41 @@ def test_a_text_is_whole_whoever_writes_it(tmp_path: Path) -> None:
     assert not failures and names(tmp_path) == ["latest"]
 
 
-def test_a_text_that_a_killed_program_began_is_removed(tmp_path: Path) -> None:
-    old, new, other = (tmp_path / f".{name}" for name in ("a[1].partial-0123", "a[1].partial-4567", "b.partial-89ab"))
-    for left in (old, new, other):
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_text_that_a_killed_program_began_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """At once where the file system has locks, and nobody holds one; else when it is old."""
+    old, new, held, other = (
+        tmp_path / f".{name}" for name in ("a[1].partial-01", "a[1].partial-45", "a[1].partial-67", "b.partial-89ab")
+    )
+    for left in (old, new, held, other):
         left.write_text("half")
     for left in (old, other):
         os.utime(left, (0, time.time() - 2 * atomic._STALE_S))
-    write_text(tmp_path / "a[1]", "text")
-    assert names(tmp_path) == sorted([new.name, other.name, "a[1]"])  # somebody may be writing the new one
+
+    def refuse(_number: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not locks:
+            monkeypatch.setattr(fcntl, "flock", refuse)
+        write_text(tmp_path / "a[1]", "text")
+    assert names(tmp_path) == sorted([*([] if locks else [new.name]), held.name, other.name, "a[1]"])
+
+
+def test_a_text_that_was_taken_for_a_killed_programs_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_away() -> None:
+        next(tmp_path.glob(".latest.partial*")).unlink()
+
+    once(os.fsync, take_away, monkeypatch, os)
+    write_text(tmp_path / "latest", "step-1\n")
+    assert (tmp_path / "latest").read_text() == "step-1\n" and names(tmp_path) == ["latest"]
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "gone" / "latest", "step-1\n")
 
 
 def test_directories_above_are_on_the_disk_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
