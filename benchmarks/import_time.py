@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +27,33 @@ ROOT = Path(__file__).resolve().parent.parent
 STATEMENTS = {"torch": "import torch", "torch + shardengine": "import torch, shardengine"}
 
 
-def import_ms(statement: str) -> float:
-    """Milliseconds that ``statement`` takes inside a fresh interpreter (its own start-up not counted)."""
+def import_ms(statement: str, bytecode: str) -> float:
+    """Milliseconds that ``statement`` takes inside a fresh interpreter (its own start-up not counted).
+
+    bytecode: a directory for what is compiled, as an installed package has it.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = bytecode
     code = f"import time; t = time.perf_counter(); {statement}; print((time.perf_counter() - t) * 1e3)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise SystemExit(f"`{statement}` failed in a fresh process:\n{done.stderr}")
     return float(done.stdout.strip().splitlines()[-1])
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Run ``rounds`` paired rounds after one that warms the file cache; the difference is taken pair by pair."""
+    """Run ``rounds`` paired rounds after one that compiles, and warms the file cache; the difference is taken pair by
+    pair."""
     samples: dict[str, list[float]] = {name: [] for name in STATEMENTS}
-    for round_number in range(rounds + 1):
-        order = list(STATEMENTS) if round_number % 2 else list(reversed(STATEMENTS))
-        taken = {name: import_ms(STATEMENTS[name]) for name in order}
-        if round_number:
-            for name, value in taken.items():
-                samples[name].append(value)
+    with tempfile.TemporaryDirectory() as bytecode:
+        for round_number in range(rounds + 1):
+            order = list(STATEMENTS) if round_number % 2 else list(reversed(STATEMENTS))
+            taken = {name: import_ms(STATEMENTS[name], bytecode) for name in order}
+            if round_number:
+                for name, value in taken.items():
+                    samples[name].append(value)
     base, ours = samples.values()
     extra = np.asarray(ours) - np.asarray(base)
     picks = np.random.default_rng(0).integers(0, rounds, size=(4000, rounds))

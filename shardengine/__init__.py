@@ -11,14 +11,21 @@ Beside the packages: errors · trace (events in the Chrome trace format) · othe
 people call here, and what to call instead) · lion, monitors (public names) · version
 """
 
+import gc
 from typing import TYPE_CHECKING, Any
 
-from shardengine.comm import Mesh, launch
-from shardengine.config import Config, load_config
-from shardengine.engine import Engine, initialize
-from shardengine.errors import ConfigError, ShardEngineError
-from shardengine.other_engines import missing_in_package
-from shardengine.version import __version__
+_collects = gc.isenabled()
+gc.disable()  # a collection looks at every object of torch, which takes longer than all that follows
+try:
+    from shardengine.comm import Mesh, launch
+    from shardengine.config import Config, load_config
+    from shardengine.engine import Engine, initialize
+    from shardengine.errors import ConfigError, ShardEngineError
+    from shardengine.other_engines import missing_in_package
+    from shardengine.version import __version__
+finally:
+    if _collects:
+        gc.enable()
 
 __all__ = [
     "Config",

@@ -250,10 +250,10 @@ def test_bad_usage_is_refused(bad: list[str], capsys: pytest.CaptureFixture[str]
     assert stopped.value.code == 2 and bad[0].lstrip("-") in capsys.readouterr().err
 
 
-def test_import_ms_reports_a_failing_import() -> None:
-    assert import_ms("import json") < 1000
+def test_import_ms_reports_a_failing_import(tmp_path: Path) -> None:
+    assert import_ms("import json", str(tmp_path)) > 0
     with pytest.raises(SystemExit, match="no_such_module"):
-        import_ms("import no_such_module")
+        import_ms("import no_such_module", str(tmp_path))
 
 
 def run_step(*options: str) -> dict:
