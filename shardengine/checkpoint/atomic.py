@@ -118,9 +118,8 @@ def check_free(out: Path) -> None:
 def new_directory(out: Path) -> Iterator[Path]:
     """An empty directory to write into; at the end of the ``with`` all of it is on disk, under the name ``out``.
 
-    Whatever raises inside, nothing is left. UsageError unless ``out`` is free and, as
-    far as the file system has locks, nobody else is writing it; OSError
-    where the disk is full or refuses.
+    Whatever raises inside, nothing is left. UsageError unless ``out`` is free and, as far as the file system has
+    locks, nobody else is writing it; OSError where the disk is full or refuses.
     """
     check_free(out)
     target = out.resolve()

@@ -143,7 +143,7 @@ class _Order:
 class Reducer:
     """Reduces gradients of the trainable ``buckets`` (in layout order).
 
-    step_state: the window's, moved here as far as COMPLETE · parameters: of ``layout``, which show the gradients.
+    step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients.
     """
 
     def __init__(

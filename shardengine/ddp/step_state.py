@@ -318,8 +318,7 @@ Call = Literal[
     "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
     "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
     "save_pretrained", "save_checkpoint", "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
-    "add_param_group()", "unfreezing", "offload_states",
-    "close()",
+    "add_param_group()", "unfreezing", "offload_states", "close()",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets."""

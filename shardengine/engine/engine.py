@@ -241,9 +241,10 @@ class Engine(Inspection):
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
 
         flush: end the window here, although its last backward was not on the boundary. Where gradients are not finite
-        on any rank, every rank leaves the step out: weights, states and scheduler stay, the window counts
+        on any rank, every rank skips the step: weights, states and scheduler stay, the window counts
         (``was_step_applied``, ``skipped_steps``). NonfiniteGradientError with "nonfinite_gradients": "raise", or after
         "max_nonfinite_steps" in a row, names the parameters; LossScaleError where a loss scale cannot fall any further.
+        After another exception in the middle of the update ``reset()`` finishes it; on one rank so does another call.
         """
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         core.schedule.finish_open_backward()
@@ -347,7 +348,7 @@ class Engine(Inspection):
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
         core, optimizer = self._need_core(), self._need_optimizer("clip_grad_norm_()")
         core.schedule.finish_open_backward()
-        self._core.step_state.require("clip_grad_norm_")
+        core.step_state.require("clip_grad_norm_")
         return optimizer.clip_next_step(float(max_norm))
 
     # Whole parameters
