@@ -20,7 +20,7 @@ class RankSums:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._collectives = Collectives(mesh, BufferPool())
+        self._collectives = Collectives(mesh, BufferPool(mesh.platform))
 
     @property
     def rank(self) -> int:

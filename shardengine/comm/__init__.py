@@ -4,7 +4,8 @@ mesh             process groups
 rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
-collectives      the data operations, the only file that calls them
+wire             torch's data operations, the only file that calls them
+collectives      the same by what they bring where, counted and compared
 work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
@@ -28,6 +29,7 @@ from shardengine.comm.launcher import cores, default_ranks, launch, rank_environ
 from shardengine.comm.mesh import Mesh, Store
 from shardengine.comm.positions import Presence
 from shardengine.comm.rank_failure import RankFailure
+from shardengine.comm.wire import Wire
 from shardengine.comm.work import Work
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "RankFailure",
     "Store",
     "Subject",
+    "Wire",
     "Work",
     "agreement",
     "compare",

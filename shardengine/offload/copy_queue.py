@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.offload.copy_stream import CopyStream, Done
+from shardengine.offload.platform import Done, Platform
 from shardengine.offload.pool import BufferPool
 
 
 class CopyQueue:
-    """Copies between ``device`` and the host, in one direction, beside what ``device`` computes."""
+    """Copies between a device and the host, in one direction, beside what the device computes."""
 
-    def __init__(self, device: torch.device, pool: BufferPool) -> None:
-        self._copies = CopyStream(device)
+    def __init__(self, platform: Platform, pool: BufferPool) -> None:
+        self._copies = platform.copy_stream()
         self._pool = pool
         self._under_way: deque[tuple[list[Done], Tensor, Callable[[], None]]] = deque()
 

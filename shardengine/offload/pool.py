@@ -7,14 +7,17 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from shardengine.offload.platform import HOST, Platform
+
 
 class BufferPool:
     """Transient flat tensors, reused instead of freed: touching fresh pages costs more than the copies into them.
 
-    pins: those in host memory are page-locked, so that a GPU copies them fast.
+    platform: of the device that buffers in host memory are copied from and to · pins: page-lock those.
     """
 
-    def __init__(self, *, pins: bool = False) -> None:
+    def __init__(self, platform: Platform, *, pins: bool = False) -> None:
+        self._platform = platform
         self._pins = pins
         self._free: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
         self._bytes: Counter[str] = Counter()
@@ -34,8 +37,10 @@ class BufferPool:
         if free:
             return free.pop()
         with torch.inference_mode(False):  # it is used again outside of the caller's
-            pins = self._pins and device.type == "cpu"
-            buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=pins)
+            if device == HOST:
+                buffer = self._platform.host_empty(length, dtype, pinned=self._pins)
+            else:
+                buffer = torch.empty(length, dtype=dtype, device=device)
         self._bytes[device.type] += buffer.nbytes
         return buffer
 

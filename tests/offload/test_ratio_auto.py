@@ -284,7 +284,7 @@ def choose(free: list[int] | None, config: dict[str, Any]) -> list[float]:
     """What the engine chooses where rank i has ``free[i]`` bytes: which part is away, and after one step as well."""
     with pytest.MonkeyPatch.context() as patch:
         if free is not None:
-            patch.setattr(assembly, "free_bytes", lambda device: free[cases.mesh_of_this_process().rank])
+            patch.setattr(assembly, "free_bytes", lambda platform: free[cases.mesh_of_this_process().rank])
         engine = cases.make_engine(make_tower(), config)
     engine.backward(engine(torch.randn(2, 7)).square().mean())
     engine.step()

@@ -40,7 +40,8 @@ from shardengine.offload.direct_io import whole_pages
 from shardengine.offload.host_memory import HUGE_PAGE, staging
 from shardengine.offload.nvme.extent_file import Extent, ExtentFile
 from shardengine.offload.nvme.io_request import IORequest
-from shardengine.offload.shard_store import HOST, Forms, ShardStore
+from shardengine.offload.platform import HOST
+from shardengine.offload.shard_store import Forms, ShardStore
 
 _ALIGNMENT = 64
 
