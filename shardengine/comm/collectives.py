@@ -153,7 +153,7 @@ class Collectives:
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         direct = self._direct or full.dtype is not torch.float32
         length = full.numel() // mesh.ranks
-        received = self._pool.take(full.numel() if direct else length, full.dtype, full.device)
+        received = self._pool.take(full.numel() if direct else length, full.dtype)
 
         def call() -> list[dist.Work]:
             if direct:

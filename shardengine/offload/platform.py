@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardengine.offload.host_memory import staging
+
 HOST = torch.device("cpu")
 
 
@@ -130,6 +132,10 @@ class Platform:
     def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A flat tensor in host memory with undefined contents. pinned: page-locked where that speeds up copies."""
         return torch.empty(count, dtype=dtype, device=HOST, pin_memory=pinned and self.device.type == "cuda")
+
+    def host_buffer(self, count: int) -> Tensor:
+        """Zeros in host memory, uint8 [count], for what is on its way between the device and a disk (``staging``)."""
+        return staging(count)
 
     def free_bytes(self) -> int:
         """Bytes of the device's own memory that nobody holds."""

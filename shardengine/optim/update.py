@@ -114,7 +114,7 @@ def step_bucket(
             flats["weight"] = flats.pop(MASTER)
             weights = low = bucket.begin_weights(blank=True)
             if bucket.is_stepped_apart:
-                low = way.buffer(weights.numel(), weights.dtype, store.device)
+                low = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
             if bucket.writes_file:
                 weights.copy_(flats["weight"])  # what no group steps stays as it was
         else:
