@@ -143,9 +143,9 @@ class Judge:
         if storage.nbytes() == 0:
             raise Race(f"{what} uses memory that was given back")
         with self._lock:
-            area, base = self.area(storage), tensor.storage_offset() * tensor.itemsize
+            area, base = self.area(storage), int(tensor.storage_offset()) * tensor.itemsize
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            first, end = base, base + (last + 1) * tensor.itemsize
+            first, end = base, base + int(last + 1) * tensor.itemsize
             mine = self._clocks.setdefault(agent, {})
             now = _Access(first, end, agent, mine.get(agent, 0), writes, what)
             kept = []
@@ -255,7 +255,7 @@ class _Place:
         storage = self._storage()
         if storage is None or storage.nbytes() == 0 or storage.data_ptr() != self._address:
             raise Race(f"{self._what} was freed, resized or moved while it was under way")
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._form)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._form)
 
 
 def _quietly(call: Callable[[], None]) -> None:
@@ -306,7 +306,7 @@ class LateStream(CopyStream):
         if after is None:
             judge.wait(self._name, judge.clock(issuer))
         else:
-            after.hold(self._name)
+            after.hold(self._name)  # type: ignore[arg-type]  # a stream has a name here
         judge.launch(self._name)
         judge.touch(source, self._name, "a copy", writes=False)
         judge.touch(target, self._name, "a copy", writes=True)
@@ -536,7 +536,7 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(operations, "implementation", lambda device: None)
         for module in (background, in_backward):
-            patch.setattr(module, "ThreadPoolExecutor", _executor(module.ThreadPoolExecutor))  # type: ignore[attr-defined]
+            patch.setattr(module, "ThreadPoolExecutor", _executor(module.ThreadPoolExecutor))
         late = replace(
             mesh, backend=backend if mesh.ranks > 1 else mesh.backend, wire=wire,
             platform_of=lambda device: LatePlatform(judge, device),
