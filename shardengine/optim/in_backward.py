@@ -121,8 +121,7 @@ class StepsInBackward:
         pairs = [(early.low, weights)] if bucket.writes_file else written(early.low, weights, early.parts)
         self._handed_over.add(index)
         try:
-            send(pairs, early.low, way, from_host=True)
-            bucket.end_weights(changed=True)
+            bucket.end_weights(changed=True, after=send(pairs, early.low, way, from_host=True))
         except BaseException:
             self._step_state.note_early(torn=True)  # what was in ``low`` may be gone
             raise

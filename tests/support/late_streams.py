@@ -85,6 +85,7 @@ class Judge:
     def __init__(self) -> None:
         self.current = DEFAULT
         self.races: list[str] = []
+        self.lines: dict[str, _Line] = {}
         self.counts: Counter[str] = Counter()
         self._clocks: dict[str, Clock] = {}
         self._areas: dict[int, _Area] = {}
@@ -223,8 +224,7 @@ def poison(tensor: Tensor) -> None:
 class _Line:
     """What one stream was given and has not done yet. Everything is done as late as somebody waits for it."""
 
-    def __init__(self, judge: Judge, name: str) -> None:
-        self.judge, self.name = judge, name
+    def __init__(self) -> None:
         self._left: deque[tuple[int, Callable[[], None]]] = deque()
         self._numbers = itertools.count(1)
         self._done = 0
@@ -234,9 +234,9 @@ class _Line:
         self._left.append((number, job))
         return number
 
-    def finish(self, number: int) -> None:
-        """Do everything up to a job."""
-        while self._done < number:
+    def finish(self, number: int | None = None) -> None:
+        """Do everything up to a job, or all of it."""
+        while self._left and (number is None or self._done < number):
             self._done, job = self._left.popleft()
             with torch.no_grad(), torch.inference_mode(False), torch.utils._python_dispatch._disable_current_modes():
                 job()
@@ -293,9 +293,10 @@ class LateStream(CopyStream):
     """Copies that are made when somebody waits for them."""
 
     def __init__(self, judge: Judge, name: str) -> None:
-        self._judge, self._name, self._line = judge, name, _Line(judge, name)
+        self._judge, self._name = judge, name
+        self._line = judge.lines[name] = _Line()
 
-    def copy(self, source: Tensor, target: Tensor, after: Done | None = None) -> Done:
+    def copy(self, source: Tensor, target: Tensor, *after: Done) -> Done:
         judge, issuer = self._judge, self._judge.current
         if source.numel() == 0:
             return Done()
@@ -303,10 +304,10 @@ class LateStream(CopyStream):
         if len(sides) == 1:  # on one side: CUDA's host does that at once
             target.copy_(source)
             return Done()
-        if after is None:
+        if not after:
             judge.wait(self._name, judge.clock(issuer))
-        else:
-            after.hold(self._name)  # type: ignore[arg-type]  # a stream has a name here
+        for done in after:
+            done.hold(self._name)  # type: ignore[arg-type]  # a stream has a name here
         judge.launch(self._name)
         judge.touch(source, self._name, "a copy", writes=False)
         judge.touch(target, self._name, "a copy", writes=True)
@@ -320,13 +321,21 @@ class LateStream(CopyStream):
         number = self._line.give(job)
         return LateDone(judge, judge.clock(self._name), issuer, lambda: self._line.finish(number))
 
+    @contextmanager
+    def is_current(self) -> Iterator[None]:
+        before, self._judge.current = self._judge.current, self._name
+        try:
+            yield
+        finally:
+            self._judge.current = before
+
 
 class LatePlatform(Platform):
     """The CPU as a device with a memory of its own."""
 
     def __init__(self, judge: Judge, device: torch.device) -> None:
         super().__init__(device)
-        self._judge = judge
+        self._judge, self._made_on = judge, judge.current
         self._names = (f"copy stream {number}" for number in itertools.count(1))
 
     @property
@@ -339,6 +348,9 @@ class LatePlatform(Platform):
     def mark(self) -> Done:
         judge = self._judge
         return LateDone(judge, judge.clock(judge.current), judge.current, lambda: None)
+
+    def come_home(self) -> None:
+        self._judge.wait(self._made_on, self._judge.clock(self._judge.current))
 
     def fetch(self, values: Tensor) -> Fetched:
         here = self.host_empty(values.numel(), values.dtype, pinned=True).view(values.shape)
@@ -376,7 +388,7 @@ class LateWire(Wire):
 
     def __init__(self, judge: Judge, control: Any) -> None:
         self._judge, self._control = judge, control
-        self._lines: dict[Any, _Line] = {}
+        self._names: dict[Any, str] = {}
         self.issued: list[tuple[str, str, int]] = []
 
     def broadcast(self, tensor: Tensor, source: int, group: Any) -> Any:
@@ -412,13 +424,16 @@ class LateWire(Wire):
     ) -> Any:  # fmt: skip
         """Begin the real one with a tensor in the place of the last argument that it writes, and show it later."""
         judge = self._judge
-        line = self._lines.setdefault(group, _Line(judge, f"communicator {len(self._lines) + 1}"))
-        self.issued.append((line.name, name, read[0].numel()))
-        judge.wait(line.name, judge.clock(judge.current))
-        judge.launch(line.name)
+        agent = self._names.setdefault(group, f"communicator {len(self._names) + 1}")
+        line = judge.lines.setdefault(agent, _Line())
+        self.issued.append((agent, name, read[0].numel()))
+        judge.wait(agent, judge.clock(judge.current))
+        judge.launch(agent)
         for tensors, writes in ((read, False), (written, True)):
             for each in tensors:
-                judge.touch(each, line.name, name, writes=writes)
+                judge.touch(each, agent, name, writes=writes)
+        if judge.current in judge.lines:
+            judge.lines[judge.current].finish()  # the collective waits for that, and nobody else has
         judge.counts["collectives"] += 1
         out = whole if whole is not None else (written or read)[0]
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
@@ -439,7 +454,7 @@ class LateWire(Wire):
                 place.tensor().copy_(values.view(place.tensor().shape))
 
         number = line.give(job)
-        return _LateWork(judge, judge.clock(line.name), lambda: line.finish(number), real)
+        return _LateWork(judge, judge.clock(agent), lambda: line.finish(number), real)
 
 
 class _LateFuture(Future[Any]):
@@ -511,6 +526,10 @@ class Adversary:
     def wait_stream(self, stream: str, other: str) -> None:
         """``stream.wait_stream(other)``."""
         self.judge.wait(stream, self.judge.clock(other))
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """``tensor.record_stream``: its memory is given out again when nobody uses it."""
+        self.judge.area(tensor.untyped_storage()).guarded = True
 
     def check(self) -> None:
         """``Race`` where memory was given back too early since."""
