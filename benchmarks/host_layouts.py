@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine import kernels
-from shardengine.comm import collectives
+from shardengine.comm import Wire
 from shardengine.comm.mesh import Mesh
 from shardengine.engine import closing
 from shardengine.kernels import operations
-from shardengine.optim import update
+from shardengine.offload import Done, Fetched, Platform
 from shardengine.sharding import partition
 
 RANKS = 8
@@ -146,20 +146,11 @@ class Stopwatch:
         return timed
 
 
-class _NoFlag:
-    """In the place of the flag that the host reads: there is no value."""
-
-    def __init__(self, _flag: Tensor) -> None: ...
-
-    def __bool__(self) -> bool:
-        return False
-
-
 @contextmanager
 def nothing_computed() -> Iterator[Stopwatch]:
     """Inside, engines may be on the meta device. The stopwatch counts what is spent in collectives."""
     watch, square = Stopwatch(), torch.zeros((), dtype=torch.float64)
-    scalar = torch.zeros((), device=META)
+    scalar, no = torch.zeros((), device=META), Fetched(torch.zeros(()), Done())
     idle = dict.fromkeys(("flatten", "unflatten", "ordered_sum", "update"), lambda *_args, **_options: None)
     module = types.SimpleNamespace(**idle, sum_of_squares=lambda _tensor: square)
     with (
@@ -167,11 +158,11 @@ def nothing_computed() -> Iterator[Stopwatch]:
         mock.patch.object(kernels, "norm_from_squares", lambda *_: scalar),
         mock.patch.object(kernels, "gradient_factor", lambda *_: scalar),
         mock.patch.object(partition, "_check", lambda *_args, **_options: None),
-        mock.patch.object(update, update.HostFlag.__name__, _NoFlag),  # a name that the type checker sees
+        mock.patch.object(Platform, "fetch", lambda *_args: no),
         mock.patch.object(closing, "part", lambda *_args, **_options: ""),  # the other ranks never say that they close
-        mock.patch.object(collectives, "_all_gather_single", watch.around(collectives._all_gather_single)),
-        mock.patch.object(collectives, "_reduce_scatter_single", watch.around(collectives._reduce_scatter_single)),
-        mock.patch.object(dist, "all_to_all_single", watch.around(dist.all_to_all_single)),
+        mock.patch.object(Wire, "all_gather", watch.around(Wire.all_gather)),
+        mock.patch.object(Wire, "reduce_scatter", watch.around(Wire.reduce_scatter)),
+        mock.patch.object(Wire, "all_to_all", watch.around(Wire.all_to_all)),
     ):
         yield watch
 

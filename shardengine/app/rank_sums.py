@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import Collectives, Mesh, agreement, mesh
+from shardengine.comm import Collectives, Mesh, agreement, await_the_others
 from shardengine.offload import BufferPool
 
 
 class RankSums:
     """Collective: every rank makes the same calls in the same order."""
 
-    def __init__(self, over: Mesh) -> None:
-        self.mesh = over
-        self._collectives = Collectives(over, BufferPool())
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._collectives = Collectives(mesh, BufferPool(mesh.platform))
 
     @property
     def rank(self) -> int:
@@ -50,5 +50,5 @@ class RankSums:
         """The last barrier and, if the group is this program's own, its end (gloo may abort at exit without)."""
         self._collectives.barrier()
         if destroy and dist.is_initialized():
-            mesh.await_the_others(self.mesh)
+            await_the_others(self.mesh)
             dist.destroy_process_group()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardengine.comm import Collectives, Mesh, Store
 from shardengine.errors import CheckpointError
+from shardengine.offload import CopyStream, Done, Platform
 
 Meet = Callable[[str, Callable[[], None]], None]
 """Run something on every rank and wait for all; where it raises on one, it raises on all."""
@@ -45,6 +46,7 @@ class Background:
         self._store: Store | None = None
         self._prefix = ""
         self._running: list[tuple[int, Future[None]]] = []
+        self._stream: CopyStream | None = None
         self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._count = 0
         self._told: set[int] = set()
@@ -66,19 +68,18 @@ class Background:
                 # engines may share a mesh; every rank makes them in the same order
                 self._prefix = f"checkpoint/{self._store.add(f'checkpoint/engines/{mesh.rank}', 1)}"
             self._thread = ThreadPoolExecutor(1, "checkpoint")  # the end of the process waits for it
-            self._copier = ThreadPoolExecutor(1, "checkpoint-copy", _begin_thread, (mesh.device,))
+            self._copier = ThreadPoolExecutor(1, "checkpoint-copy", mesh.platform.use_in_this_thread)
+            self._stream = mesh.platform.copy_stream()
         if len(self._running) > 1:
             self._running[-2][1].exception()
         with torch.inference_mode(False):  # a thread is in no such mode, and could not write what was made in it
-            copies = self._places(tensors)
+            copies = self._places(tensors, mesh.platform)
             pairs = [(copy, tensor.detach()) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True)]
         ahead = len(pairs) - behind
-        streams = {device: torch.cuda.Stream(device) for device in {t.device for _, t in pairs if t.is_cuda}}
-        for device, stream in streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
-        _copy(pairs[:ahead], streams)
-        assert self._copier is not None
-        self._copying = self._copier.submit(_copy, pairs[ahead:], streams)
+        now = mesh.platform.mark()
+        assert self._copier is not None and self._stream is not None
+        _copy(pairs[:ahead], self._stream, now)
+        self._copying = self._copier.submit(_copy, pairs[ahead:], self._stream, now)
         return copies, self._copying
 
     def await_copy(self) -> None:
@@ -128,34 +129,25 @@ class Background:
                 thread.shutdown(wait=False)
         self._memory.clear()
 
-    def _places(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _places(self, tensors: list[tuple[str, Tensor]], platform: Platform) -> list[tuple[str, Tensor]]:
         """Room for each tensor, at a multiple of 64 bytes."""
         starts, total = [], 0
         for _, tensor in tensors:
             starts.append(total)
             total += -(-tensor.nbytes // 64) * 64
-        cuda = any(tensor.is_cuda for _, tensor in tensors)
         if self._memory[0].numel() < total:
             self._memory[0] = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._memory[0] = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
+            self._memory[0] = platform.host_empty(total, torch.uint8, pinned=True)
         return [
             (key, self._memory[0][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             for start, (key, tensor) in zip(starts, tensors, strict=True)
         ]
 
 
-def _begin_thread(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a new thread would take, and begin to use, the first one
-
-
-def _copy(pairs: list[tuple[Tensor, Tensor]], streams: dict[torch.device, torch.cuda.Stream]) -> None:
-    """Copy each second tensor to the first; on its device's stream, which has waited for what it is made of."""
-    for copy, tensor in pairs:
-        with torch.cuda.stream(streams.get(tensor.device)):
-            copy.copy_(tensor, non_blocking=tensor.is_cuda)
-    for stream in streams.values():
-        stream.synchronize()
+def _copy(pairs: list[tuple[Tensor, Tensor]], stream: CopyStream, after: Done) -> None:
+    """Copy each second tensor to the first, behind ``after``; returns when they are there."""
+    for end in [stream.copy(tensor, copy, after) for copy, tensor in pairs]:
+        end.wait_on_host()
 
 
 class _ByStore:

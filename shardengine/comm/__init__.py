@@ -5,7 +5,8 @@ mesh             process groups
 rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
-collectives      the data operations, the only file that calls them
+wire             torch's data operations, the only file that calls them
+collectives      the same by what they bring where, counted and compared
 work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
@@ -26,9 +27,10 @@ from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, host_threads, launch, rank_environment
-from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.mesh import Mesh, Store, await_the_others
 from shardengine.comm.positions import Presence
 from shardengine.comm.rank_failure import RankFailure
+from shardengine.comm.wire import Wire
 from shardengine.comm.work import Work
 
 __all__ = [
@@ -43,8 +45,10 @@ __all__ = [
     "RankFailure",
     "Store",
     "Subject",
+    "Wire",
     "Work",
     "agreement",
+    "await_the_others",
     "compare",
     "cores",
     "default_ranks",

@@ -1,4 +1,4 @@
-"""The only file that calls torch.distributed's data operations. Owns byte and sequence counters.
+"""Data operations between ranks, by what they bring where. Owns byte and sequence counters.
 
 Must not know: modules, hooks, stages. At one rank everything here is a no-op on the same path.
 
@@ -39,10 +39,6 @@ from shardengine.trace import COMMUNICATION, Trace, now
 
 _MAX_BROADCAST_RANKS = 8
 _DEBUG_TEXT_BYTES = 256
-
-# renamed in torch 2.13; the old names warn there, the new ones are missing before
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Subject(Protocol):
@@ -139,13 +135,13 @@ class Collectives:
 
             def call() -> list[dist.Work]:
                 slices = sent.chunk(mesh.ranks)
-                return [dist.broadcast(part, src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+                return [mesh.wire.broadcast(part, r, group) for r, part in enumerate(slices)]
         else:
 
             def call() -> list[dist.Work]:
                 length = sent.numel() // mesh.ranks
                 own = sent[mesh.rank * length : (mesh.rank + 1) * length]
-                return [_all_gather_single(sent, own, group=group, async_op=True)]
+                return [mesh.wire.all_gather(sent, own, group)]
 
         size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         return self._issue(self._record(name, "all-gather", what, size, purpose), call)
@@ -157,12 +153,12 @@ class Collectives:
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         direct = self._direct or full.dtype is not torch.float32
         length = full.numel() // mesh.ranks
-        received = self._pool.take(full.numel() if direct else length, full.dtype, full.device)
+        received = self._pool.take(full.numel() if direct else length, full.dtype)
 
         def call() -> list[dist.Work]:
             if direct:
-                return [dist.all_to_all_single(received, full, group=mesh.reduce, async_op=True)]
-            return [_reduce_scatter_single(received, full, group=mesh.reduce, async_op=True)]
+                return [mesh.wire.all_to_all(received, full, mesh.reduce)]
+            return [mesh.wire.reduce_scatter(received, full, mesh.reduce)]
 
         def sum_terms() -> None:
             on_complete(received.split(length) if direct else [received])
@@ -177,7 +173,7 @@ class Collectives:
         flat = _sendable(tensor.detach().view(-1))
 
         def call() -> list[dist.Work]:
-            return [dist.broadcast(flat, src=0, group=self.mesh.gather, async_op=True)]
+            return [self.mesh.wire.broadcast(flat, 0, self.mesh.gather)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
         self._issue(self._record(GroupName.GATHER, "broadcast", what, sent, purpose), call).wait()
@@ -192,7 +188,7 @@ class Collectives:
         gathered = payload.new_empty(self.mesh.ranks * payload.numel())
 
         def call() -> list[dist.Work]:
-            return [_all_gather_single(gathered, payload, group=self.mesh.control, async_op=True)]
+            return [self.mesh.wire.all_gather(gathered, payload, self.mesh.control)]
 
         sent = payload.numel() * (self.mesh.ranks - 1)
         self._issue(self._record(GroupName.CONTROL, "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
@@ -213,7 +209,7 @@ class Collectives:
         gathered = values.new_empty(self.mesh.ranks * values.numel())
 
         def call() -> list[dist.Work]:
-            return [_all_gather_single(gathered, values, group=self.mesh.gather, async_op=True)]
+            return [self.mesh.wire.all_gather(gathered, values, self.mesh.gather)]
 
         sent = values.nbytes * (self.mesh.ranks - 1)
         self._issue(self._record(GroupName.GATHER, "all-gather", Named((), what), sent, Purpose.CONTROL), call).wait()

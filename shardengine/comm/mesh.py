@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import atexit
 import enum
+import functools
 import itertools
 import json
 import logging
@@ -52,11 +53,12 @@ import torch
 import torch.distributed as dist
 
 from shardengine.comm import devices, rendezvous
+from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
+from shardengine.offload import Platform
 
 _log = logging.getLogger(__name__)
 _NCCL_LATER_S = 120.0
-Group = dist.ProcessGroup | None
 
 
 class GroupName(enum.StrEnum):
@@ -97,7 +99,8 @@ class Mesh:
     """Who takes part. Groups are None at world size 1, where nothing is sent.
 
     channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
-    gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them.
+    gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
+    wire: what carries out data operations · platform_of: what makes ``platform`` for the device.
     """
 
     rank: int
@@ -112,6 +115,13 @@ class Mesh:
     channels: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     evaluate: Group = None
     owned: bool = False
+    wire: Wire = field(default_factory=Wire, compare=False, repr=False)
+    platform_of: Callable[[torch.device], Platform] = field(default=Platform, compare=False, repr=False)
+
+    @functools.cached_property
+    def platform(self) -> Platform:
+        """The device's streams and memory."""
+        return self.platform_of(self.device)
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Destroy the groups; the default process group stays, until the process ends if ``build`` made it.

@@ -33,7 +33,7 @@ from shardengine.ddp.gradient_views import GradientViews
 from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.offload import BufferPool, CopyQueue, is_apart
+from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, Layout
 from shardengine.stages import Placement
 
@@ -159,8 +159,9 @@ class Reducer:
         self.rules = rules
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
         self.step_state = step_state
-        self._spill = CopyQueue(collectives.mesh.device, pool)
-        self.way_back = CopyQueue(collectives.mesh.device, pool)
+        self.platform = collectives.mesh.platform
+        self._spill = CopyQueue(self.platform, pool)
+        self.way_back = CopyQueue(self.platform, pool)
         self.buckets = [self._new_state(bucket, layout, pool) for bucket in buckets]
         self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
         self.used: set[int] = set()
@@ -180,7 +181,7 @@ class Reducer:
 
     def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
         leaves = bucket.state_store.away and not self.rules.gathers
-        spill = self._spill if leaves and is_apart(bucket.full.device) else None
+        spill = self._spill if leaves and self.platform.is_apart else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
     def serve(self, consumer: Consumer) -> None:
@@ -372,8 +373,7 @@ class Reducer:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
         parameters = late.intersection(state.pieces)
         if parameters:
-            rules, device = self.rules, state.bucket.full.device
-            summed = self._pool.take(state.bucket.layout.slice_length, torch.float32, device)
+            rules, summed = self.rules, self._pool.take(state.bucket.layout.slice_length, torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
@@ -427,7 +427,7 @@ class Reducer:
         """``full`` in the dtype that is sent: itself, or a copy in a buffer of the pool."""
         if full.dtype is state.wire:
             return full
-        sent = self._pool.take(full.numel(), state.wire, full.device)
+        sent = self._pool.take(full.numel(), state.wire)
         flatten([full], [0], sent)
         return sent
 

@@ -20,7 +20,7 @@ from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
 from shardengine.errors import ConfigError, UsageError
-from shardengine.offload import BufferPool, Tiers, is_apart
+from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window
 from shardengine.runtime import (
     ActivationStore,
@@ -59,7 +59,7 @@ def build(
     zero = config.zero_optimization
     stage = stages.select(config)
     which = precision.of(config)
-    pool = BufferPool(pins=is_apart(mesh.device) and zero.offload_optimizer.pin_memory)
+    pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
     direct |= which.reduce is not torch.float32  # the backend would round no sum
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
@@ -137,14 +137,14 @@ def _footprint(config: Config, stage: stages.Stage, found: Partition, plan: Layo
     )
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes of ``device``'s memory that nothing holds; ``ConfigError`` for a CPU, whose memory is the host's."""
-    if not is_apart(device):
+def free_bytes(platform: Platform) -> int:
+    """Bytes of the device's memory that nothing holds; ``ConfigError`` for a CPU, whose memory is the host's."""
+    if not platform.is_apart:
         raise ConfigError(
             'zero_optimization.offload_optimizer.device_memory: expected a number of bytes beside "ratio": "auto", '
             "got null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
         )
-    return torch.cuda.mem_get_info(device)[0]
+    return platform.free_bytes()
 
 
 def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack) -> Tiers:
@@ -156,8 +156,8 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
     def open_tiers() -> tuple[Tiers, int]:
         if wanted.device != "none":
             _give_threads(mesh.rank)
-        free = free_bytes(mesh.device) if measures else 0
-        return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, apart=is_apart(mesh.device)))), free
+        free = free_bytes(mesh.platform) if measures else 0
+        return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, mesh.platform))), free
 
     tiers, free = run_on_all_ranks(collectives, "opening the tiers", open_tiers)
     if measures:
@@ -305,7 +305,7 @@ def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:
 def _checkpoint_activations(core: Core, model: nn.Module, config: Config) -> None:
     if config.activation_checkpointing.enabled:
         offload = config.activation_checkpointing.cpu_offload
-        saving = ActivationStore(core.mesh.device, holds_weights).saving if offload else nullcontext
+        saving = ActivationStore(core.mesh.platform, holds_weights).saving if offload else nullcontext
         if offload:
             core.mark_weights()
         blocks = partition.find_units(model, config.zero_optimization.units)

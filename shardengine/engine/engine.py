@@ -118,7 +118,7 @@ class Engine(Inspection):
         self._applied = False
         self._buffers_sent = False
         self._report = Report()
-        self._monitors = Monitors(self.config.monitor, monitors, mesh.rank)
+        self._monitors = Monitors(self.config.monitor, monitors, mesh.rank, mesh.platform)
         attached.add(model)
         recovery.say_when_let_go(self._core.collectives)
 
@@ -132,7 +132,7 @@ class Engine(Inspection):
         user_monitors: Sequence[Monitor],
     ) -> None:
         """Everything that can fail on one rank alone goes through ``run_on_all_ranks``, so that it fails on all."""
-        start = Collectives(mesh, BufferPool())
+        start = Collectives(mesh, BufferPool(mesh.platform))
 
         def read() -> tuple[Config, OptimizerForm]:
             if self.module in attached:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardengine.config import MonitorConfig, SinkConfig
 from shardengine.errors import UsageError
-from shardengine.offload import Done, mark
+from shardengine.offload import Fetched, Platform
 
 VALUES = ("loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "samples")
 """What the engine writes of each step.
@@ -174,15 +174,15 @@ class _Reading:
     step: int
     values: dict[str, float]
     names: tuple[str, ...]
-    arriving: Tensor
-    done: Done
+    arriving: Fetched
 
 
 class Monitors:
     """All monitors of one engine."""
 
-    def __init__(self, config: MonitorConfig, given: Sequence[Monitor], rank: int) -> None:
+    def __init__(self, config: MonitorConfig, given: Sequence[Monitor], rank: int, platform: Platform) -> None:
         """Open what ``config`` asks for beside the monitors that are ``given``; raises nothing."""
+        self._platform = platform
         self._open: dict[str, Monitor] = {}
         self._loss: Tensor | None = None
         self._scale = 1.0
@@ -224,11 +224,12 @@ class Monitors:
         loss = None if self._loss is None else self._loss / max(1, micro_batches)
         self._loss = None
         try:
-            self._pending.append(_read(step, {**values, "loss_scale": self._scale}, {"grad_norm": norm, "loss": loss}))
+            known = {**values, "loss_scale": self._scale}
+            self._pending.append(_read(step, known, {"grad_norm": norm, "loss": loss}, self._platform))
         except Exception as error:
             self._tell(f"what monitors are given ({', '.join(self._open)})", error)
             self.close()
-        while self._pending and (len(self._pending) > 1 or self._pending[0].done.reached):
+        while self._pending and (len(self._pending) > 1 or self._pending[0].arriving.reached):
             self._write(self._pending.popleft())
 
     def close(self) -> None:
@@ -240,8 +241,7 @@ class Monitors:
         self._open.clear()
 
     def _write(self, reading: _Reading) -> None:
-        reading.done.wait_on_host()
-        arrived = dict(zip(reading.names, reading.arriving.tolist(), strict=True))
+        arrived = dict(zip(reading.names, reading.arriving.get().tolist(), strict=True))
         known = {**reading.values, **arrived}
         values = {name: known[name] for name in VALUES if name in known}
         for name, monitor in list(self._open.items()):
@@ -263,17 +263,13 @@ class Monitors:
         _log.warning("%s is off from now on, training goes on without it: %s: %s", name, type(error).__name__, error)
 
 
-def _read(step: int, values: dict[str, float], on_device: dict[str, Tensor | None]) -> _Reading:
+def _read(step: int, values: dict[str, float], on_device: dict[str, Tensor | None], platform: Platform) -> _Reading:
     there = {name: value.detach().reshape(()) for name, value in on_device.items() if value is not None}
     if not there:
-        return _Reading(step, values, (), torch.empty(0), Done())
+        return _Reading(step, values, (), platform.fetch(torch.empty(0)))
     device = next(iter(there.values())).device
     numbers = torch.stack([value.to(device, torch.float64) for value in there.values()])
-    arriving = numbers
-    if numbers.is_cuda:
-        arriving = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        arriving.copy_(numbers, non_blocking=True)
-    return _Reading(step, values, tuple(there), arriving, mark(numbers.device))
+    return _Reading(step, values, tuple(there), platform.fetch(numbers))
 
 
 def check(given: Sequence[Any]) -> None:

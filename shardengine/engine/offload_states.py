@@ -12,7 +12,6 @@ from torch import nn
 
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
-from shardengine.offload import is_apart
 from shardengine.optim import ShardedOptimizer
 from shardengine.runtime import UnshardState, hooks
 
@@ -37,8 +36,7 @@ def offload(
     with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the caller's mode
         _move_to_host(core, module, wanted, pinned=pinned)
     core.pool.clear()
-    if is_apart(core.mesh.device):
-        torch.cuda.empty_cache()  # what torch keeps for itself is free for nobody else
+    core.mesh.platform.free_cached()
 
 
 def _move_to_host(core: Core, module: nn.Module, wanted: set[str], *, pinned: bool) -> None:

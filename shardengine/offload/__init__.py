@@ -4,7 +4,8 @@ tiers                     which buckets rest in which tier, also for the ratio "
 shard_store               the tensors of one bucket in a tier
 nvme/                     stores in one file per process: its parts, its free space, whose it is, its threads
 direct_io                 bytes between memory and any file, past the page cache; checkpoints use it, too
-copy_stream, copy_queue   copies between device and host beside the computation; tensors on their way
+platform                  a device beside the host: streams, copies and their ends, page-locked memory
+copy_queue                tensors on their way between device and host
 pool, host_memory         buffers that are used again; memory in huge pages
 cpu_adam                  the step on the host, also for loops without an engine
 
@@ -13,11 +14,11 @@ Must not know: stages, what is in a bucket, process groups, the order of a step.
 
 from shardengine.offload import direct_io
 from shardengine.offload.copy_queue import CopyQueue
-from shardengine.offload.copy_stream import CopyStream, Done, is_apart, mark
 from shardengine.offload.cpu_adam import CPUAdam
 from shardengine.offload.host_memory import staging
+from shardengine.offload.platform import HOST, CopyStream, Done, Fetched, Platform
 from shardengine.offload.pool import BufferPool
-from shardengine.offload.shard_store import HOST, Forms, MemoryStore, ShardStore, host_copy
+from shardengine.offload.shard_store import Forms, MemoryStore, ShardStore, host_copy
 from shardengine.offload.tiers import Homes, HostTier, Tier, Tiers
 
 __all__ = [
@@ -27,16 +28,16 @@ __all__ = [
     "CopyQueue",
     "CopyStream",
     "Done",
+    "Fetched",
     "Forms",
     "Homes",
     "HostTier",
     "MemoryStore",
+    "Platform",
     "ShardStore",
     "Tier",
     "Tiers",
     "direct_io",
     "host_copy",
-    "is_apart",
-    "mark",
     "staging",
 ]

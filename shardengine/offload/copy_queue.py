@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.offload.copy_stream import CopyStream, Done
+from shardengine.offload.platform import Done, Platform
 from shardengine.offload.pool import BufferPool
 
 
 class CopyQueue:
-    """Copies between ``device`` and the host, in one direction, beside what ``device`` computes."""
+    """Copies between a device and the host, in one direction, beside what the device computes."""
 
-    def __init__(self, device: torch.device, pool: BufferPool) -> None:
-        self._copies = CopyStream(device)
+    def __init__(self, platform: Platform, pool: BufferPool) -> None:
+        self._copies = platform.copy_stream()
         self._pool = pool
         self._under_way: deque[tuple[list[Done], Tensor, Callable[[], None]]] = deque()
 
-    def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def buffer(self, length: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         """Memory of the pool for what will be sent, or for what is given back (``give``)."""
         self.settle(len(self._under_way))
-        return self._pool.take(length, dtype, device)
+        return self._pool.take(length, dtype, on_host=on_host)
 
     def give(self, buffer: Tensor) -> None:
         """Back to the pool, unsent."""

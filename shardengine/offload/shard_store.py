@@ -17,9 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardengine.offload.copy_stream import is_apart
+from shardengine.offload.platform import HOST, Platform
 
-HOST = torch.device("cpu")
 Forms = Mapping[str, tuple[int, torch.dtype]]
 """Name → (elements, dtype) of tensors that are added to a store together."""
 
@@ -113,10 +112,12 @@ class ShardStore(ABC):
 
 
 class MemoryStore(ShardStore):
-    """In the memory of ``device``, where it is computed on. pinned: page-locked, so that a GPU copies it fast."""
+    """In the memory of the device or, in the tier "cpu", of the host, and computed on there. pinned: page-locked, so
+    that the device copies it fast."""
 
-    def __init__(self, device: torch.device, tier: str = "device", *, pinned: bool = False) -> None:
-        super().__init__(device, tier)
+    def __init__(self, platform: Platform, tier: str = "device", *, pinned: bool = False) -> None:
+        super().__init__(platform.device if tier == "device" else HOST, tier)
+        self._platform = platform
         self._pinned = pinned
         self._offloaded = False
         self._tensors: dict[str, Tensor] = {}
@@ -124,15 +125,19 @@ class MemoryStore(ShardStore):
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """See ``ShardStore``."""
         for name, tensor in tensors.items():
-            own = torch.empty_like(tensor, device=self.device, pin_memory=self._pinned)
-            self._tensors[name] = own.copy_(tensor)
+            self._tensors[name] = self._new(tensor.numel(), tensor.dtype).copy_(tensor)
         self._count(tensors)
 
     def add_zeros(self, names: Sequence[str], length: int) -> None:
         """See ``ShardStore``."""
-        zeros = {name: torch.zeros(length, device=self.device, pin_memory=self._pinned) for name in names}
+        zeros = {name: self._new(length, torch.float32).zero_() for name in names}
         self._tensors |= zeros
         self._count(zeros)
+
+    def _new(self, length: int, dtype: torch.dtype) -> Tensor:
+        if self.away:
+            return self._platform.host_empty(length, dtype, pinned=self._pinned)
+        return torch.empty(length, dtype=dtype, device=self.device)
 
     def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``."""
@@ -154,7 +159,9 @@ class MemoryStore(ShardStore):
     def offload(self, *, pinned: bool) -> None:
         """See ``ShardStore``."""
         if not (self.away or self._offloaded):
-            self._tensors = {name: host_copy(tensor, pinned=pinned) for name, tensor in self._tensors.items()}
+            self._tensors = {
+                name: host_copy(tensor, self._platform, pinned=pinned) for name, tensor in self._tensors.items()
+            }
             self._offloaded = True
 
     def reload(self) -> None:
@@ -178,7 +185,6 @@ class MemoryStore(ShardStore):
         self.sizes = {}
 
 
-def host_copy(tensor: Tensor, *, pinned: bool) -> Tensor:
-    """A copy in host memory; ``pinned``: page-locked, if it has to be copied back to another one."""
-    copy = torch.empty_like(tensor, device=HOST, pin_memory=pinned and is_apart(tensor.device))
-    return copy.copy_(tensor)
+def host_copy(flat: Tensor, platform: Platform, *, pinned: bool) -> Tensor:
+    """A copy of a flat tensor of the device in host memory. pinned: page-locked, to be copied back fast."""
+    return platform.host_empty(flat.numel(), flat.dtype, pinned=pinned).copy_(flat)

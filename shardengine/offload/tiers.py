@@ -18,7 +18,8 @@ from typing import Protocol
 from shardengine.config import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from shardengine.errors import UsageError
 from shardengine.offload.nvme import Aio, ExtentFile, FileTier
-from shardengine.offload.shard_store import HOST, Forms, MemoryStore, ShardStore
+from shardengine.offload.platform import Platform
+from shardengine.offload.shard_store import Forms, MemoryStore, ShardStore
 
 
 class Tier(Protocol):
@@ -51,9 +52,8 @@ class Homes:
 class Tiers:
     """The tiers of one engine: which of its buckets rest where. One file for each directory, whatever rests in it."""
 
-    def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int, *, apart: bool) -> None:
-        """apart: the device has a memory of its own, so that what it copies from and to may be page-locked."""
-        self._apart = apart
+    def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int, platform: Platform) -> None:
+        self._platform = platform
         self._ratio = zero.offload_optimizer.ratio
         self.device_memory = zero.offload_optimizer.device_memory or 0
         """Bytes of the device that ``"ratio": "auto"`` may fill, the same on every rank; where the config names none,
@@ -69,13 +69,13 @@ class Tiers:
     def _tier(self, wanted: OffloadOptimizerConfig | OffloadParamConfig) -> Tier | None:
         if wanted.device == "cpu":  # masters and states are stepped where they are: nothing of them crosses
             crosses = isinstance(wanted, OffloadParamConfig)
-            return HostTier(pinned=crosses and wanted.pin_memory and self._apart)
+            return HostTier(self._platform, pinned=crosses and wanted.pin_memory)
         if wanted.device != "nvme" or wanted.nvme_path is None:
             return None
         folder = Path(wanted.nvme_path).absolute()
         if folder not in self._files:
             self._files[folder] = ExtentFile(folder, self._label, self._aio)
-        return FileTier(self._files[folder], wanted.buffer_count)
+        return FileTier(self._files[folder], wanted.buffer_count, self._platform)
 
     @property
     def files(self) -> list[Path]:
@@ -142,16 +142,17 @@ class Tiers:
 
 
 class HostTier:
-    """The host's memory. pinned: page-locked, so that a GPU copies it fast."""
+    """The host's memory. pinned: page-locked, so that the device of ``platform`` copies it fast."""
 
     name = "cpu"
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(self, platform: Platform, *, pinned: bool = False) -> None:
+        self._platform = platform
         self._pinned = pinned
 
     def store(self) -> ShardStore:
         """See ``Tier``."""
-        return MemoryStore(HOST, self.name, pinned=self._pinned)
+        return MemoryStore(self._platform, self.name, pinned=self._pinned)
 
     def reserve(self, forms: Forms) -> None:
         """See ``Tier``: memory is taken when it is needed."""

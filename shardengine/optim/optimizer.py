@@ -226,7 +226,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 each.__dict__["_opt_called"] = True
         self.await_reader()
         if not begun:
-            update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip())
+            skip = self._skip()
+            skipped = None if skip is None else self._reducer.platform.fetch(skip)
+            update.begin(self._reducer.touched, factor=self._factor(update), skip=skip, skipped=skipped)
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self.steps[parameter] += 1

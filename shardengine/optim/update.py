@@ -18,7 +18,7 @@ from shardengine.config import Config
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Span, Spans
-from shardengine.offload import HOST, CopyQueue, Done, mark
+from shardengine.offload import HOST, CopyQueue, Fetched
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Bucket, Layout, Precision
 
@@ -51,22 +51,6 @@ Part = tuple[Rule, Noise | None, Spans]
 """The spans of a bucket that have one group and step count."""
 
 
-class HostFlag:
-    """A 0-dim flag of a device for the host, which waits for what the device was given until now and for no more."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self._done = Done()
-        self._flag = flag
-        if flag.device.type == "cuda":
-            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
-            self._flag.copy_(flag, non_blocking=True)
-            self._done = mark(flag.device)
-
-    def __bool__(self) -> bool:
-        self._done.wait_on_host()
-        return bool(self._flag)
-
-
 @dataclass
 class Update:
     """The update of the window's step: what it is done with and which buckets are, so that ``reset()`` can finish it.
@@ -79,17 +63,19 @@ class Update:
 
     max_norm: float | None = None
     scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
-    skipped: HostFlag | None = None
+    skipped: Fetched | None = None
     touched: frozenset[int] = frozenset()
     applied: bool | None = None
     stepped: int = 0
     _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
 
-    def begin(self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None) -> None:
+    def begin(
+        self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None, skipped: Fetched | None
+    ) -> None:
         """The step begins."""
         self.touched = touched
         self.scalars = {"factor": factor, "skip": skip}
-        self.skipped = None if skip is None else HostFlag(skip)
+        self.skipped = skipped
 
     def bucket_stepped(self) -> None:
         """One bucket more is done, weights included."""
@@ -97,7 +83,7 @@ class Update:
 
     def conclude(self) -> None:
         """All buckets are done: the host learns whether the step was applied."""
-        self.applied = not self.skipped
+        self.applied = self.skipped is None or not bool(self.skipped.get())
 
     def clip_to(self, max_norm: float) -> None:
         """Clip this one to ``max_norm``."""
@@ -128,7 +114,7 @@ def step_bucket(
             flats["weight"] = flats.pop(MASTER)
             weights = low = bucket.begin_weights(blank=True)
             if bucket.is_stepped_apart:
-                low = way.buffer(weights.numel(), weights.dtype, store.device)
+                low = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
             if bucket.writes_file:
                 weights.copy_(flats["weight"])  # what no group steps stays as it was
         else:

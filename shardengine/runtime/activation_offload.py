@@ -29,22 +29,22 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.offload import CopyStream, is_apart
+from shardengine.offload import Platform
 
 _ALIGN_BYTES = 64
 _FEW = 64
 
 
 class HostBuffers:
-    """Host memory that is used again: uint8 buffers, pinned where ``pinned``.
+    """Host memory that is used again: uint8 buffers, page-locked.
 
     Before a new one is made, idle ones of its size together are freed. So it never holds more than twice of what was in
     use at one time, whatever the sizes.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, platform: Platform) -> None:
         self.allocated_bytes = 0
-        self._pinned = pinned
+        self._platform = platform
         self._idle: dict[int, list[Tensor]] = {}  # by size: blocks are alike, so there are few
         self._returned: deque[Tensor] = deque()  # by finalizers, which may run anywhere
 
@@ -60,7 +60,7 @@ class HostBuffers:
         while self._idle and spared < count:
             spared += self._take_idle(next(iter(self._idle))).numel()
         with torch.inference_mode(False):  # it is used again outside of the caller's
-            buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+            buffer = self._platform.host_empty(count, torch.uint8, pinned=True)
         self.allocated_bytes += count - spared
         return buffer
 
@@ -84,10 +84,10 @@ class HostBuffers:
 class ActivationStore:
     """Host memory for what blocks keep. ``stays``: whether a storage is there anyway; asked for each saved tensor."""
 
-    def __init__(self, device: torch.device, stays: Callable[[torch.UntypedStorage], bool]) -> None:
-        self.buffers = HostBuffers(pinned=is_apart(device))
-        self.stream = CopyStream(device)
-        self._device = device
+    def __init__(self, platform: Platform, stays: Callable[[torch.UntypedStorage], bool]) -> None:
+        self.buffers = HostBuffers(platform)
+        self.stream = platform.copy_stream()
+        self._device = platform.device
         self.stays = stays
         self._known: dict[_Key, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stretch]]] = {}
         self._kept = _FEW

@@ -71,7 +71,7 @@ def new_flat_buffer(
 ) -> tuple[FlatBuffer, list[Member]]:
     """A flat buffer of zeros, and the members that will show it."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
-    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.device, mesh.rank, state, homes)
+    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, state, homes)
     return flat_buffer, [
         Member(slot.parameter, partition.inside[slot.parameter], flat_buffer, number)
         for number, slot in enumerate(which.slots)

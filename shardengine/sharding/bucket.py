@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.offload import Done, Homes, MemoryStore, ShardStore, Tier, host_copy, is_apart, mark
+from shardengine.offload import Done, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
 from shardengine.stages import Placement
 
@@ -151,7 +151,7 @@ class Bucket:
 
     def detach_shard(self, tier: Tier | None = None) -> None:
         """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
-        store = MemoryStore(self.flat_buffer.device) if tier is None else tier.store()
+        store = MemoryStore(self.flat_buffer.platform) if tier is None else tier.store()
         store.add({SHARD: self.own_slice(self.full)})
         self.weight_store = store
 
@@ -199,7 +199,7 @@ class Bucket:
     def is_stepped_apart(self) -> bool:
         """Whether one of host and device computes the update, and the weights are kept with the other."""
         weights_away = self.weight_store is not None and self.weight_store.away
-        return is_apart(self.flat_buffer.device) and self.state_store.away != weights_away
+        return self.flat_buffer.platform.is_apart and self.state_store.away != weights_away
 
     def load_shard(self) -> None:
         """Copy the shard to its place in ``full``, ready to be gathered."""
@@ -209,7 +209,7 @@ class Bucket:
                 self.own_slice(self.full).copy_(shard, non_blocking=True)
             finally:
                 if store.away:
-                    self._loaded = mark(self.flat_buffer.device)
+                    self._loaded = self.flat_buffer.platform.mark()
                 store.check_in(changed=False)
 
     def drop(self) -> None:
@@ -235,8 +235,8 @@ def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor,
 class FlatBuffer:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
 
-    state: where master weights and optimizer state of its buckets are placed · homes: what rests elsewhere than on
-    ``device``.
+    platform: of the device that it is on · state: where master weights and optimizer state of its buckets are placed ·
+    homes: what rests elsewhere than on that device.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class FlatBuffer:
         layout: FlatBufferLayout,
         specs: list[ParameterSpec],
         dtype: torch.dtype,
-        device: torch.device,
+        platform: Platform,
         rank: int,
         state: Placement = Placement.SHARDED,
         homes: Homes = Homes(),  # noqa: B008  (frozen)
@@ -252,16 +252,17 @@ class FlatBuffer:
         self.layout = layout
         self.specs = specs
         self.dtype = dtype
-        self.device = device
+        self.platform = platform
+        self.device = platform.device
         self.homes = homes
         self.offloaded: Tensor | None = None
         self._build()
         tiers = homes.state
         self.buckets = [
-            Bucket(b, self, rank, tiers[b.index].store() if b.index in tiers else MemoryStore(device), state)
+            Bucket(b, self, rank, tiers[b.index].store() if b.index in tiers else MemoryStore(platform), state)
             for b in layout.buckets
         ]
-        self.poisons = [poison(dtype, spec.shape, device) for spec in specs]
+        self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
 
     def _build(self) -> None:
         with torch.inference_mode(False):
@@ -337,7 +338,7 @@ class FlatBuffer:
             if bucket.weight_store is not None:
                 bucket.weight_store.offload(pinned=pinned)
         if self.storage_bytes and self.offloaded is None:
-            self.offloaded = host_copy(self.flat, pinned=pinned)
+            self.offloaded = host_copy(self.flat, self.platform, pinned=pinned)
             self._let_go()
 
     def reload(self) -> None:

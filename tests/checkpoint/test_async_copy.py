@@ -26,12 +26,12 @@ def slow_copies(seconds: float) -> Iterator[list[threading.Event]]:
     """What is copied behind is copied late; an event per copy, set at its end."""
     original, ends = background._copy, []
 
-    def copy(pairs: Any, streams: Any) -> None:
+    def copy(*given: Any) -> None:
         if threading.current_thread() is threading.main_thread():
-            return original(pairs, streams)
+            return original(*given)
         ends.append(threading.Event())
         time.sleep(seconds)
-        original(pairs, streams)
+        original(*given)
         ends[-1].set()
 
     with replaced(background, "_copy", copy):
@@ -97,10 +97,10 @@ def copy_fails(folder: str) -> list[str]:
     engine, said = make("2"), []
     original = background._copy
 
-    def copy(pairs: Any, streams: Any) -> None:
+    def copy(*given: Any) -> None:
         if engine.rank == 1 and threading.current_thread() is not threading.main_thread():
             raise MemoryError("no room")
-        original(pairs, streams)
+        original(*given)
 
     with warnings.catch_warnings(), replaced(background, "_copy", copy):
         warnings.simplefilter("ignore")

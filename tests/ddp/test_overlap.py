@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardengine.comm import Wire
 from shardengine.stages import Placement
 from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
@@ -64,7 +64,7 @@ def on_gradient(module: nn.Module, call: Callable[[], None]) -> None:
 def reduce_late(folder: str, patience_s: float, stage: str, options: dict[str, Any]) -> list[bool]:
     """Rank 1 sends no gradient until rank 0, which has begun to, computes the next one."""
     engine, signal = engine_after_a_step(stage, **options), Signal(folder, patience_s)
-    plain, begun = dist.all_to_all_single, False
+    plain, begun = Wire.all_to_all, False
 
     def reduce(*args: Any, **kwargs: Any) -> Any:
         nonlocal begun
@@ -81,7 +81,7 @@ def reduce_late(folder: str, patience_s: float, stage: str, options: dict[str, A
         if isinstance(module, nn.Linear):
             on_gradient(module, go_on)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", reduce)
+        patch.setattr(Wire, "all_to_all", reduce)
         cases.run_micro_batch(engine, cases.loss_of, 1, 0)
     engine.close()
     return signal.came

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import shardengine
 from shardengine.engine import monitors
 from shardengine.errors import ConfigError, UsageError
+from shardengine.offload import Done, Fetched, Platform
 from tests.support import HANG_S, cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
@@ -330,19 +331,24 @@ def test_on_a_device_a_step_is_written_when_its_numbers_have_arrived(monkeypatch
     """The host asks whether they have, and waits only for those of the step before."""
     waited: list[int] = []
 
-    class Later:
+    numbers = iter(range(1, 9))
+
+    class Later(Done):
         reached = False
 
-        def __init__(self, number: int) -> None:
-            self.number = number
+        def __init__(self) -> None:
+            self.number = next(numbers)
 
         def wait_on_host(self) -> None:
             waited.append(self.number)
 
-    numbers = iter(range(1, 9))
-    monkeypatch.setattr(monitors, "mark", lambda device: Later(next(numbers)))
+    class Apart(Platform):
+        def fetch(self, values: torch.Tensor) -> Fetched:
+            return Fetched(values, Later())
+
     recorder = Recorder()
     engine = small(recorder)
+    monkeypatch.setattr(engine._monitors, "_platform", Apart(engine.device))
     train(engine, 1)
     assert not recorder.rows and not waited
     train(engine, 2)

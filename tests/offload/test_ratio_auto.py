@@ -60,9 +60,9 @@ class Meter:
         self._host: set[int] = set()
         take, take_slice, allocate = BufferPool.take, GradientBucket.take_slice, FlatBuffer.allocate
 
-        def taking(pool: BufferPool, *args: Any) -> Tensor:
+        def taking(pool: BufferPool, *args: Any, **options: Any) -> Tensor:
             before = pool.allocated_bytes
-            buffer = take(pool, *args)
+            buffer = take(pool, *args, **options)
             key = buffer.untyped_storage()._cdata
             (self._host.add if self.leaves else self._host.discard)(key)
             if pool.allocated_bytes > before:
@@ -284,7 +284,7 @@ def choose(free: list[int] | None, config: dict[str, Any]) -> list[float]:
     """What the engine chooses where rank i has ``free[i]`` bytes: which part is away, and after one step as well."""
     with pytest.MonkeyPatch.context() as patch:
         if free is not None:
-            patch.setattr(assembly, "free_bytes", lambda device: free[cases.mesh_of_this_process().rank])
+            patch.setattr(assembly, "free_bytes", lambda platform: free[cases.mesh_of_this_process().rank])
         engine = cases.make_engine(make_tower(), config)
     engine.backward(engine(torch.randn(2, 7)).square().mean())
     engine.step()

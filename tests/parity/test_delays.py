@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardengine
-from shardengine.comm import collectives
+from shardengine.comm import Wire
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
@@ -53,9 +53,9 @@ def delayed(seed: int) -> Iterator[dict[str, int]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "broadcast", before("gather", dist.broadcast))
-        patch.setattr(dist, "all_to_all_single", before("reduce", dist.all_to_all_single))
-        patch.setattr(collectives, "_all_gather_single", before("exchange", collectives._all_gather_single))
+        patch.setattr(Wire, "broadcast", before("gather", Wire.broadcast))
+        patch.setattr(Wire, "all_to_all", before("reduce", Wire.all_to_all))
+        patch.setattr(Wire, "all_gather", before("exchange", Wire.all_gather))
         patch.setattr(shardengine.Engine, "step", before("step", shardengine.Engine.step))
         patch.setattr(torch.nn.Linear, "forward", after("forward", torch.nn.Linear.forward))
         yield slept

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine.ddp import reducer
-from shardengine.offload.copy_queue import CopyQueue
-from shardengine.sharding import bucket
+from shardengine.offload import CopyQueue, Platform
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
@@ -116,8 +114,7 @@ def train_apart(model: str, kind: str, configs: dict[str, dict[str, Any]], steps
                 sent.append(source.element_size())
             return send(self, pairs, *rest)
 
-        for module in (reducer, bucket):
-            patch.setattr(module, "is_apart", lambda device: True)
+        patch.setattr(Platform, "is_apart", True)
         patch.setattr(CopyQueue, "send", counted)
         results = {}
         for name, config in configs.items():

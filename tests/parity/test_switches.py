@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine.comm import collectives
+from shardengine.comm import Wire
 from tests import oracle
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -23,7 +23,7 @@ STEPS = 4
 def train_natively(kind: str, micros: int, options: dict[str, Any]) -> dict[str, tuple[dict[str, Any], int]]:
     """Per stage: what ``cases.train_engine`` gives, and how often the backend's own reduce-scatter was called."""
     found, calls = {}, 0
-    plain = collectives._reduce_scatter_single
+    plain = Wire.reduce_scatter
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -31,7 +31,7 @@ def train_natively(kind: str, micros: int, options: dict[str, Any]) -> dict[str,
         return plain(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_reduce_scatter_single", counted)
+        patch.setattr(Wire, "reduce_scatter", counted)
         for stage in cases.STAGES:
             calls = 0
             result = cases.train_engine("mlp", kind, cases.config_of(stage, micros, **options), STEPS)

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardengine.errors import UsageError
+from shardengine.offload import Platform
 from shardengine.runtime.activation_offload import ActivationStore, HostBuffers
 from tests.support.parts import CPU
 
 
 def offload(*weights: Tensor) -> ActivationStore:
     kept = {weight.untyped_storage()._cdata for weight in weights}
-    return ActivationStore(CPU, lambda storage: storage._cdata in kept)
+    return ActivationStore(Platform(CPU), lambda storage: storage._cdata in kept)
 
 
 def kept(home: ActivationStore) -> int:
@@ -206,7 +207,7 @@ def test_a_forward_that_raises_returns_its_buffers() -> None:
 
 
 def test_the_pool_never_holds_more_than_twice_of_what_was_in_use() -> None:
-    draw, pool = random.Random(1), HostBuffers(pinned=False)
+    draw, pool = random.Random(1), HostBuffers(Platform(CPU))
     used: list[tuple[int, Tensor]] = []
     most = most_room = 0
     for turn in range(2000):
@@ -220,7 +221,7 @@ def test_the_pool_never_holds_more_than_twice_of_what_was_in_use() -> None:
         room = sum(buffer.numel() for _, buffer in used)
         most, most_room = max(most, sum(count for count, _ in used)), max(most_room, room)
         assert pool.allocated_bytes == pool.idle_bytes + room <= most_room <= 2 * most
-    again = HostBuffers(pinned=False)
+    again = HostBuffers(Platform(CPU))
     for _ in range(3):
         taken = [again.take(100 + n) for n in range(5)]
         assert again.allocated_bytes == 510

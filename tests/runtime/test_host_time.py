@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine.comm.work import _wait_under_watchdog
+from shardengine.offload import Platform
 from shardengine.runtime.activation_offload import HostBuffers
 from shardengine.runtime.prefetch_order import PrefetchOrder
 from shardengine.sharding import layout
@@ -209,7 +210,7 @@ def test_a_gather_costs_the_same_however_many_units_are_ahead() -> None:
 def test_a_buffer_is_found_at_the_same_cost_however_many_are_idle() -> None:
     counts = []
     for idle in (10, 1000):
-        buffers = HostBuffers(pinned=False)
+        buffers = HostBuffers(Platform(torch.device("cpu")))
         for taken in [buffers.take(64) for _ in range(idle)]:
             buffers.give(taken)
         buffers.give(buffers.take(64))

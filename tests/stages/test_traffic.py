@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardengine.comm import collectives
+from shardengine.comm import wire
 from tests.support import cases
 from tests.support.forks import NO_NETWORK, Forks
 from tests.support.ranks import RankPool
@@ -202,7 +202,7 @@ NOT_IN_A_STEP = (
 
 @contextmanager
 def counted() -> Iterator[Counter]:
-    """Every function of torch.distributed that sends is wrapped, also under the names that collectives.py imported."""
+    """Every function of torch.distributed that sends is wrapped, also under the names that wire.py gives them."""
     counter, ranks = Counter(), dist.get_world_size()
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,9 +223,9 @@ def counted() -> Iterator[Counter]:
                 continue
             wrapped = wrap(name, original)
             patch.setattr(dist, name, wrapped)
-            for alias in ("_all_gather_single", "_reduce_scatter_single"):
-                if getattr(collectives, alias) is original:
-                    patch.setattr(collectives, alias, wrapped)
+            for alias in ("_all_gather", "_reduce_scatter"):
+                if getattr(wire, alias) is original:
+                    patch.setattr(wire, alias, wrapped)
         yield counter
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardengine.comm.collectives import Collectives
 from shardengine.comm.mesh import Mesh
-from shardengine.offload.pool import BufferPool
+from shardengine.offload import BufferPool, Platform
 from shardengine.runtime.unit import Member, Unit
 from shardengine.sharding import layout
 from shardengine.sharding.bucket import Bucket, FlatBuffer
@@ -34,14 +34,14 @@ def collectives(mesh: Mesh | None = None, **options: Any) -> Collectives:
     """Over ``mesh``, the mesh of this rank process, or one rank where there is no process group."""
     if mesh is None:
         mesh = mesh_of_this_process() if dist.is_initialized() else Mesh(0, 1, CPU)
-    return Collectives(mesh, BufferPool(), **options)
+    return Collectives(mesh, BufferPool(mesh.platform), **options)
 
 
 def make_flat_buffers(plan: Layout, rank: int = 0) -> list[FlatBuffer]:
     flat_buffers = []
     for flat_buffer in plan.flat_buffers:
         specs = [plan.parameters[slot.parameter] for slot in flat_buffer.slots]
-        flat_buffers.append(FlatBuffer(flat_buffer, specs, getattr(torch, flat_buffer.dtype), CPU, rank))
+        flat_buffers.append(FlatBuffer(flat_buffer, specs, getattr(torch, flat_buffer.dtype), Platform(CPU), rank))
     return flat_buffers
 
 

@@ -40,7 +40,8 @@ from shardengine.offload.direct_io import whole_pages
 from shardengine.offload.host_memory import HUGE_PAGE, staging
 from shardengine.offload.nvme.extent_file import Extent, ExtentFile
 from shardengine.offload.nvme.io_request import IORequest
-from shardengine.offload.shard_store import HOST, Forms, ShardStore
+from shardengine.offload.platform import HOST, Platform
+from shardengine.offload.shard_store import Forms, ShardStore
 
 _ALIGNMENT = 64
 
@@ -74,8 +75,9 @@ class FileTier:
 
     name = "nvme"
 
-    def __init__(self, file: ExtentFile, buffer_count: int) -> None:
+    def __init__(self, file: ExtentFile, buffer_count: int, platform: Platform) -> None:
         self.file = file
+        self._platform = platform
         self._count = buffer_count
         self._size = 0
         self._free: list[Tensor] = []
@@ -121,7 +123,7 @@ class FileTier:
         if self._free:
             return self._free.pop()
         if self._made < self._count:
-            buffer = staging(self._size)
+            buffer = self._platform.host_buffer(self._size)
             self._made += 1
             return buffer
         if wait:

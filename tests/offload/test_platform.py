@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine.offload.copy_stream import CopyStream, Done, mark
+from shardengine.offload import Done, Platform
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_on_a_cpu_a_copy_is_over_at_once() -> None:
     source, target = torch.arange(5.0), torch.zeros(5)
-    stream = CopyStream(CPU)
+    stream = Platform(CPU).copy_stream()
     done = stream.copy(source, target)
     assert torch.equal(target, source) and target.data_ptr() != source.data_ptr()
     assert done.reached
@@ -76,7 +76,7 @@ def test_on_cuda_streams_wait_for_events_and_the_host_for_nothing(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    stream = CopyStream(CUDA)
+    stream = Platform(CUDA).copy_stream()
     target: Any = Source(told, current)
     done = stream.copy(target, target)
     assert not done.reached
@@ -92,6 +92,6 @@ def test_on_cuda_streams_wait_for_events_and_the_host_for_nothing(monkeypatch: p
     done.wait_on_host()
     assert told == ["the host waits"] and done.reached
     told.clear()
-    end = mark(CUDA)
+    end = Platform(CUDA).mark()
     assert told == ["event on compute"] and not end.reached
-    assert Done().reached and mark(CPU).reached
+    assert Done().reached and Platform(CPU).mark().reached

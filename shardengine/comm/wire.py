@@ -1,0 +1,44 @@
+"""The only file that calls torch.distributed's data operations: each begins one, and waits for nothing.
+
+Must not know: what is sent, in which order, over which mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+# renamed in torch 2.13; the old names warn there, the new ones are missing before
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Wire:
+    """Data operations over a group. Tensors are flat and contiguous; the caller keeps them until the work is waited
+    for, and changes neither what is sent nor what is received before."""
+
+    def broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
+        """``tensor`` of rank ``source`` to all."""
+        return _begun(dist.broadcast(tensor, src=source, group=group, async_op=True))
+
+    def all_gather(self, out: Tensor, own: Tensor, group: Group) -> dist.Work:
+        """``own`` of every rank, in rank order, to ``out``; ``own`` may be its place in it."""
+        return _begun(_all_gather(out, own, group=group, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
+        """The sum over ranks of this rank's slice of ``full``, added as the backend does, to ``out``."""
+        return _begun(_reduce_scatter(out, full, group=group, async_op=True))
+
+    def all_to_all(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
+        """This rank's slice of every rank's ``full``, in rank order, to ``out``."""
+        return _begun(dist.all_to_all_single(out, full, group=group, async_op=True))
+
+
+def _begun(work: Any) -> dist.Work:
+    made: dist.Work = work
+    return made
