@@ -66,7 +66,9 @@ def gpus() -> Gpus:
         return Gpus()
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    names = tuple(f"GPU-{each.uuid}" if hasattr(each, "uuid") else "" for each in every)
+    uuids = [str(getattr(each, "uuid", "")) for each in every]
+    telling = len(set(uuids)) == len(uuids)  # some drivers have none, or one for all
+    names = tuple(f"GPU-{uuid}" if telling and uuid.strip("0-") else "" for uuid in uuids)
     return Gpus(names, current, dist.is_nccl_available())
 
 

@@ -8,6 +8,7 @@ import re
 import threading
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,27 @@ def test_an_error_of_many_ranks_is_short():
 def test_every_launchers_number(environment: dict[str, str], number: int | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "environ", clean(**environment))
     assert devices.facts().local_rank == number
+
+
+@pytest.mark.parametrize(
+    ("uuids", "names"),
+    [(["a", "b"], ("GPU-a", "GPU-b")), (["a", "a"], ("", "")), (["00-00"], ("",)), ([None], ("",)), ([], ())],
+)
+def test_what_cuda_shows(uuids: list[str | None], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    shown = [SimpleNamespace(uuid=uuid) if uuid else SimpleNamespace() for uuid in uuids]
+    played = {
+        "is_available": lambda: bool(uuids),
+        "is_initialized": lambda: False,
+        "current_device": lambda: pytest.fail("this would begin to use CUDA"),
+        "device_count": lambda: len(uuids),
+        "get_device_properties": shown.__getitem__,
+    }
+    for name, function in played.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    assert (devices.gpus().names, devices.gpus().current) == (names, 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert devices.gpus().current == (1 if uuids else 0)
 
 
 @dataclass
