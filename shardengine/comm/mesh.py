@@ -336,12 +336,17 @@ def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: 
             for awaited in range(ranks):
                 texts.append(store.get(str(awaited)).decode())
             store.set("all", json.dumps(texts))
-        return [devices.RankFacts.from_text(text) for text in json.loads(store.get("all"))]
+        texts = json.loads(store.get("all"))
+        if rank and store.add("read", 1) == ranks - 1:
+            store.set("all have read", "")
+        if rank == 0:
+            store.wait(["all have read"])  # its process may host the store, and what comes of this may end it
     except RuntimeError as error:
         raise CommunicationError(
-            f"initialize on rank {rank}: rank {awaited} has not said which GPUs there are: "
+            f"initialize on rank {rank}: rank {awaited} does not answer where ranks say which GPUs they see: "
             f"{str(error).splitlines()[0]}. Call it on every rank, or start the ranks again"
         ) from error
+    return [devices.RankFacts.from_text(text) for text in texts]
 
 
 def _store_address() -> str:

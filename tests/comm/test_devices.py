@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from shardengine.comm import devices, mesh
 from shardengine.comm.devices import Gpus, RankFacts, choose
 from shardengine.errors import CommunicationError, UsageError
-from tests.comm.test_rendezvous import MPI, STEP, clean
+from tests.comm.test_rendezvous import MPI, ROOT, STEP, clean
 from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
@@ -293,6 +295,29 @@ def test_ranks_agree_over_the_store(pools):
         assert found[0][0] == "refused"
 
 
+SHARED = """
+from shardengine.comm import devices, mesh
+devices.gpus = lambda: devices.Gpus(("GPU-a",), nccl=True)
+mesh.build(timeout_s=60)
+"""
+
+
+def test_ranks_that_would_share_a_gpu_are_refused_before_there_is_a_group():
+    port = str(27000 + os.getpid() % 5000)
+    numbers = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED],
+            env=clean(PYTHONPATH=str(ROOT), RANK=str(rank), **numbers),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        assert "UsageError: expected a GPU of its own for every rank" in process.communicate(timeout=HANG_S)[1]
+
+
 # A group of NCCL, of which torch's part is played
 
 
@@ -303,7 +328,9 @@ class Played:
         self.events: list[tuple[Any, ...]] = []
         self.distributed_c10d, self._backends = self, backends
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.PrefixStore("shardengine/devices/1", self._store).set("1", other.to_text())  # type: ignore[attr-defined]
+        said = dist.PrefixStore("shardengine/devices/1", self._store)  # type: ignore[attr-defined]
+        said.set("1", other.to_text())
+        said.set("all have read", "")
         self.ProcessGroupNCCL = self
 
     def __getattr__(self, name: str) -> Any:
@@ -384,7 +411,7 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch):
     played._store = dist.HashStore()  # type: ignore[attr-defined]
     played._store.set_timeout(timedelta(milliseconds=10))
     monkeypatch.setattr(mesh, "dist", played)
-    with pytest.raises(CommunicationError, match="rank 1 has not said which GPUs there are"):
+    with pytest.raises(CommunicationError, match="rank 1 does not answer where ranks say which GPUs"):
         mesh.build(CPU, 30)
 
 
