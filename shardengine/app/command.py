@@ -135,8 +135,8 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
         ranks, gpus = wanted or before or default_ranks(), devices.count()
         if ranks > gpus > 0:
             raise UsageError(
-                f"--ranks {ranks}: expected at most {gpus}, one for each GPU of this machine; {devices.WISH}=cpu trains "
-                "on the CPU"
+                f"--ranks {ranks}: expected at most {gpus}, one for each GPU of this machine; {devices.WISH}=cpu "
+                "trains on the CPU"
             )
         return ranks
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardengine.app import command, inspect_checkpoint
+from shardengine.app import inspect_checkpoint
 from shardengine.app.cli import main
 from shardengine.comm import devices
 from shardengine.config import json_schema, load_config
@@ -88,7 +88,7 @@ def test_wrong_paths_are_found_before_ranks_start(options: list[str], text: str,
 
 
 def test_more_ranks_than_gpus_are_refused_before_they_start(capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(command, "require", lambda *packages, extra: None)
+    monkeypatch.setattr("shardengine.app.command.require", lambda *packages, extra: None)
     monkeypatch.setattr(devices, "count", lambda: 2)
     assert main(["train", "--config", str(CONFIGS / "zero2.json"), "--ranks", "3"]) == 2
     assert "--ranks 3: expected at most 2, one for each GPU of this machine" in capsys.readouterr().err
