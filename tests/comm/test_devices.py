@@ -446,3 +446,17 @@ def test_the_rank_that_hosts_the_store_leaves_last():
     store.set("all seen", "")
     host.join(HANG_S)
     assert not host.is_alive()
+
+
+def test_the_rank_that_hosts_the_store_says_nothing_more_before_all_have_read():
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    said = dist.PrefixStore("shardengine/devices/key", store)  # type: ignore[attr-defined]
+    said.set("1", RankFacts("b").to_text())
+    host = threading.Thread(target=mesh._exchange, args=("key", RankFacts("a"), 0, 2, store))
+    host.start()
+    said.wait(["all"], timedelta(seconds=HANG_S))
+    host.join(0.2)
+    assert host.is_alive()
+    assert mesh._exchange("key", RankFacts("b"), 1, 2, store) == [RankFacts("a"), RankFacts("b")]
+    host.join(HANG_S)
+    assert not host.is_alive()
