@@ -70,7 +70,7 @@ def build(
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
     offers = compare(collectives, partition.facts(model, found, settings, groups), offer)
     settle_kernels(offers, mesh.rank)
-    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
+    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
     footprint = _footprint(config, stage, found, plan, states)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, unfinished)

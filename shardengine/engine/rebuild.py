@@ -181,7 +181,8 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
+    plan = layout.build(found.specs, core.mesh.ranks, cap, align)
     footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)

@@ -81,7 +81,7 @@ def weights_of(stage: str, ranks: int, size: int) -> int:
 def test_no_more_than_what_rests_and_one_bucket(pools: Pools, low: bool) -> None:
     """Beside what the model came with; and of that no more than what is not in its place yet."""
     ranks, stages, size = 2, ["0", "1", "2", "3"], 2 if low else 4
-    options = {"bf16": {"enabled": True}} if low else {}
+    options: dict[str, Any] = {"bf16": {"enabled": True}} if low else {}
     chosen = [cases.config_of(stage, zero={"reduce_bucket_size": BUCKET}, **options) for stage in stages]
     for peaks in pools(ranks).run(place_and_count, chosen):
         for stage, (everything, new) in zip(stages, peaks, strict=True):
