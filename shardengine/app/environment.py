@@ -20,7 +20,10 @@ from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
-_VARIABLES = "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES".split()
+_VARIABLES = (
+    "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES "
+    "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF"
+).split()
 
 
 def describe() -> str:
