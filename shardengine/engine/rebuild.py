@@ -6,7 +6,7 @@ into the new buckets. Must not know: forward, backward, the step.
 [Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
 one buffer, and each flat slice of it is copied to where the new layout has the same elements on this rank. Parameters
 belong to the same unit before and after, so a unit's old memory is free before the next unit begins: in memory there is
-never more beside the model state than one unit's and one bucket's.
+never more beside the model state than one unit's and one bucket's. Where weights rest replicated, the one unit is all.
 What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
 a disk without room is no loss, and what the old one leaves is used by the next.
 A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
