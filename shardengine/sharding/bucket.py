@@ -327,7 +327,8 @@ class FlatBuffer:
         self._cut()
         self.flat.untyped_storage().resize_(0)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Of the weights: who still holds a view keeps their memory, nobody may use them here any more."""
         self.flat = self.flat.new_empty(0)
         self.views = []
         self._cut()
@@ -354,7 +355,7 @@ class FlatBuffer:
                 bucket.weight_store.offload(pinned=pinned)
         if self.storage_bytes and self.offloaded is None:
             self.offloaded = host_copy(self.flat, self.platform, pinned=pinned)
-            self._let_go()
+            self.let_go()
 
     def reload(self) -> None:
         """The weights are on the device again. Those for which there is no room stay in host memory."""
@@ -373,7 +374,7 @@ class FlatBuffer:
 
     def forsake(self) -> None:
         """Another flat buffer has taken over: let go of all memory. Who still holds a view of it keeps it."""
-        self._let_go()
+        self.let_go()
         self.offloaded = None
         for bucket in self.buckets:
             bucket.drop()
