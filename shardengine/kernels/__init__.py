@@ -9,6 +9,7 @@ Knows no process group, no stage, no bucket. ``operations`` declares them and ch
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.operations import (
     Offer,
+    Offers,
     compress,
     crc32,
     decompress,
@@ -18,7 +19,7 @@ from shardengine.kernels.operations import (
     sum_of_squares,
     unflatten,
     update,
-    withdraw_native,
+    withdraw,
 )
 from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import gradient_factor, norm_from_squares
@@ -30,6 +31,7 @@ __all__ = [
     "Compressed",
     "Noise",
     "Offer",
+    "Offers",
     "Rule",
     "Span",
     "Spans",
@@ -46,5 +48,5 @@ __all__ = [
     "sum_of_squares",
     "unflatten",
     "update",
-    "withdraw_native",
+    "withdraw",
 ]

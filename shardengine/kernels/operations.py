@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +26,39 @@ from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 
 _CHOICES = ("auto", "reference", "native", "triton")
-_withdrawn = False
-"""Whether another rank has no native kernels, so that this one does not use its own."""
+_withdrawn: set[str] = set()
+"""Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
 
 
 class Offer(IntEnum):
-    """What a rank says of its CPU before all ranks agree: no native kernels, native ones, native ones or none."""
+    """What a rank says of one type of device before all ranks agree on who carries out the operations there.
+
+    TORCH: torch alone · OWN: kernels of ours, or torch · REQUIRED: kernels of ours or none, its environment says ·
+    FAILED: torch alone, because a first launch has failed.
+    """
 
     TORCH = 0
-    NATIVE = 1
+    OWN = 1
     REQUIRED = 2
+    FAILED = 3
+
+
+class Offers(NamedTuple):
+    """A rank's, for its CPU and for its device, which may be that. problem: what has failed, "" for nothing."""
+
+    cpu: Offer
+    device: Offer
+    problem: str = ""
+
+    @property
+    def packed(self) -> int:
+        """Both offers in four bits."""
+        return self.cpu | self.device << 2
+
+    @staticmethod
+    def unpacked(packed: int) -> Offers:
+        """The opposite, without the problem."""
+        return Offers(Offer(packed & 3), Offer(packed >> 2))
 
 
 @functools.cache
@@ -63,27 +87,61 @@ def implementation(device: torch.device) -> ModuleType | None:
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
-    choice = _chosen()
-    if choice == "triton" or (choice == "auto" and device.type == "cuda"):
+    if _is_tritons(device.type):
         return importlib.import_module("shardengine.kernels.triton")
-    if choice in ("native", "auto") and device.type == "cpu" and not _withdrawn:
+    if _chosen() in ("native", "auto") and device.type == "cpu" and device.type not in _withdrawn:
         return _native()
     return None
 
 
-def offer() -> Offer:
-    """What this process can do on its CPU; builds and loads the native library where it may. Errors as there."""
+def _is_tritons(device_type: str) -> bool:
+    wanted = _chosen() == "triton" or (_chosen() == "auto" and device_type == "cuda")
+    return wanted and device_type not in _withdrawn
+
+
+def _named() -> bool:
+    """Whether the environment asks for Triton's kernels by name."""
+    return _chosen() == "triton"
+
+
+def offer(device: torch.device, trial: Callable[[], None]) -> Offers:
+    """What this process can do on its CPU and on ``device``: builds and loads the native library where it may.
+
+    trial: calls operations on ``device`` as training will; where they are Triton's it is called here, which compiles
+    them. UsageError where the environment asks for kernels by name and they cannot be had.
+    """
+    _withdrawn.clear()  # by ranks of an earlier engine
+    if device.type == "cpu":
+        own, problem = _offer_of(device, trial)
+        return Offers(own, own, problem)
+    own, problem = _offer_of(device, trial)
+    return Offers(_offer_of(torch.device("cpu"), None)[0], own, problem)
+
+
+def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[Offer, str]:
     choice = _chosen()
-    if choice not in ("native", "auto") or _native() is None:
-        return Offer.TORCH
+    if trial is not None and _is_tritons(device.type):
+        try:
+            trial()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if _named():
+                raise UsageError(
+                    f"SHARDENGINE_KERNELS=triton: a first launch of Triton's kernels on {device} failed ({problem}). "
+                    "They need a C compiler and Python's headers; unset it to use torch instead, with the same bits"
+                ) from error
+            return Offer.FAILED, problem
+        return (Offer.REQUIRED if _named() else Offer.OWN), ""
+    if device.type != "cpu" or choice not in ("native", "auto") or _native() is None:
+        return Offer.TORCH, ""
     required = choice == "native" or os.environ.get("SHARDENGINE_NATIVE") == "require"
-    return Offer.REQUIRED if required else Offer.NATIVE
+    return (Offer.REQUIRED if required else Offer.OWN), ""
 
 
-def withdraw_native(withdrawn: bool) -> None:
-    """Whether torch does the work of a CPU from now on although native kernels are there. The bits are the same."""
-    global _withdrawn
-    _withdrawn = withdrawn
+def withdraw(device_type: str, withdrawn: bool) -> None:
+    """Whether torch does the work on devices of this type from now on although there are kernels of ours. The bits are
+    the same."""
+    (_withdrawn.add if withdrawn else _withdrawn.discard)(device_type)
 
 
 def flatten(

@@ -80,8 +80,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     if blocks == 1:
         return sums[0]
     total = torch.empty((), dtype=torch.float64, device=tensor.device)
-    rows = blocks_of(blocks, LANES)  # 1 up to 268 million elements
-    launch(_lanes_kernel, 1, tensor, sums, total, blocks, ROWS=rows, LANES=LANES, num_warps=LANE_WARPS)
+    launch(_lanes_kernel, 1, tensor, sums, total, blocks, LANES=LANES, num_warps=LANE_WARPS)
     return total
 
 
@@ -188,11 +187,11 @@ def _squares_kernel(tensor: Value, sums: Value, count: Value, ROWS: constexpr, L
     tl.store(sums + block + tl.arange(0, 1), _pairs(lanes, LANES))
 
 
-@triton.jit
-def _lanes_kernel(sums: Value, total: Value, count: Value, ROWS: constexpr, LANES: constexpr) -> None:
+@triton.jit(do_not_specialize=["count"])
+def _lanes_kernel(sums: Value, total: Value, count: Value, LANES: constexpr) -> None:
     place = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
-    for _ in range(ROWS):
+    for _ in range((count + LANES - 1) // LANES):
         lanes += tl.load(sums + place, mask=place < count, other=0.0)
         place += LANES
     tl.store(total + tl.arange(0, 1), _pairs(lanes, LANES))
