@@ -22,7 +22,17 @@ from triton.language import constexpr
 from triton.language import tensor as Value
 
 from shardengine.kernels.reference import LANES, ROWS
-from shardengine.kernels.triton.launching import DTYPES, blocks_of, is_finite, launch, nearest, pointer, table, wide
+from shardengine.kernels.triton.launching import (
+    DTYPES,
+    blocks_of,
+    integers,
+    is_finite,
+    launch,
+    nearest,
+    pointer,
+    sent,
+    wide,
+)
 
 BLOCK, WARPS = 2048, 8
 LOOP_BLOCK = 1024
@@ -56,7 +66,7 @@ def ordered_sum(
     size = terms[0].element_size()
     distance = addresses[1] - addresses[0] if len(terms) > 1 else 0
     regular = distance % size == 0 and addresses == [addresses[0] + i * distance for i in range(len(terms))]
-    where = terms[0] if regular else table([(address,) for address in addresses], out.device)
+    where = terms[0] if regular else sent(integers(addresses), out.device)
     flag = None if nonfinite is None else nonfinite.view(torch.uint8)
     middle = rounded if rounded is not out.dtype else torch.float32
     several = len(terms) > GROUP
