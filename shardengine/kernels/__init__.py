@@ -2,8 +2,8 @@
 
 Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
 ``reference``, ``reference_update``, ``compression``, ``random_bits``, ``checksums`` are the readable implementations,
-``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits. ``rules`` are the options of an update,
-``spans`` the ranges of a flat tensor that share them.
+``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for tensors without data.
+``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them.
 """
 
 from shardengine.kernels.compression import Compressed

@@ -1,16 +1,18 @@
 """Every operation of the library, declared once: what it promises, whatever carries it out.
 
 An operation checks nothing about its tensors beyond what would corrupt memory: they are the engine's own. All of them
-are flat and contiguous unless said otherwise, and lie on one device. ``implementation`` chooses who carries it out:
-``reference`` and its neighbours in torch, ``native``'s C++ on a CPU, Triton kernels on a GPU. All give the same bits.
+are flat and contiguous unless said otherwise, and lie on one device: ValueError where one of the first few does not.
+``implementation`` chooses who carries it out: ``reference`` and its neighbours in torch, ``native``'s C++ on a CPU,
+Triton kernels on a GPU. All give the same bits. On meta tensors ``meta`` checks more, and computes nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import ModuleType
 from typing import NamedTuple
@@ -19,13 +21,15 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.kernels import checksums, compression, reference, reference_update
+from shardengine.kernels import checksums, compression, meta, reference, reference_update
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 
 _CHOICES = ("auto", "reference", "native", "triton")
+_ASKED = 8
+"""Tensors of a call that are asked for their device, which takes 0.1 µs each."""
 _withdrawn: set[str] = set()
 """Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
 
@@ -87,6 +91,8 @@ def implementation(device: torch.device) -> ModuleType | None:
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
+    if device.type == "meta":
+        return meta
     if _is_tritons(device.type):
         return importlib.import_module("shardengine.kernels.triton")
     if _chosen() in ("native", "auto") and device.type == "cpu" and device.type not in _withdrawn:
@@ -144,6 +150,13 @@ def withdraw(device_type: str, withdrawn: bool) -> None:
     (_withdrawn.add if withdrawn else _withdrawn.discard)(device_type)
 
 
+def _require_one_device(operation: str, device: torch.device, tensors: Iterable[Tensor | None]) -> None:
+    """For the first few: an address of another device would be read as one of this."""
+    for tensor in itertools.islice(tensors, _ASKED):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{operation}: expected all tensors on one device, {device}, got one on {tensor.device}")
+
+
 def flatten(
     tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
@@ -162,6 +175,7 @@ def flatten(
         end = start + tensor.numel()
     if end > out.numel():
         raise ValueError(f"flatten: expected ascending starts inside of {out.numel()} elements, got {list(starts)}")
+    _require_one_device("flatten", out.device, tensors)
     (implementation(out.device) or reference).flatten(tensors, starts, out, scale=scale, add=add)
 
 
@@ -169,6 +183,7 @@ def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> No
     """The opposite: each of ``outs`` (contiguous, any shape and dtype) takes its elements of ``flat``, rounded once."""
     if any(not 0 <= start <= flat.numel() - out.numel() for start, out in zip(starts, outs, strict=True)):
         raise ValueError(f"unflatten: expected starts inside of {flat.numel()} elements, got {list(starts)}")
+    _require_one_device("unflatten", flat.device, outs)
     (implementation(flat.device) or reference).unflatten(flat, starts, outs)
 
 
@@ -188,6 +203,7 @@ def ordered_sum(
     is rounded to ``reduce_dtype`` · total: what earlier micro-batches left, None: nothing. ``out`` may be ``total`` or
     one of the terms. nonfinite: 0-dim bool, becomes True where a result is not finite, and is left alone otherwise.
     """
+    _require_one_device("ordered_sum", out.device, (total, nonfinite, *terms))
     module = implementation(out.device) or reference
     module.ordered_sum(
         terms, out, total=total, divisor=divisor, rounded=rounded, reduce_dtype=reduce_dtype, nonfinite=nonfinite
@@ -219,7 +235,9 @@ def update(
     factor: 0-dim fp32, what the gradient is multiplied with · skip: 0-dim bool; where True nothing is written, decided
     on the device · noise: rounds a bf16 weight stochastically; elements are numbered by ``Span.first``.
     """
-    module = implementation(flats["weight"].device) or reference_update
+    device = flats["weight"].device
+    _require_one_device("update", device, (factor, skip, *flats.values()))
+    module = implementation(device) or reference_update
     module.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
 
 
@@ -253,10 +271,12 @@ def compress(
         raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
     if block < 2 or block % 2:
         raise ValueError(f"compress: expected an even block of at least 2 elements, got {block}")
+    _require_one_device("compress", values.device, (saturated,))
     module = implementation(values.device) or compression
     return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated)
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
     """The opposite, rounded to ``out``'s dtype."""
+    _require_one_device("decompress", out.device, (compressed.values, compressed.scales))
     (implementation(out.device) or compression).decompress(compressed, out)
