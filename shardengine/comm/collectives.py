@@ -204,8 +204,8 @@ class Collectives:
             head, tail = rows.split([values.nbytes, payload.numel()], dim=1)
             return head.reshape(-1).clone().view(torch.float64).view(self.mesh.ranks, values.numel()), tail
         rows = self.exchange(payload, what)
-        if self.mesh.ranks == 1:
-            return values.unsqueeze(0), rows
+        if self.mesh.ranks == 1 or not values.numel():
+            return values.expand(self.mesh.ranks, -1), rows
         gathered = values.new_empty(self.mesh.ranks * values.numel())
 
         def call() -> list[dist.Work]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardengine
 from tests import oracle
-from tests.support import cases, special_losses
+from tests.support import cases, special_losses, special_models
 from tests.support.late_streams import DEFAULT, Adversary, adversary
 
 USER, LEAVES = "the user's stream", "the stream of the leaves"
@@ -192,7 +192,14 @@ def _twice() -> nn.Module:
     return _Twice()
 
 
-_MODELS = {"gradients twice": special_losses.Case(_twice)}
+def _at_times() -> nn.Module:
+    return special_losses.net(route=special_models.skipping(lambda number, at: number == at.step % 2))
+
+
+_MODELS = {
+    "gradients twice": special_losses.Case(_twice),
+    "a block at times": special_losses.Case(_at_times, zero={"reduce_bucket_size": 64}),
+}
 _ALONE = shardengine.comm.Mesh(0, 1, torch.device("cpu"))
 
 
@@ -249,6 +256,14 @@ def _show(engine: Any, _folder: str, _step: int) -> None:
         assert held and all(value.isfinite().all() for value in held)
 
 
+def _show_states(engine: Any, _folder: str, _step: int) -> None:
+    with engine.full_optimizer_state(writable=True) as states, torch.no_grad():
+        for kinds in states.values():
+            for value in kinds.values():
+                if isinstance(value, torch.Tensor):
+                    value.mul_(1.0)
+
+
 def _write(engine: Any, _folder: str, _step: int) -> None:
     with engine.full_params(writable=True), torch.no_grad():
         for parameter in engine.module.parameters():
@@ -265,6 +280,7 @@ _BETWEEN = {
     "saved": _save,
     "saved behind": _save,
     "whole weights": _show,
+    "states written": _show_states,
     "written": _write,
     "freed": _free,
     "loaded": _load,
