@@ -32,20 +32,21 @@ from shardengine.runtime import (
     hooks,
     placing,
 )
-from shardengine.sharding import Layout, Partition, Precision, holds_weights, is_lookup, layout, partition, precision
+from shardengine.sharding import Layout, Partition, holds_weights, is_lookup, layout, partition, precision
 
 _log = logging.getLogger(__name__)
 
 
 def _look(
-    model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, which: Precision
+    model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]], shards_weights: bool
 ) -> tuple[Partition, kernels.Offer]:
     """What one rank alone finds out about the model and the machine, or refuses."""
     units = config.zero_optimization.units
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which)
+    which = precision.of(config)
+    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which, device=mesh.device)
     return found, kernels.offer()
 
 
@@ -65,7 +66,7 @@ def build(
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
 
     found, offer = run_on_all_ranks(
-        collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, which)
+        collectives, "looking at the model", lambda: _look(model, config, mesh, groups, stage.moves_weights)
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
     offers = compare(collectives, partition.facts(model, found, settings, groups), offer)
@@ -239,8 +240,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.attachments.handles.extend(hooks.attach_gradients(core.schedule, trainable))
-    if core.precision.inputs is not None:
-        core.attachments.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
+    if (dtype := core.precision.inputs) is not None:
+        core.attachments.handles.extend(hooks.attach_input_cast(model, dtype, core.mesh.platform.autocast_type))
     if not core.stage.moves_weights:
         core.attachments.handles.extend(hooks.attach_forward_events(core.schedule, model))
         if core.deferred_gather is not None:

@@ -108,6 +108,11 @@ class Platform:
         """Whether the device has a memory of its own, beside the host's, so that there is something to copy."""
         return self.device.type != HOST.type
 
+    @property
+    def autocast_type(self) -> str:
+        """The type of device by which ``torch.autocast`` knows what is computed on it."""
+        return self.device.type
+
     def copy_stream(self) -> CopyStream:
         """A stream of its own for one purpose."""
         return CopyStream(self.device)
