@@ -153,7 +153,7 @@ class Collectives:
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         direct = self._direct or full.dtype is not torch.float32
         length = full.numel() // mesh.ranks
-        received = self._pool.take(full.numel() if direct else length, full.dtype, full.device)
+        received = self._pool.take(full.numel() if direct else length, full.dtype)
 
         def call() -> list[dist.Work]:
             if direct:
@@ -273,7 +273,7 @@ class Collectives:
             self._trace_end(works, record, start)
         work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)
         if not self._overlap and is_data:
-            work.wait_data()
+            self._wait(record, self.failures, works)  # and once more where it is used, maybe on another stream
         return work
 
     def _wait(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> None:

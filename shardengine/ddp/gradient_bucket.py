@@ -44,7 +44,7 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.offload import HOST, BufferPool, CopyQueue
+from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 from shardengine.stages import Placement
 
@@ -117,7 +117,7 @@ class LocalSum:
         tensor, place = self.tensor, self._places
         order = [parameter for parameter in place if parameter in waiting]
         if tensor is None:
-            tensor = self.tensor = self._pool.take(self._bucket.layout.length, dtype, self._bucket.full.device)
+            tensor = self.tensor = self._pool.take(self._bucket.layout.length, dtype)
             flatten(_of_one_dtype([waiting[p] for p in order]), [place[p] for p in order], tensor)
         elif waiting:
             for parameter in waiting.keys() - self.filled:  # its first contribution comes later than others'
@@ -235,11 +235,7 @@ class GradientBucket:
 
     def take_slice(self, dtype: torch.dtype) -> Tensor:
         """A slice's memory from the pool, where it rests."""
-        return self._pool.take(self.bucket.layout.slice_length, dtype, HOST if self._spill else self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.bucket.full.device
+        return self._pool.take(self.bucket.layout.slice_length, dtype, on_host=self._spill is not None)
 
     def _sum(
         self, terms: Sequence[Tensor], out: Tensor, old: Tensor | None, rules: Rules, then: _Then | None = None
@@ -255,12 +251,12 @@ class GradientBucket:
             then()
             return
         if old is None and (final or (out.dtype is torch.float32 and len(terms) > 1)):
-            here = self._pool.take(out.numel(), out.dtype, self._device)
+            here = self._pool.take(out.numel(), out.dtype)
             ordered_sum(terms, here, reduce_dtype=rules.reduce, **end)
             self._spill.send([(here, out)], here, then)
             return
         dtype = torch.float32 if len(terms) > 1 else terms[0].dtype
-        here, staged = self._pool.take(out.numel(), dtype, self._device), self.take_slice(dtype)
+        here, staged = self._pool.take(out.numel(), dtype), self.take_slice(dtype)
         ordered_sum(terms, here, reduce_dtype=rules.reduce)
 
         def join() -> None:
@@ -324,7 +320,7 @@ class GradientBucket:
         if complete is None:
             raise InternalError(f"bucket of {self.names}: its gradient is gathered before it is complete")
         if whole is None or whole.dtype is not self.wire:
-            whole = self._pool.take(self.bucket.layout.length, self.wire, complete.device)
+            whole = self._pool.take(self.bucket.layout.length, self.wire)
             own = self.bucket.own_slice(whole)
             own.copy_(complete)
             self.drop_complete()

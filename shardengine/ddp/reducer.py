@@ -373,8 +373,7 @@ class Reducer:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
         parameters = late.intersection(state.pieces)
         if parameters:
-            rules, device = self.rules, state.bucket.full.device
-            summed = self._pool.take(state.bucket.layout.slice_length, torch.float32, device)
+            rules, summed = self.rules, self._pool.take(state.bucket.layout.slice_length, torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
@@ -428,7 +427,7 @@ class Reducer:
         """``full`` in the dtype that is sent: itself, or a copy in a buffer of the pool."""
         if full.dtype is state.wire:
             return full
-        sent = self._pool.take(full.numel(), state.wire, full.device)
+        sent = self._pool.take(full.numel(), state.wire)
         flatten([full], [0], sent)
         return sent
 

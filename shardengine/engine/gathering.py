@@ -33,7 +33,7 @@ def gathered(
         return
     length = layout.length * len(tensors)
     lent = len(tensors) == 1  # a buffer as long as the step's; one of another length would stay in the pool for good
-    full = core.pool.take(length, dtype, bucket.full.device) if lent else bucket.full.new_empty(length, dtype=dtype)
+    full = core.pool.take(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
     slices = full.view(layout.ranks, len(tensors), layout.slice_length)
     for own, tensor in zip(slices[bucket.rank], tensors.values(), strict=True):
         own.copy_(tensor)

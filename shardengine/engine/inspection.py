@@ -144,7 +144,7 @@ class Inspection:
         pass, at most. Where weights rest whole there is no unit, and the root is everything.
         """
         pool = self._core.pool
-        buffer_bytes = pool.bytes_on(self.device)
+        buffer_bytes = pool.device_bytes
         states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
         footprint, homes = formulas.footprint_of(self._core, self.config, states), formulas.homes_of(self._core)
         predicted = footprint.at_rest(homes)

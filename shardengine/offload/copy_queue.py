@@ -24,10 +24,10 @@ class CopyQueue:
         self._pool = pool
         self._under_way: deque[tuple[list[Done], Tensor, Callable[[], None]]] = deque()
 
-    def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def buffer(self, length: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         """Memory of the pool for what will be sent, or for what is given back (``give``)."""
         self.settle(len(self._under_way))
-        return self._pool.take(length, dtype, device)
+        return self._pool.take(length, dtype, on_host=on_host)
 
     def give(self, buffer: Tensor) -> None:
         """Back to the pool, unsent."""

@@ -12,8 +12,14 @@ is over when ``copy`` returns, and all of this is empty.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor
+
+from shardengine.offload.host_memory import staging
 
 HOST = torch.device("cpu")
 
@@ -59,23 +65,28 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, source: Tensor, target: Tensor, after: Done | None = None) -> Done:
+    def copy(self, source: Tensor, target: Tensor, *after: Done) -> Done:
         """Begin ``target.copy_(source)``, of equal shapes, after what the current stream was given so far.
 
-        after: instead of that, from a thread that has streams of its own. Keep both tensors as [Note: Order by events]
-        says.
+        after: behind these instead. Keep both tensors as [Note: Order by events] says.
         """
         if self._stream is None:
             target.copy_(source)
             return Done()
         issuer = torch.cuda.current_stream(self._stream.device)
-        if after is None:
+        if not after:
             self._stream.wait_stream(issuer)
-        else:
-            after.hold(self._stream)
+        for done in after:
+            done.hold(self._stream)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return Done(self._stream.record_event(), issuer)
+
+    @contextmanager
+    def is_current(self) -> Iterator[None]:
+        """Inside, a collective begins behind the copies, and not behind what the current stream was given before."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
 
 
 class Fetched:
@@ -102,6 +113,7 @@ class Platform:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @property
     def is_apart(self) -> bool:
@@ -117,12 +129,23 @@ class Platform:
         """A stream of its own for one purpose."""
         return CopyStream(self.device)
 
+    @functools.cached_property
+    def loads(self) -> CopyStream:
+        """On which weights that are kept elsewhere come to the device."""
+        return self.copy_stream()
+
     def mark(self) -> Done:
         """The end of what the current stream was given so far."""
         if self.device.type != "cuda":
             return Done()
         stream = torch.cuda.current_stream(self.device)
         return Done(stream.record_event(), stream)
+
+    def come_home(self) -> None:
+        """Before memory is let go of that was taken where the engine was made: the stream that was current there, on
+        which it is given out again, goes on behind the current one."""
+        if self._home is not None:
+            self._home.wait_stream(torch.cuda.current_stream(self.device))
 
     def fetch(self, values: Tensor) -> Fetched:
         """Bring ``values`` to the host, behind what the current stream was given so far."""
@@ -135,6 +158,10 @@ class Platform:
     def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A flat tensor in host memory with undefined contents. pinned: page-locked where that speeds up copies."""
         return torch.empty(count, dtype=dtype, device=HOST, pin_memory=pinned and self.device.type == "cuda")
+
+    def host_buffer(self, count: int) -> Tensor:
+        """Zeros in host memory, uint8 [count], for what is on its way between the device and a disk (``staging``)."""
+        return staging(count)
 
     def free_bytes(self) -> int:
         """Bytes of the device's own memory that nobody holds."""

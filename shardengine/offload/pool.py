@@ -7,54 +7,62 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from shardengine.offload.platform import HOST, Platform
+from shardengine.offload.platform import Platform
 
 
 class BufferPool:
     """Transient flat tensors, reused instead of freed: touching fresh pages costs more than the copies into them.
 
-    platform: of the device that buffers in host memory are copied from and to · pins: page-lock those.
+    platform: of the device on which they are, unless they are asked for in host memory · pins: page-lock the latter.
     """
 
     def __init__(self, platform: Platform, *, pins: bool = False) -> None:
         self._platform = platform
         self._pins = pins
-        self._free: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
-        self._bytes: Counter[str] = Counter()
+        self._free: dict[tuple[torch.dtype, int, bool], list[Tensor]] = {}
+        self._host: set[int] = set()
+        """Storages of the buffers in host memory, taken and free."""
+        self._bytes: Counter[bool] = Counter()
 
     @property
     def allocated_bytes(self) -> int:
         """Of all buffers, taken and free."""
         return self._bytes.total()
 
-    def bytes_on(self, device: torch.device) -> int:
-        """Of those in the memory of ``device``."""
-        return self._bytes[device.type]
+    @property
+    def device_bytes(self) -> int:
+        """Of those on the device."""
+        return self._bytes[False]
 
-    def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor with undefined contents."""
-        free = self._free.get((dtype, length, device))
+    def take(self, length: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
+        """A flat tensor with undefined contents, on the device, or in host memory where that is another one."""
+        on_host &= self._platform.is_apart
+        free = self._free.get((dtype, length, on_host))
         if free:
             return free.pop()
         with torch.inference_mode(False):  # it is used again outside of the caller's
-            if device == HOST:
+            if on_host:
                 buffer = self._platform.host_empty(length, dtype, pinned=self._pins)
+                self._host.add(buffer.untyped_storage()._cdata)
             else:
-                buffer = torch.empty(length, dtype=dtype, device=device)
-        self._bytes[device.type] += buffer.nbytes
+                buffer = torch.empty(length, dtype=dtype, device=self._platform.device)
+        self._bytes[on_host] += buffer.nbytes
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Hand a buffer of ``take`` back. On CUDA its users are ordered by the stream that both calls run on."""
-        self._free.setdefault((buffer.dtype, buffer.numel(), buffer.device), []).append(buffer)
+        on_host = buffer.untyped_storage()._cdata in self._host
+        self._free.setdefault((buffer.dtype, buffer.numel(), on_host), []).append(buffer)
 
     def forget(self) -> None:
         """Free every buffer, and count no longer those that were taken: their takers are gone."""
         self._free.clear()
+        self._host.clear()
         self._bytes.clear()
 
     def clear(self) -> None:
         """Free every buffer that nobody has taken."""
-        for (dtype, length, device), free in self._free.items():
-            self._bytes[device.type] -= len(free) * length * dtype.itemsize
+        for (dtype, length, on_host), free in self._free.items():
+            self._bytes[on_host] -= len(free) * length * dtype.itemsize
+            self._host -= {buffer.untyped_storage()._cdata for buffer in free}
         self._free.clear()

@@ -5,7 +5,8 @@ when they are needed.
 
 A store is used in two ways. A step, and a gather, check it out: ``prefetch`` ahead of time, then ``check_out``, and
 ``check_in`` at the end. Everything else (checkpoints, a new layout, the user) comes between two steps and asks for its
-``tensors``.
+``tensors``. A copy that reads or writes what was checked out may still be under way when it is checked in (``after``):
+whoever is given the tensors next waits for it, but for a reader who says that it waits by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardengine.offload.platform import HOST, Platform
+from shardengine.offload.platform import HOST, Done, Platform
 
 Forms = Mapping[str, tuple[int, torch.dtype]]
 """Name → (elements, dtype) of tensors that are added to a store together."""
@@ -32,6 +33,8 @@ class ShardStore(ABC):
 
     in_file = False
     """Whether they are read and written as a whole, so that what is checked out is a copy."""
+    pending = Done()
+    """The end of the copy with which they were checked in last."""
 
     def __init__(self, device: torch.device, tier: str = "device") -> None:
         self.device = device
@@ -62,13 +65,15 @@ class ShardStore(ABC):
         """They will be checked out soon: begin to bring them where they are computed on, if there is room. A hint."""
 
     @abstractmethod
-    def check_out(self, *, blank: bool = False) -> dict[str, Tensor]:
+    def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
         """The tensors, to be read and written until ``check_in``. blank: what is in them may be void, all of it will be
-        written. What is checked out already is given again."""
+        written · to_copy: they will be read by a copy behind ``pending``, and by nobody else. What is checked out
+        already is given again."""
 
     @abstractmethod
-    def check_in(self, *, changed: bool = True) -> None:
-        """What was checked out is kept. changed: it was written to."""
+    def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
+        """What was checked out is kept. changed: it was written to · after: the end of a copy that reads or writes
+        it."""
 
     @contextmanager
     def checkout(self) -> Iterator[dict[str, Tensor]]:
@@ -141,17 +146,21 @@ class MemoryStore(ShardStore):
 
     def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``."""
+        self.pending.wait_on_host()
         return self._tensors
 
     def prefetch(self) -> None:
         """It is there."""
 
-    def check_out(self, *, blank: bool = False) -> dict[str, Tensor]:
+    def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``."""
+        if not to_copy:
+            self.pending.wait_on_host()
         return self._tensors
 
-    def check_in(self, *, changed: bool = True) -> None:
-        """It is there."""
+    def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
+        """See ``ShardStore``. The tensors are there."""
+        self.pending = after
 
     def abandon(self) -> None:
         """See ``ShardStore``."""
@@ -181,6 +190,7 @@ class MemoryStore(ShardStore):
 
     def drop(self) -> None:
         """See ``ShardStore``."""
+        self.pending.wait_on_host()
         self._tensors = {}
         self.sizes = {}
 

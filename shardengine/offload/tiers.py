@@ -75,7 +75,7 @@ class Tiers:
         folder = Path(wanted.nvme_path).absolute()
         if folder not in self._files:
             self._files[folder] = ExtentFile(folder, self._label, self._aio)
-        return FileTier(self._files[folder], wanted.buffer_count)
+        return FileTier(self._files[folder], wanted.buffer_count, self._platform)
 
     @property
     def files(self) -> list[Path]:

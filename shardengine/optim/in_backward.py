@@ -19,7 +19,7 @@ from torch import Tensor
 from shardengine.ddp import GradientBucket, StepState
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import Noise, Rule
-from shardengine.offload import HOST, CopyQueue, ShardStore
+from shardengine.offload import CopyQueue, ShardStore
 from shardengine.optim.update import Part, compute, send, written
 from shardengine.sharding import MASTER
 
@@ -70,7 +70,7 @@ class StepsInBackward:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "step-in-backward")
         bucket = state.bucket
-        low = way.buffer(bucket.layout.slice_length, bucket.flat_buffer.dtype, HOST)
+        low = way.buffer(bucket.layout.slice_length, bucket.flat_buffer.dtype, on_host=True)
         self._step_state.note_early()
         done = self._thread.submit(self._step, state, parts, low, after, then)
         self._early[bucket.layout.index] = _Early(parts, low, done)
@@ -121,8 +121,7 @@ class StepsInBackward:
         pairs = [(early.low, weights)] if bucket.writes_file else written(early.low, weights, early.parts)
         self._handed_over.add(index)
         try:
-            send(pairs, early.low, way, from_host=True)
-            bucket.end_weights(changed=True)
+            bucket.end_weights(changed=True, after=send(pairs, early.low, way, from_host=True))
         except BaseException:
             self._step_state.note_early(torn=True)  # what was in ``low`` may be gone
             raise

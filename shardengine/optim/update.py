@@ -18,7 +18,7 @@ from shardengine.config import Config
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Span, Spans
-from shardengine.offload import HOST, CopyQueue, Fetched
+from shardengine.offload import HOST, CopyQueue, Done, Fetched
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Bucket, Layout, Precision
 
@@ -114,7 +114,7 @@ def step_bucket(
             flats["weight"] = flats.pop(MASTER)
             weights = low = bucket.begin_weights(blank=True)
             if bucket.is_stepped_apart:
-                low = way.buffer(weights.numel(), weights.dtype, store.device)
+                low = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
             if bucket.writes_file:
                 weights.copy_(flats["weight"])  # what no group steps stays as it was
         else:
@@ -123,14 +123,14 @@ def step_bucket(
         if parts:
             tear()
         compute(flats, parts, low, update.scalars_on(store.device))
-        changed = True
+        changed, end = True, Done()
         if low is not None and (low is not weights or bucket.writes_file):
             changed = not is_set(update.scalars_on(HOST)["skip"])
         if low is not None and low is not weights:
-            send(written(low, weights, parts if changed else ()), low, way, from_host=store.away)
+            end = send(written(low, weights, parts if changed else ()), low, way, from_host=store.away)
         elif low is None and weights.device != store.device:
             weights.copy_(flats["weight"])
-        bucket.end_weights(changed=changed)
+        bucket.end_weights(changed=changed, after=end)
 
 
 def compute(
@@ -151,11 +151,16 @@ def written(low: Tensor, target: Tensor, parts: Sequence[Part]) -> list[tuple[Te
     return [(low[s.start : s.end], target[s.start : s.end]) for _, _, spans in parts for s in spans]
 
 
-def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: CopyQueue, *, from_host: bool) -> None:
-    """The first of each pair, a part of ``low``, goes to the second; then ``low`` goes back to the pool."""
-    for end in way.send(pairs, low):
-        (end.wait if from_host else end.wait_on_host)()
+def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: CopyQueue, *, from_host: bool) -> Done:
+    """The first of each pair, a part of ``low``, goes to the second; then ``low`` goes back to the pool.
+
+    Returns the end of that. What comes from the host is used behind it on the device.
+    """
+    ends = way.send(pairs, low)
+    for end in ends if from_host else ():
+        end.wait()
     way.settle(_UNDER_WAY)
+    return ends[-1] if ends else Done()
 
 
 def is_set(flag: Tensor | None) -> bool:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Purpose, Work
 from shardengine.errors import InternalError
-from shardengine.offload import ShardStore
+from shardengine.offload import Done, ShardStore
 from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
 from shardengine.stages import Placement
 
@@ -77,7 +78,7 @@ class Unit:
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = UnshardState.UNSHARDED
-        self._in_flight: list[Work] = []
+        self._in_flight: list[tuple[Done, Work]] = []
         self._summoned: list[Tensor] | None = None
 
     def name_of(self, parameter: int) -> str:
@@ -134,10 +135,12 @@ class Unit:
         self._move(UnshardState.UNSHARDING)
         try:
             for bucket in self.buckets():
-                bucket.load_shard()
-                self._in_flight.append(
-                    collectives.move(bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose)
-                )
+                loaded, away = bucket.load_shard(), bucket.weight_store is not None and bucket.weight_store.away
+                with collectives.mesh.platform.loads.is_current() if away else nullcontext():
+                    whole = collectives.move(
+                        bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose
+                    )
+                self._in_flight.append((loaded, whole))
         except BaseException:
             self._abort_unshard()
             raise
@@ -149,8 +152,9 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: wait, and show the weights to the user's parameters."""
-        for work in self._in_flight:
-            work.wait()
+        for loaded, whole in self._in_flight:
+            loaded.wait()
+            whole.wait()
         self._in_flight.clear()
         self._move(UnshardState.UNSHARDED)
         if not self.summoned:
@@ -173,6 +177,8 @@ class Unit:
 
     def _abort_unshard(self) -> None:
         """The only way back from UNSHARDING."""
+        for loaded, _ in self._in_flight:
+            loaded.wait()  # the memory that is released is used again behind it
         self._in_flight.clear()
         self.state = UnshardState.SHARDED
         for flat_buffer in self.flat_buffers:

@@ -101,7 +101,6 @@ class Bucket:
         self.state = state
         self.state_store = state_store
         self.weight_store: ShardStore | None = None
-        self._loaded = Done()
 
     @property
     def placement(self) -> Placement:
@@ -145,8 +144,6 @@ class Bucket:
         """This rank's slice of the weights, where it is kept. writable: what is written to it is kept."""
         if self.weight_store is None:
             return self.own_slice(self.full)
-        if writable:
-            self._loaded.wait_on_host()
         return self.weight_store.tensors(writable=writable)[SHARD]
 
     def detach_shard(self, tier: Tier | None = None) -> None:
@@ -186,14 +183,13 @@ class Bucket:
     def begin_weights(self, *, blank: bool = False) -> Tensor:
         """The weights of what this rank steps, to be read and written until ``end_weights``. blank: what is in them may
         be void, all of it will be written."""
-        self._loaded.wait_on_host()
         store = self._store_of_stepped
         return self.stepped_weights() if store is None else store.check_out(blank=blank)[SHARD]
 
-    def end_weights(self, *, changed: bool = True) -> None:
-        """They are written, if they ``changed`` at all."""
+    def end_weights(self, *, changed: bool, after: Done) -> None:
+        """They are written, if they ``changed`` at all, at the end of ``after``."""
         if (store := self._store_of_stepped) is not None:
-            store.check_in(changed=changed)
+            store.check_in(changed=changed, after=after)
 
     @property
     def is_stepped_apart(self) -> bool:
@@ -201,16 +197,20 @@ class Bucket:
         weights_away = self.weight_store is not None and self.weight_store.away
         return self.flat_buffer.platform.is_apart and self.state_store.away != weights_away
 
-    def load_shard(self) -> None:
-        """Copy the shard to its place in ``full``, ready to be gathered."""
-        if (store := self.weight_store) is not None:
-            shard = store.check_out()[SHARD]
+    def load_shard(self) -> Done:
+        """Begin to copy the shard to its place in ``full``; its end. It is gathered on the same stream
+        (``Platform.loads``) where it comes from elsewhere."""
+        store, platform, end = self.weight_store, self.flat_buffer.platform, Done()
+        if store is not None:
+            shard, place = store.check_out(to_copy=True)[SHARD], self.own_slice(self.full)
             try:
-                self.own_slice(self.full).copy_(shard, non_blocking=True)
-            finally:
                 if store.away:
-                    self._loaded = self.flat_buffer.platform.mark()
-                store.check_in(changed=False)
+                    end = platform.loads.copy(shard, place, platform.mark(), store.pending)
+                else:
+                    place.copy_(shard)
+            finally:
+                store.check_in(changed=False, after=end)
+        return end
 
     def drop(self) -> None:
         """Let go of everything that it keeps."""
@@ -358,6 +358,7 @@ class FlatBuffer:
 
     def forsake(self) -> None:
         """Another flat buffer has taken over: let go of all memory. Who still holds a view of it keeps it."""
+        self.platform.come_home()
         self._let_go()
         self.offloaded = None
         for bucket in self.buckets:

@@ -292,7 +292,7 @@ def test_padding_of_a_complete_gradient_is_zero_in_a_reused_buffer() -> None:
     bench = Bench()
     pool = bench.link._pool
     for bucket in bench.plan.buckets:
-        dirty = pool.take(bucket.length, torch.float32, torch.device("cpu"))
+        dirty = pool.take(bucket.length, torch.float32)
         dirty.fill_(float("nan"))
         pool.give(dirty)
     bench.backward([3, 2, 1, 0])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, OffloadError
-from shardengine.offload import ShardStore
+from shardengine.offload import Platform, ShardStore
 from shardengine.offload.nvme.extent_file import Aio, ExtentFile
 from shardengine.offload.nvme.file_tier import FileTier
 from tests.offload.test_failures import full_disk
@@ -24,7 +24,7 @@ LENGTH = 5000
 def tier(tmp_path: Path) -> Iterator[FileTier]:
     """With two buffers."""
     file = ExtentFile(tmp_path, "rank 3", Aio(block_size=8192, queue_depth=3))
-    yield FileTier(file, 2)
+    yield FileTier(file, 2, Platform(torch.device("cpu")))
     file.close()
 
 

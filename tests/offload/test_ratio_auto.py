@@ -60,9 +60,9 @@ class Meter:
         self._host: set[int] = set()
         take, take_slice, allocate = BufferPool.take, GradientBucket.take_slice, FlatBuffer.allocate
 
-        def taking(pool: BufferPool, *args: Any) -> Tensor:
+        def taking(pool: BufferPool, *args: Any, **options: Any) -> Tensor:
             before = pool.allocated_bytes
-            buffer = take(pool, *args)
+            buffer = take(pool, *args, **options)
             key = buffer.untyped_storage()._cdata
             (self._host.add if self.leaves else self._host.discard)(key)
             if pool.allocated_bytes > before:

@@ -169,41 +169,41 @@ def test_a_flat_buffer_has_one_poison_per_parameter_of_its_shape() -> None:
 
 def test_a_pool_hands_a_returned_buffer_out_again() -> None:
     pool = BufferPool(Platform(CPU))
-    first = pool.take(16, torch.float32, CPU)
-    second = pool.take(16, torch.float32, CPU)
+    first = pool.take(16, torch.float32)
+    second = pool.take(16, torch.float32)
     assert first.data_ptr() != second.data_ptr() and pool.allocated_bytes == 128
     pool.give(first)
-    assert pool.take(16, torch.float32, CPU).data_ptr() == first.data_ptr()
+    assert pool.take(16, torch.float32).data_ptr() == first.data_ptr()
     assert pool.allocated_bytes == 128
 
 
 def test_a_pool_never_hands_a_buffer_to_two_takers() -> None:
     pool = BufferPool(Platform(CPU))
-    pool.give(pool.take(16, torch.float32, CPU))
-    first, second = pool.take(16, torch.float32, CPU), pool.take(16, torch.float32, CPU)
+    pool.give(pool.take(16, torch.float32))
+    first, second = pool.take(16, torch.float32), pool.take(16, torch.float32)
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_a_pool_never_hands_out_another_length_or_dtype() -> None:
     pool = BufferPool(Platform(CPU))
-    pool.give(pool.take(16, torch.float32, CPU))
-    assert pool.take(32, torch.float32, CPU).shape == (32,)
-    assert pool.take(16, torch.float64, CPU).dtype is torch.float64
+    pool.give(pool.take(16, torch.float32))
+    assert pool.take(32, torch.float32).shape == (32,)
+    assert pool.take(16, torch.float64).dtype is torch.float64
     assert pool.allocated_bytes == 64 + 128 + 128
 
 
 def test_a_pool_that_forgets_counts_from_nothing() -> None:
     pool = BufferPool(Platform(CPU))
-    first, _ = pool.take(4, torch.float32, CPU), pool.take(8, torch.float32, CPU)
+    first, _ = pool.take(4, torch.float32), pool.take(8, torch.float32)
     pool.give(first)
     pool.forget()
     assert pool.allocated_bytes == 0
-    assert pool.take(4, torch.float32, CPU) is not first and pool.allocated_bytes == 16
+    assert pool.take(4, torch.float32) is not first and pool.allocated_bytes == 16
 
 
 def test_clearing_a_pool_forgets_only_what_nobody_has_taken() -> None:
     pool = BufferPool(Platform(CPU))
-    taken, free = pool.take(16, torch.float32, CPU), pool.take(16, torch.float32, CPU)
+    taken, free = pool.take(16, torch.float32), pool.take(16, torch.float32)
     pool.give(free)
     pool.clear()
     assert pool.allocated_bytes == taken.nbytes

@@ -40,7 +40,7 @@ from shardengine.offload.direct_io import whole_pages
 from shardengine.offload.host_memory import HUGE_PAGE, staging
 from shardengine.offload.nvme.extent_file import Extent, ExtentFile
 from shardengine.offload.nvme.io_request import IORequest
-from shardengine.offload.platform import HOST
+from shardengine.offload.platform import HOST, Done, Platform
 from shardengine.offload.shard_store import Forms, ShardStore
 
 _ALIGNMENT = 64
@@ -75,12 +75,14 @@ class FileTier:
 
     name = "nvme"
 
-    def __init__(self, file: ExtentFile, buffer_count: int) -> None:
+    def __init__(self, file: ExtentFile, buffer_count: int, platform: Platform) -> None:
         self.file = file
+        self._platform = platform
         self._count = buffer_count
         self._size = 0
         self._free: list[Tensor] = []
         self._made = 0
+        self._lent: deque[tuple[Done, Tensor]] = deque()
         self._writing: deque[FileStore] = deque()
         self._fetched: list[FileStore] = []
         self._unwritten: list[FileStore] = []
@@ -108,6 +110,10 @@ class FileTier:
     def take_buffer(self, *, wait: bool) -> Tensor | None:
         """A free buffer. wait: for the oldest write, where there is none; OffloadError where that fails, or has failed
         before and fails again. Otherwise None."""
+        while self._lent and (self._lent[0][0].reached or (wait and not self._has_buffer)):
+            end, buffer = self._lent.popleft()
+            end.wait_on_host()
+            self._take_back(buffer)
         while self._writing:
             oldest = self._writing[0]
             over = oldest.written  # before whether it failed, which it may do in between
@@ -122,7 +128,7 @@ class FileTier:
         if self._free:
             return self._free.pop()
         if self._made < self._count:
-            buffer = staging(self._size)
+            buffer = self._platform.host_buffer(self._size)
             self._made += 1
             return buffer
         if wait:
@@ -133,8 +139,14 @@ class FileTier:
     def _has_buffer(self) -> bool:
         return bool(self._free) or self._made < self._count
 
-    def give_buffer(self, buffer: Tensor) -> None:
-        """Back from its store."""
+    def give_buffer(self, buffer: Tensor, after: Done) -> None:
+        """Back from its store. after: the end of a copy that reads it."""
+        if after.reached:
+            self._take_back(buffer)
+        else:
+            self._lent.append((after, buffer))
+
+    def _take_back(self, buffer: Tensor) -> None:
         if buffer.numel() == self._size:
             self._free.append(buffer)
         else:
@@ -206,7 +218,7 @@ class FileStore(ShardStore):
         if self._state is _Status.IN_FILE and (buffer := self._tier.take_buffer(wait=False)) is not None:
             self._read(buffer)
 
-    def check_out(self, *, blank: bool = False) -> dict[str, Tensor]:
+    def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``. OffloadError where it cannot be read, or is not what was written."""
         if blank and self._state is not _Status.CHECKED_OUT:
             self._settle()
@@ -234,14 +246,15 @@ class FileStore(ShardStore):
         self._state = _Status.CHECKED_OUT
         return self._views(self._in_buffer())
 
-    def check_in(self, *, changed: bool = True) -> None:
+    def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
         """See ``ShardStore``. What could not be written before is written now."""
         if self._state is not _Status.CHECKED_OUT:
             raise InternalError(f"a store in {self._tier.file.path} is checked in, but it is {self._state.value}")
         if changed or self._unwritten:
+            after.wait_on_host()
             self._write()
         else:
-            self._release()
+            self._release(after)
 
     def _write(self) -> None:
         memories = zip(self._parts, self._in_buffer(), strict=True)
@@ -363,10 +376,10 @@ class FileStore(ShardStore):
         assert self._buffer is not None, self._state
         return self._buffer
 
-    def _release(self) -> None:
+    def _release(self, after: Done = Done()) -> None:  # noqa: B008  (it has no state)
         buffer, self._buffer = self._own_buffer(), None
         self._state, self._requests = _Status.IN_FILE, []
-        self._tier.give_buffer(buffer)
+        self._tier.give_buffer(buffer, after)
 
 
 def _places(forms: Forms) -> tuple[dict[str, tuple[int, int, torch.dtype]], int]:

@@ -1,0 +1,92 @@
+"""The order of streams, without a GPU: the bits of the oracle where every copy and every collective is as late as it
+may be, and no two accesses to the same memory without an order between them.
+
+The engine believes that its device has a memory of its own and that NCCL carries its collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.parity.late_cases import (
+    LEAVES,
+    OPTIONS,
+    PLACES,
+    PLACES_OF_WEIGHTS,
+    PRECISIONS,
+    USER,
+    Case,
+    run,
+)
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.covering import covering
+from tests.support.late_streams import DEFAULT
+from tests.support.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+STEPS = 3
+
+
+def assert_right(pools: Pools, ranks: int, chosen: list[Case], folder: Path, steps: int = STEPS) -> None:
+    by_rank = pools(ranks).run(run, chosen, steps, str(folder))
+    for number, case in enumerate(chosen):
+        found = [results[number] for results in by_rank]
+        orders = [result.pop("issued") for result in found]
+        assert all(order == orders[0] for order in orders), f"{case}: ranks issue collectives in different orders"
+        counts = [result.pop("counts") for result in found]
+        assert all(each.get("collectives", 0) > 0 or ranks == 1 for each in counts), case
+        assert_equal_to_truth(found, case.truth(ranks, steps), str(case))
+
+
+HANDFUL = [
+    Case("0", 3, "fp32", stream=USER),
+    Case("1", 1, "bf16", "a part on the host", "weights later"),
+    Case("2", 3, "bf16", "states on the host", stream=USER),
+    Case("2", 1, "bf16", "stepped in backward"),
+    Case("3", 1, "bf16", "all on the host", "blocks computed again", stream=LEAVES),
+    Case("3", 3, "fp32", "weights on disk", around=("evaluation", "whole weights")),
+    Case("3k", 1, "bf16", "weights on the host", "no overlap", around=("saved behind",), model="gpt2"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_late_copies_and_collectives_change_no_bit(pools: Pools, tmp_path: Path, ranks: int) -> None:
+    assert_right(pools, ranks, HANDFUL, tmp_path)
+
+
+def possible(stage: str, micros: int, precision: str, place: str, options: str, stream: str, around: str) -> bool:
+    """What a config can say."""
+    weights = place in PLACES_OF_WEIGHTS
+    if weights and stage not in ("3", "3k"):
+        return False
+    if options == "weights later" and stage not in ("1", "2"):
+        return False
+    if place == "stepped in backward" and (stage == "0" or precision in ("fp16", "bf16 stepped itself")):
+        return False
+    return not (around and stream == LEAVES)
+
+
+AROUND = ("", "evaluation", "saved", "saved behind", "whole weights", "written", "freed")
+STREAMS = (DEFAULT, USER, LEAVES)
+PRODUCT = itertools.product(
+    cases.STAGES, (1, 3), PRECISIONS, (*PLACES, *PLACES_OF_WEIGHTS), OPTIONS, STREAMS, AROUND,
+)  # fmt: skip
+
+
+def _case(stage: str, micros: int, precision: str, place: str, options: str, stream: str, around: str) -> Case:
+    return Case(stage, micros, precision, place, options, stream, (around,) if around else ())
+
+
+MATRIX = [_case(*row) for row in covering([row for row in PRODUCT if possible(*row)])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", cases.STAGES)
+def test_every_pair_of_options_under_late_streams(pools: Pools, tmp_path: Path, ranks: int, stage: str) -> None:
+    chosen = [case for case in MATRIX if case.stage == stage]
+    assert_right(pools, ranks, chosen[:: 1 if ranks == 2 else 3], tmp_path)
