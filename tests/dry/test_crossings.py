@@ -98,16 +98,20 @@ TABLE = [
     Line("optim/update.py:send", "to host", "stream", sent_home),
     Line("optim/update.py:send", "wait", "", lambda case, facts: sent_on(case, facts) + sent_home(case, facts)),
     # weights that rest on the host
-    Line("sharding/bucket.py:Bucket.load_shard", "to device", "asynchronous",
+    Line("sharding/bucket.py:Bucket.load_shard", "to device", "stream",
          lambda case, facts: loads(case, facts) * (not case.in_files)),
-    Line("sharding/bucket.py:Bucket.load_shard", "to device", "pageable",
+    Line("sharding/bucket.py:Bucket.load_shard", "to device", "pageable stream",
          lambda case, facts: loads(case, facts) * case.in_files),
-    Line("sharding/bucket.py:Bucket.begin_weights", "wait", "",
-         lambda case, facts: facts.buckets * case.weights_on_host),
+    Line("offload/shard_store.py:MemoryStore.check_out", "wait", "",
+         lambda case, facts: facts.buckets * (case.weights_on_host and not case.in_files)),
     # activations
     Line("runtime/activation_offload.py:_Stretch.__init__", "to host", "stream", inputs),
     Line("runtime/activation_offload.py:_Stretch.fetch", "to device", "stream", inputs),
 ]  # fmt: skip
+
+
+BUFFER = Crossing("offload/nvme/file_tier.py:FileTier.take_buffer", "wait")
+"""For a buffer of what is read from disk: how often depends on the disk, once per load and step at most."""
 
 
 def expected(case: Case, facts: Facts) -> Counter[Crossing]:
@@ -123,8 +127,8 @@ def expected_of_call(case: Case) -> set[Crossing]:
     lines: dict[str, list[tuple[bool, tuple[str, str, str]]]] = {
         "norm read": [(True, ("engine/engine.py:Engine.get_global_grad_norm", "read", ""))],
         "evaluation": [
-            (away and not case.in_files, ("sharding/bucket.py:Bucket.load_shard", "to device", "asynchronous")),
-            (away and case.in_files, ("sharding/bucket.py:Bucket.load_shard", "to device", "pageable")),
+            (away and not case.in_files, ("sharding/bucket.py:Bucket.load_shard", "to device", "stream")),
+            (away and case.in_files, ("sharding/bucket.py:Bucket.load_shard", "to device", "pageable stream")),
         ],
         "full_params": [(away, ("runtime/unit.py:Unit.summon", "to device", "blocking"))],
         "state_dict": [
@@ -152,9 +156,10 @@ START = {
 }
 """At initialize: what rests away goes there."""
 END = {
-    ("sharding/bucket.py:Bucket.load_shard", "to device", "asynchronous"),
-    ("sharding/bucket.py:Bucket.load_shard", "to device", "pageable"),
+    ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"),
+    ("sharding/bucket.py:Bucket.load_shard", "to device", "pageable stream"),
     ("ddp/reducer.py:Reducer.drop", "wait", ""),
+    ("offload/shard_store.py:MemoryStore.drop", "wait", ""),
     ("engine/monitors.py:Monitors._write", "read", ""),
 }
 """In ``close()``: weights are gathered, and what is under way is waited for."""
@@ -174,6 +179,11 @@ def check(case: Case, folder: Path) -> None:
     """Run ``case`` and compare what crosses with the table."""
     found = run(case, folder)
     wanted = expected(case, found.facts)
+    for crossed in (*found.steps, *found.calls, found.end):
+        waits = crossed.pop(BUFFER, 0)
+        assert waits <= 2 * (loads(case, found.facts) + found.facts.buckets) * case.in_files, tell(
+            found, crossed, wanted
+        )
     first, *later = found.steps
     for step in later:
         assert step == wanted, tell(found, step, wanted)

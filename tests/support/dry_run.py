@@ -264,9 +264,10 @@ class DryStream(CopyStream):
     """Copies nothing between host and device. What comes to the host is zero."""
 
     def __init__(self, log: Log) -> None:
+        super().__init__(META)
         self._log = log
 
-    def copy(self, source: Tensor, target: Tensor, after: Done | None = None) -> Done:
+    def copy(self, source: Tensor, target: Tensor, *after: Done) -> Done:
         """See ``CopyStream``; AssertionError where a stream would not carry it out as one copy of bytes."""
         forms = {(t.dtype, t.shape, t.is_contiguous()) for t in (source, target)}
         if not (source.is_meta or target.is_meta):
