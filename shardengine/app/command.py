@@ -41,7 +41,7 @@ from shardengine.app.settings import (
     require,
     reserve_output,
 )
-from shardengine.comm import RankFailure, default_ranks, mesh, rank_environment, rendezvous
+from shardengine.comm import RankFailure, default_ranks, devices, mesh, rank_environment, rendezvous
 from shardengine.config import Config, timeout_of
 from shardengine.errors import ConfigError, UsageError
 
@@ -132,7 +132,13 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
     if not inside:
         if wanted is not None and wanted > MAX_RANKS:
             raise UsageError(f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine")
-        return wanted or before or default_ranks()
+        ranks, gpus = wanted or before or default_ranks(), devices.count()
+        if ranks > gpus > 0:
+            raise UsageError(
+                f"--ranks {ranks}: expected at most {gpus}, one for each GPU of this machine; {devices.WISH}=cpu "
+                "trains on the CPU"
+            )
+        return ranks
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if wanted is not None and wanted != there:
         raise UsageError(f"--ranks {wanted}: the launcher has started {there}; leave --ranks out under a launcher")

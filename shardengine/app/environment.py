@@ -15,12 +15,17 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.app.report import size
-from shardengine.comm import cores
+from shardengine.comm import cores, default_ranks, devices
 from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
 _VARIABLES = "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES".split()
+_MORE_VARIABLES = (
+    *"RANK WORLD_SIZE LOCAL_WORLD_SIZE SHARDENGINE_DEVICE SHARDENGINE_THREADS NCCL_LAUNCH_ORDER_IMPLICIT".split(),
+    *devices.LOCAL_RANKS,
+)
+"""Named only where they are set, as are all of TORCH_NCCL_."""
 
 
 def describe() -> str:
@@ -29,12 +34,14 @@ def describe() -> str:
     rows |= {package: _version(package) for package in _PACKAGES}
     rows["distributed"] = _backends()
     rows["CUDA"] = _cuda()
+    rows["device"] = _device()
     brand = processor.processor().brand
     rows["CPU"] = f"{brand}, {cores()} of {os.cpu_count()} cores usable, {torch.get_num_threads()} torch threads"
     rows["CPU kernels"] = _kernels()
     rows["CPU capability"] = torch.backends.cpu.get_cpu_capability()
     rows["memory"] = _memory()
     rows |= {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    rows |= {name: value for name, value in sorted(os.environ.items()) if _tells(name)}
     return "\n".join(f"{name}: {value}" for name, value in rows.items())
 
 
@@ -58,6 +65,21 @@ def _cuda() -> str:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
     return f"{torch.version.cuda}, NCCL {nccl}, {len(names)} GPU(s): {', '.join(sorted(set(names)))}"
+
+
+def _device() -> str:
+    """What this process would use, alone or as the rank that its launcher says, and why."""
+    try:
+        choice = devices.choose([devices.facts()], 0)
+        return (
+            f"{choice.device} ({choice.why}), {choice.backend} between ranks; `train` starts {default_ranks()} rank(s)"
+        )
+    except UsageError as error:
+        return str(error)
+
+
+def _tells(name: str) -> bool:
+    return name in _MORE_VARIABLES or name.startswith("TORCH_NCCL_")
 
 
 def _kernels() -> str:

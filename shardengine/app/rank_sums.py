@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import Collectives, Mesh, agreement
+from shardengine.comm import Collectives, Mesh, agreement, await_the_others
 from shardengine.offload import BufferPool
 
 
@@ -50,5 +50,5 @@ class RankSums:
         """The last barrier and, if the group is this program's own, its end (gloo may abort at exit without)."""
         self._collectives.barrier()
         if destroy and dist.is_initialized():
-            dist.barrier()
+            await_the_others(self.mesh)
             dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Everything between ranks: process groups, collectives, agreement, and what is said when they fail.
 
+devices          which device and which backend a rank uses
 mesh             process groups
 rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
@@ -20,13 +21,13 @@ Must not know: how modules, buckets and stages work.
 
 from __future__ import annotations
 
-from shardengine.comm import agreement, meeting, mesh, rendezvous
+from shardengine.comm import agreement, devices, meeting, mesh, rendezvous
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
-from shardengine.comm.launcher import cores, default_ranks, launch, rank_environment
-from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.launcher import cores, default_ranks, host_threads, launch, rank_environment
+from shardengine.comm.mesh import Mesh, Store, await_the_others
 from shardengine.comm.positions import Presence
 from shardengine.comm.rank_failure import RankFailure
 from shardengine.comm.wire import Wire
@@ -47,10 +48,13 @@ __all__ = [
     "Wire",
     "Work",
     "agreement",
+    "await_the_others",
     "compare",
     "cores",
     "default_ranks",
     "describe",
+    "devices",
+    "host_threads",
     "launch",
     "meeting",
     "mesh",

@@ -6,6 +6,7 @@ Must not know: buckets, models, the command line. ``shardengine train`` uses tor
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
@@ -28,14 +29,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardengine.comm import devices
 from shardengine.comm.failures import leave_all
+from shardengine.comm.mesh import await_all, nccl_defaults
 from shardengine.comm.rank_failure import RankFailure
 from shardengine.comm.rendezvous import LAUNCHED, loopback
 from shardengine.errors import ShardEngineError, UsageError
 
+_log = logging.getLogger(__name__)
+THREADS = "SHARDENGINE_THREADS"
+"""The variable that says how many threads a native kernel takes."""
 _GRACE_S = 5.0
 """How long a rank may take to end after it was asked to, before it is killed; or to report the failure that others only
 suffer from."""
+_END_S = 30 * 86400.0
+"""How long a rank of NCCL that has returned waits for the others; the parent ends it where one fails."""
 _SPREAD_S = 0.5
 """How long other ranks may still report after one has said what went wrong."""
 
@@ -68,8 +76,8 @@ def cores() -> int:
 
 
 def default_ranks() -> int:
-    """One rank per GPU; without a GPU, 2."""
-    return torch.cuda.device_count() or 2
+    """One rank per GPU; without a GPU, or where SHARDENGINE_DEVICE says cpu, 2."""
+    return devices.count() or 2
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
@@ -83,11 +91,30 @@ def rank_environment(ranks: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
+def host_threads() -> int | None:
+    """Threads for what this rank's native kernels compute; None: as many as torch has.
+
+    torchrun sets OMP_NUM_THREADS=1 where nobody has set it, for ranks whose work is on a GPU. Then it is cores // ranks
+    of this machine. SHARDENGINE_THREADS says another number, UsageError if it is none. Who wants torch to have more
+    threads as well sets OMP_NUM_THREADS.
+    """
+    said = os.environ.get(THREADS, "")
+    if said:
+        if not said.isdecimal() or int(said) < 1:
+            raise UsageError(f"{THREADS}: expected an integer >= 1, got {said!r}")
+        return int(said)
+    torchrun = {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} <= set(os.environ)
+    if torchrun and os.environ.get("OMP_NUM_THREADS") == "1" and torch.get_num_threads() == 1:
+        return max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
+    return None
+
+
 def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> list[Any]:
     """Run ``fn(*args)`` in ``ranks`` new processes of this machine and return each rank's value, in rank order.
 
-    Around ``fn`` the process group exists (NCCL if there is a GPU for every rank, else gloo on loopback) and RANK,
-    LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that ``shardengine.initialize`` works as it is.
+    Around ``fn`` the process group exists (NCCL if there is a GPU for every rank, else gloo on loopback, with a warning
+    about GPUs that are not used) and RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so that
+    ``shardengine.initialize`` works as it is. SHARDENGINE_DEVICE says "cpu", or "cuda": too few GPUs are an error.
     ``fn``, ``args`` and the values travel pickled; with ``cloudpickle`` installed ``fn`` may also be a lambda, a nested
     function or a function of a notebook. In a script, call it under ``if __name__ == "__main__":``.
 
@@ -103,12 +130,13 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
             'again in every rank: put the call under `if __name__ == "__main__":`'
         )
     payload = _pack(fn, tuple(args))
+    environment = {**rank_environment(ranks), **_device_environment(ranks), LAUNCHED: "1"}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # lives here
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     connections: list[Connection] = []
     try:
-        with _environment({**rank_environment(ranks), LAUNCHED: "1"}):
+        with _environment(environment):
             for rank in range(ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_run_rank, args=(sender, rank, ranks, store.port, payload))
@@ -127,6 +155,26 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
         _end(processes)
         for connection in connections:
             connection.close()
+
+
+def _device_environment(ranks: int) -> dict[str, str]:
+    """What the ranks are told about devices, and the user, where GPUs are not used."""
+    visible = devices.count()
+    if visible >= ranks and dist.is_nccl_available():
+        return {}
+    reason = f"{visible} GPU(s) are visible for {ranks} ranks"
+    if visible >= ranks:
+        reason += ", and torch has no NCCL"
+    if devices.wish() == "cuda":
+        raise UsageError(f"launch: {devices.WISH}=cuda expects a GPU for every rank, but {reason}")
+    if visible:
+        _log.warning(
+            "launch: %s: the ranks compute on the CPU. Start at most %d; %s=cpu says that it is meant",
+            reason,
+            visible,
+            devices.WISH,
+        )
+    return {devices.WISH: "cpu"}
 
 
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -159,15 +207,19 @@ def _run_rank(sender: Connection, rank: int, ranks: int, port: int, payload: byt
         MASTER_PORT=str(port),
     )
     try:
-        gpus = torch.cuda.device_count()
-        if gpus:
-            torch.cuda.set_device(rank % gpus)
+        nccl = devices.wish() != "cpu"
+        if nccl:
+            torch.cuda.set_device(rank)
+            nccl_defaults()
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if gpus >= ranks else "gloo", store=store, rank=rank, world_size=ranks)
+        dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=rank, world_size=ranks)
         fn, args = pickle.loads(payload)
         value = pickle.dumps(fn(*args))
         leave_all("has returned from the launched function")
-        dist.barrier()
+        if nccl:
+            await_all(dist.PrefixStore("shardengine/returned", store), rank, ranks, _END_S)  # type: ignore[attr-defined]
+        else:
+            dist.barrier()
         dist.destroy_process_group()
         report = _Report(rank, value)
     except BaseException as error:

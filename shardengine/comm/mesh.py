@@ -1,6 +1,6 @@
 """Process groups, per axis and purpose, built by one function and passed in.
 
-Must not know: buckets, modules, what is sent over the groups.
+Must not know: buckets, modules, what is sent over the groups, which device a rank should use (devices).
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
@@ -11,6 +11,23 @@ group: then the ranks wait for each other, and that is found and told.
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
 torchrun with gloo (the new group meets the addresses of the old one in the launcher's store, and hangs).
+
+[Note: Groups of NCCL] Each is bound to the rank's GPU, so that torch makes its communicator at once, and has run a
+barrier before ``build`` returns: connections are made by the first collective, which else would be one of the first
+forward, after memory was measured. The default group has no communicator as long as nothing is sent over it, so
+nothing is: at the end ranks wait for each other over the store. Gathers have streams of high priority: their kernels
+start before the rest of a product that fills the GPU, while reductions have until the step.
+NCCL_LAUNCH_ORDER_IMPLICIT=1, by which kernels of two communicators start in the order of their calls, stays the
+user's to set: it is for GPUs on which the kernels of both do not fit at once, and costs every launch some time.
+
+[Note: Who ends a wait] The engine's own error names the rank that is missing, NCCL's watchdog only ends the process.
+So its limit is ``_NCCL_LATER_S`` later than ``timeout_s``. TORCH_NCCL_DUMP_ON_TIMEOUT=0, because what one rank's
+watchdog noticed would else end all others 8 minutes later through a key in the store, also those that trained on with
+new groups. TORCH_NCCL_ASYNC_ERROR_HANDLING stays as it is (3, under torchrun 1: the process ends): a host that waits
+for its GPU, behind a collective that cannot end, is helped by nothing else, and with 2 it would go on with what the
+broken collective left. The heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the
+collectives, so it may be shorter than they. torch reads these variables when a group is made: a default process group
+that the caller has made keeps what was set before.
 """
 
 from __future__ import annotations
@@ -19,6 +36,8 @@ import atexit
 import enum
 import functools
 import itertools
+import json
+import logging
 import os
 import threading
 import time
@@ -33,10 +52,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import rendezvous
+from shardengine.comm import devices, rendezvous
 from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.offload import Platform
+
+_log = logging.getLogger(__name__)
+_NCCL_LATER_S = 120.0
 
 
 class GroupName(enum.StrEnum):
@@ -111,7 +133,7 @@ class Mesh:
         if not orderly:
             self._hold_until_timeout()
         if orderly and self.made_default_group:
-            dist.barrier()
+            await_the_others(self)
             _orderly.set()  # not after a failure: a group in the middle of a collective may never come back
         self._destroy_groups()
 
@@ -131,7 +153,9 @@ class Mesh:
         if self.owned:
             self._hold_until_timeout()
             self._destroy_groups()
-        return replace(self, **_new_groups(self.backend, self.timeout_s), channels=itertools.count(), owned=True)
+        return replace(
+            self, **_new_groups(self.backend, self.timeout_s, self.device), channels=itertools.count(), owned=True
+        )
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -169,6 +193,23 @@ class Mesh:
 
     def _groups(self) -> list[dist.ProcessGroup]:
         return [group for group in (self.gather, self.reduce, self.control, self.evaluate) if group is not None]
+
+
+def await_the_others(mesh: Mesh) -> None:
+    """Wait, over the default process group, until every rank is at its end; with NCCL see [Note: Groups of NCCL]."""
+    if mesh.backend == "gloo":
+        dist.barrier()
+    elif mesh.backend == "nccl":
+        await_all(mesh.store(), mesh.rank, mesh.ranks, mesh.timeout_s)
+
+
+def await_all(store: Any, rank: int, ranks: int, timeout_s: float) -> None:
+    """Wait until every rank calls this; rank 0, whose process may host the store, until all know."""
+    for what in ("here", "seen"):
+        if store.add(what, 1) == ranks:
+            store.set(f"all {what}", "")
+        if what == "here" or rank == 0:
+            store.wait([f"all {what}"], timedelta(seconds=timeout_s))
 
 
 _abandoned: list[weakref.ref[dist.ProcessGroup]] = []
@@ -218,44 +259,107 @@ def build(
 
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
-    meet: called with ``timeout_s`` before the groups are made, for which torch waits without a word.
+    device: this rank's; None: see devices, [Note: Which GPU a rank uses] · meet: called with ``timeout_s`` before the
+    groups are made, for which torch waits without a word.
+    UsageError, the same on every rank, where two ranks would share a GPU, or one has none.
     """
-    made = False
-    if not dist.is_initialized():
+    made = not dist.is_initialized()
+    if made:
         if not rendezvous.join():
-            return Mesh(0, 1, _use(device or default_device()), owned=owned)
+            return Mesh(0, 1, _use(devices.choose([devices.facts(device)], 0), 0).device, owned=owned)
         if "MASTER_ADDR" not in os.environ:
             raise UsageError(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
                 "program with torchrun or `shardengine train`, or call torch.distributed.init_process_group first"
             )
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        nccl = dist.is_nccl_available() and 0 < local_ranks <= torch.cuda.device_count()
-        _join("nccl" if nccl else "gloo", timedelta(seconds=timeout_s))
+        choice = _join(device, timedelta(seconds=timeout_s))
         atexit.register(_leave)  # before that of failures, which needs the store and so comes first at the end
-        made = True
-    backend = "nccl" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "gloo"
-    device = _use(device or (torch.device("cpu") if backend == "gloo" else default_device()))
-    ranks = dist.get_world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks > 1:
+        meet(timeout_s)
+    if not made:
+        choice = _settle(device)
     if ranks == 1:
-        return Mesh(0, 1, device, made_default_group=made, owned=owned)
-    meet(timeout_s)
+        return Mesh(0, 1, choice.device, made_default_group=made, owned=owned)
     _destroy_abandoned()
-    groups = _new_groups(backend, timeout_s)
-    options: dict[str, Any] = {"backend": backend, "made_default_group": made, "timeout_s": timeout_s, "owned": owned}
-    return Mesh(dist.get_rank(), ranks, device, **options, **groups)
+    groups = _new_groups(choice.backend, timeout_s, choice.device)
+    if choice.backend == "nccl":
+        for name in (GroupName.GATHER, GroupName.REDUCE):
+            dist.barrier(groups[name], device_ids=[choice.device.index])
+    options: dict[str, Any] = {"backend": choice.backend, "made_default_group": made, "timeout_s": timeout_s}
+    return Mesh(rank, ranks, choice.device, owned=owned, **options, **groups)
 
 
-def _join(backend: str, timeout: timedelta) -> None:
-    """The default process group, from the launcher's environment."""
+def _join(device: torch.device | None, timeout: timedelta) -> devices.Choice:
+    """The default process group, from the launcher's environment, and what was chosen for it."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not rendezvous.agent_store() or ranks == 1:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    store = _fresh(shared, rank, ranks, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    mine = devices.facts(device)
+    if ranks == 1:
+        choice = _use(devices.choose([mine], 0), 0)
+        dist.init_process_group(choice.backend, timeout=timeout)
+        return choice
+    if rendezvous.agent_store():
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store = _fresh(shared, rank, ranks, timeout)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))  # type: ignore[attr-defined]
+    choice = _use(devices.choose(_exchange("joining", mine, rank, ranks, store), rank), rank)
+    nccl_defaults()
+    dist.init_process_group(choice.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    return choice
+
+
+def _settle(device: torch.device | None) -> devices.Choice:
+    """What is chosen where the default process group is there already; collective."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = devices.facts(device, dist.group.WORLD)
+    everyone = [mine]
+    if ranks > 1:
+        shared = dist.distributed_c10d._get_default_store()
+        number = shared.add(f"shardengine/devices/of/{rank}", 1)
+        everyone = _exchange(str(number), mine, rank, ranks, shared)
+    choice = _use(devices.choose(everyone, rank, devices.has_nccl(dist.get_backend_config())), rank)
+    if choice.backend == "nccl":  # with gloo the caller's group works already
+        nccl_defaults()
+        rendezvous.settle_gloo_interface(_store_address())
+    return choice
+
+
+def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: Any) -> list[devices.RankFacts]:
+    """The facts of every rank, over the store: there may be no group yet. Each reads one text, whatever ``ranks``."""
+    store = dist.PrefixStore(f"shardengine/devices/{key}", shared)  # type: ignore[attr-defined]
+    awaited, texts = 0, list[str]()
+    try:
+        store.set(str(rank), mine.to_text())
+        if rank == 0:
+            for awaited in range(ranks):
+                texts.append(store.get(str(awaited)).decode())
+            store.set("all", json.dumps(texts))
+        texts = json.loads(store.get("all"))
+        if rank and store.add("read", 1) == ranks - 1:
+            store.set("all have read", "")
+        if rank == 0:
+            store.wait(["all have read"])  # its process may host the store, and what comes of this may end it
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"initialize on rank {rank}: rank {awaited} does not answer where ranks say which GPUs they see: "
+            f"{str(error).splitlines()[0]}. Call it on every rank, or start the ranks again"
+        ) from error
+    return [devices.RankFacts.from_text(text) for text in texts]
+
+
+def _store_address() -> str:
+    """The host of the default process group's store, "" where that is not known."""
+    shared = dist.distributed_c10d._get_default_store()
+    while isinstance(shared, dist.PrefixStore):  # type: ignore[attr-defined]
+        shared = shared.underlying_store
+    return str(getattr(shared, "host", "")) or os.environ.get("MASTER_ADDR", "")
+
+
+def nccl_defaults() -> None:
+    """What torch reads when it makes a group ([Note: Who ends a wait]), where the user has not said it."""
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
@@ -304,23 +408,33 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _new_groups(backend: str, timeout_s: float) -> dict[str, Any]:
-    """Those of ``Mesh``, by field; collective."""
-    kinds = {GroupName.GATHER: backend, GroupName.REDUCE: backend, GroupName.CONTROL: "gloo"}
+def _new_groups(backend: str, timeout_s: float, device: torch.device) -> dict[str, Any]:
+    """Those of ``Mesh``, by field; collective ([Note: Groups of NCCL])."""
+    control = {GroupName.CONTROL: _gloo(timeout_s)}
     if backend == "gloo":
-        kinds[GroupName.EVALUATE] = backend
-    timeout = timedelta(seconds=timeout_s)
-    return {name.value: dist.new_group(backend=kind, timeout=timeout) for name, kind in kinds.items()}  # in this order
+        kinds = {GroupName.GATHER: _gloo(timeout_s), GroupName.REDUCE: _gloo(timeout_s)}
+        kinds |= control | {GroupName.EVALUATE: _gloo(timeout_s)}
+    else:
+        kinds = {GroupName.GATHER: _nccl(timeout_s, device, high_priority=True)}
+        kinds |= {GroupName.REDUCE: _nccl(timeout_s, device, high_priority=False)} | control
+    return {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
 
 
-def _use(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+def _gloo(timeout_s: float) -> dict[str, Any]:
+    return {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
 
 
-def default_device() -> torch.device:
-    """This rank's GPU (LOCAL_RANK modulo the number of GPUs), else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+def _nccl(timeout_s: float, device: torch.device, *, high_priority: bool) -> dict[str, Any]:
+    timeout = timedelta(seconds=timeout_s + _NCCL_LATER_S)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = timeout  # torch warns where it differs from that of the call
+    return {"backend": "nccl", "timeout": timeout, "pg_options": options, "device_id": device}
+
+
+def _use(choice: devices.Choice, rank: int) -> devices.Choice:
+    """Make its device the current one; rank 0 says which GPUs are not used."""
+    if choice.unused and rank == 0:
+        _log.warning(choice.unused)
+    if choice.device.type == "cuda":
+        torch.cuda.set_device(choice.device)
+    return choice

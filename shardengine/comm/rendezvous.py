@@ -10,14 +10,25 @@ is a task of a *step*: SLURM_STEP_ID is the number of an ordinary step (salloc's
 special ones), the step has at least two tasks, and the process does not sit at srun's terminal. A step of one task is
 an ordinary process, so that `srun -n 1 shardengine train --ranks 4` starts its own ranks. mpirun under SLURM starts
 its daemons as a step, so MPI's variables come first.
+
+[Note: The interface of gloo] Decisions between ranks go over gloo, also where data goes over NCCL. gloo resolves the
+host's own name, which on many clusters is 127.0.1.1, and then no other host can connect. So where the user has not set
+GLOO_SOCKET_IFNAME it is the interface over which this host reaches the one where the ranks meet, or, on the host whose
+own name that is, the interface of the default route. Ranks of one machine use the loopback interface.
 """
 
 from __future__ import annotations
 
+import array
+import fcntl
+import ipaddress
 import os
 import re
 import socket
+import struct
 from collections.abc import Mapping
+from contextlib import closing, suppress
+from pathlib import Path
 
 from shardengine.errors import UsageError
 
@@ -26,6 +37,10 @@ _SPECIAL_STEPS = 0xFFFFFFF0
 _FIRST_PORT, _PORTS = 12000, 20000  # below 32768, where systems take the ports of outgoing connections from
 LAUNCHED = "SHARDENGINE_LAUNCHED_RANK"
 """Set in the processes that ``shardengine.launch`` starts."""
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_ELSEWHERE = "203.0.113.1"
+"""An address of no host, reserved for examples: what leads there is the default route."""
+_SIOCGIFCONF, _MOST_INTERFACES = 0x8912, 256
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
@@ -55,6 +70,7 @@ def join() -> bool:
     if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:  # one machine
         for name, value in loopback().items():
             environment.setdefault(name, value)
+    settle_gloo_interface(environment.get("MASTER_ADDR", ""))
     return True
 
 
@@ -72,6 +88,49 @@ def loopback() -> dict[str, str]:
     """GLOO_SOCKET_IFNAME for ranks of one machine; gloo otherwise resolves the host's name, which often fails."""
     found = sorted({"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()))
     return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
+
+
+def settle_gloo_interface(meeting_place: str) -> None:
+    """Set GLOO_SOCKET_IFNAME if it is not set ([Note: The interface of gloo]). meeting_place: a host; "": unknown."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not meeting_place:
+        return
+    if meeting_place in _LOOPBACK:
+        os.environ.update(loopback())
+        return
+    mine = local_address(meeting_place)
+    if mine and ipaddress.ip_address(mine).is_loopback:
+        mine = local_address(_ELSEWHERE)
+    if name := interfaces().get(mine):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def local_address(host: str) -> str:
+    """This machine's address on the way to ``host``; "" where there is no way. Nothing is sent."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), closing(socket.socket(family, kind, protocol)) as probe:
+                probe.connect(address)  # of a datagram socket: chooses the route
+                return str(ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]))
+    return ""
+
+
+def interfaces() -> dict[str, str]:
+    """Address → interface, of all that are up; IPv6 as Linux lists it."""
+    found: dict[str, str] = {}
+    size = struct.calcsize("16sHH4s16x") if struct.calcsize("P") == 8 else 32  # of struct ifreq
+    room = array.array("B", bytes(_MOST_INTERFACES * size))
+    with suppress(OSError), closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        request = struct.pack("iP", len(room), room.buffer_info()[0])
+        used, _ = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))
+        for start in range(0, used, size):
+            name = room[start : start + 16].tobytes().partition(b"\0")[0].decode()
+            address = ipaddress.IPv4Address(room[start + 20 : start + 24].tobytes())
+            found[str(address)] = name.partition(":")[0]  # eth0:1 is another address of eth0
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
+    return found
 
 
 def mpi_rank(environment: Mapping[str, str]) -> dict[str, str] | None:

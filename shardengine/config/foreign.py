@@ -184,7 +184,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "cpu_offload_use_pin_memory": "`offload_optimizer.pin_memory` says it",
     },
     "zero_optimization.offload_optimizer": {
-        "cpuadam_cores_perc": "the CPU's step takes as many threads as torch has (OMP_NUM_THREADS)",
+        "cpuadam_cores_perc": "the CPU's step takes as many threads as SHARDENGINE_THREADS says, or as torch has",
         "fast_init": "master weights are written to their tier as the model is read",
         "pipeline": _PIPELINE,
         "pipeline_read": _PIPELINE,

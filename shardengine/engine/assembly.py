@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardengine import kernels, stages
-from shardengine.comm import Collectives, Mesh, compare, run_on_all_ranks, settle_kernels
+from shardengine.comm import Collectives, Mesh, compare, host_threads, run_on_all_ranks, settle_kernels
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
@@ -155,6 +155,8 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
     measures = wanted.ratio == "auto" and wanted.device_memory is None
 
     def open_tiers() -> tuple[Tiers, int]:
+        if wanted.device != "none":
+            _give_threads(mesh.rank)
         free = free_bytes(mesh.platform) if measures else 0
         return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, mesh.platform))), free
 
@@ -162,6 +164,14 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
     if measures:
         tiers.limit(min(collectives.exchange_objects(free)))
     return tiers
+
+
+def _give_threads(rank: int) -> None:
+    """The host steps: its kernels take the cores that torchrun's OMP_NUM_THREADS=1 would leave idle."""
+    threads = host_threads()
+    kernels.use_threads(threads)
+    if threads is not None and rank == 0:
+        _log.info("steps on the host take %d thread(s) on this rank; SHARDENGINE_THREADS says another number", threads)
 
 
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:

@@ -3,7 +3,7 @@
 Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
 ``reference``, ``reference_update``, ``compression``, ``random_bits``, ``checksums`` are the readable implementations,
 ``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits. ``rules`` are the options of an update,
-``spans`` the ranges of a flat tensor that share them.
+``spans`` the ranges of a flat tensor that share them. ``threads`` says how many the native kernels start.
 """
 
 from shardengine.kernels.compression import Compressed
@@ -24,6 +24,7 @@ from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import gradient_factor, norm_from_squares
 from shardengine.kernels.rules import STATE_NAMES, Rule, rule_for
 from shardengine.kernels.spans import Span, Spans
+from shardengine.kernels.threads import use_threads
 
 __all__ = [
     "STATE_NAMES",
@@ -46,5 +47,6 @@ __all__ = [
     "sum_of_squares",
     "unflatten",
     "update",
+    "use_threads",
     "withdraw_native",
 ]

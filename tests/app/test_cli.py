@@ -13,6 +13,7 @@ import pytest
 
 from shardengine.app import inspect_checkpoint
 from shardengine.app.cli import main
+from shardengine.comm import devices
 from shardengine.config import json_schema, load_config
 from tests.support import HANG_S
 
@@ -86,6 +87,13 @@ def test_wrong_paths_are_found_before_ranks_start(options: list[str], text: str,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_more_ranks_than_gpus_are_refused_before_they_start(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr("shardengine.app.command.require", lambda *packages, extra: None)
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    assert main(["train", "--config", str(CONFIGS / "zero2.json"), "--ranks", "3"]) == 2
+    assert "--ranks 3: expected at most 2, one for each GPU of this machine" in capsys.readouterr().err
+
+
 def test_a_batch_that_does_not_fit_the_ranks_shows_the_equation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "batch.json"
     path.write_text('{"train_batch_size": 8}', encoding="utf-8")
@@ -116,6 +124,29 @@ def test_env_names_the_versions(capsys: pytest.CaptureFixture[str]):
     assert rows["torch"].startswith(torch.__version__.split("+")[0])
     assert {"shardengine", "python", "triton", "transformers", "distributed", "CUDA", "CPU", "memory"} <= set(rows)
     assert "cores usable" in rows["CPU"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "device"),
+    [
+        ((), {}, "cpu (no GPU is visible), gloo between ranks; `train` starts 2 rank(s)"),
+        (("a", "b"), {"LOCAL_RANK": "1"}, "cuda:1 (the launcher's local rank is 1), nccl between ranks; `train`"),
+        (("a",), {"SLURM_LOCALID": "3"}, "cuda:0 (no other is visible), nccl between ranks"),
+        (("a",), {"SHARDENGINE_DEVICE": "cpu"}, "cpu (asked for), gloo between ranks; `train` starts 2 rank(s)"),
+        ((), {"SHARDENGINE_DEVICE": "cuda"}, "expected a GPU on every rank, but none is visible"),
+        ((), {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "cpu (no GPU is visible)"),
+    ],
+)
+def test_env_says_which_device_and_why(gpus, variables: dict[str, str], device: str, capsys, monkeypatch):
+    for name in (*devices.LOCAL_RANKS, devices.WISH):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices, "gpus", lambda: devices.Gpus(gpus, nccl=True))
+    assert main(["env"]) == 0
+    rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["device"].startswith(device)
+    assert variables.items() <= rows.items()
 
 
 def test_help_and_config_import_no_heavy_optional_package():

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardengine.comm import launcher
 from shardengine.comm.launcher import _SPREAD_S, cores, default_ranks, launch, rank_environment
 from shardengine.comm.rank_failure import RankFailure, describe_exit
 from shardengine.errors import CommunicationError, ShardEngineError, UsageError
+from shardengine.kernels import native
+from tests.comm.test_rendezvous import clean
 from tests.support import HANG_S
 
 
@@ -149,11 +152,108 @@ def test_rank_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
     assert "OMP_NUM_THREADS" not in rank_environment(3)
 
 
+@pytest.mark.parametrize(
+    ("values", "torchs", "threads"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 1, 8),  # torchrun's own default
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "32"}, 1, 1),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, 4, None),  # the user's
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 3, None),  # set_num_threads
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1"}, 16, None),  # torchrun sets nothing for one rank
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 1, None),
+        ({"SHARDENGINE_THREADS": "3"}, 1, 3),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "SHARDENGINE_THREADS": "1"},
+            1,
+            1,
+        ),
+    ],
+)
+def test_threads_of_the_host(values: dict[str, str], torchs: int, threads: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", clean(**values))
+    monkeypatch.setattr(launcher, "cores", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
+    assert launcher.host_threads() == threads
+
+
+def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARDENGINE_THREADS", "all")
+    with pytest.raises(UsageError, match="SHARDENGINE_THREADS: expected an integer >= 1, got 'all'"):
+        launcher.host_threads()
+
+
+THREADS_UNDER_TORCHRUN = """
+import logging, os, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from shardengine.comm import launcher
+from shardengine.kernels.native import calls
+import shardengine
+launcher.cores = lambda: 6
+used, loaded = [], calls.load()
+
+def noted(instruction_set, threads, arguments):
+    used.append(threads)
+    loaded.update(instruction_set, threads, arguments)
+
+calls._library = lambda: loaded._replace(update=noted)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1.0}}}
+for device in ("none", "cpu"):
+    zero = {"stage": 1, "offload_optimizer": {"device": device}}
+    engine = shardengine.initialize(torch.nn.Linear(4, 1), {**config, "zero_optimization": zero})
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.close()
+os.write(1, f"rank {engine.rank}: {used} {torch.get_num_threads()}\\n".encode())
+"""
+
+
+@pytest.mark.skipif(native.load() is None, reason="no compiler, so torch does the work of the native kernels")
+def test_the_step_on_the_host_under_torchrun(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(THREADS_UNDER_TORCHRUN, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = clean(PYTHONPATH=str(Path(__file__).parents[2]))
+    environment.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0: [1, 3] 1", "rank 1: [1, 3] 1"]
+    assert done.stderr.count("steps on the host take 3 thread(s)") == 1
+
+
 def test_defaults(monkeypatch: pytest.MonkeyPatch):
     assert 1 <= cores() <= (os.cpu_count() or 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert default_ranks() == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert default_ranks() == 3
+    monkeypatch.setenv("SHARDENGINE_DEVICE", "cpu")
+    assert default_ranks() == 2
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-15) == "was killed by SIGTERM"
+
+
+def backend_and_wish():
+    return dist.get_backend(), os.environ["SHARDENGINE_DEVICE"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wish", "warning"),
+    [
+        (1, "", "launch: 1 GPU(s) are visible for 2 ranks: the ranks compute on the CPU. Start at most 1"),
+        (0, "", ""),
+        (2, "cpu", ""),
+    ],
+)
+def test_gpus_that_are_not_used_are_told_once(gpus: int, wish: str, warning: str, monkeypatch, caplog):
+    monkeypatch.setenv("SHARDENGINE_DEVICE", wish)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert launch(backend_and_wish, 2) == [("gloo", "cpu")] * 2  # so nobody says it again
+    assert bool(caplog.text) == bool(warning)
+    assert warning in caplog.text
+
+
+def test_too_few_gpus_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARDENGINE_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"a GPU for every rank, but 1 GPU\(s\) are visible for 2 ranks"):
+        launch(backend_and_wish, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,77 @@ def test_ranks_of_one_machine_use_the_loopback_interface(environment: dict[str, 
     environment.update(STEP, SLURM_STEP_TASKS_PER_NODE="7", SLURM_NODEID="0")
     assert rendezvous.join()
     assert environment["GLOO_SOCKET_IFNAME"] == rendezvous.loopback()["GLOO_SOCKET_IFNAME"]
+
+
+OWN = rendezvous.local_address(rendezvous._ELSEWHERE)
+"""This machine's address on its default route; "" without a network."""
+
+
+@pytest.mark.parametrize(
+    ("meeting_place", "ways", "interface"),
+    [
+        ("localhost", {}, "lo"),
+        ("::1", {}, "lo"),
+        ("node01", {"node01": "10.1.0.7"}, "ib0"),
+        ("node01", {"node01": "10.2.0.7"}, "eth1"),
+        ("node01", {"node01": "fd00::7"}, "eth2"),
+        ("me", {"me": "127.0.0.1", rendezvous._ELSEWHERE: "10.2.0.7"}, "eth1"),  # its own name, in /etc/hosts
+        ("me", {"me": "127.0.0.1"}, None),
+        ("node01", {}, None),
+        ("node01", {"node01": "10.9.9.9"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_interface_of_gloo(
+    meeting_place: str, ways: dict[str, str], interface: str | None, environment, monkeypatch
+):
+    there = {"127.0.0.1": "lo", "10.1.0.7": "ib0", "10.2.0.7": "eth1", "fd00::7": "eth2"}
+    monkeypatch.setattr(rendezvous, "local_address", lambda host: ways.get(host, ""))
+    monkeypatch.setattr(rendezvous, "interfaces", lambda: there)
+    rendezvous.settle_gloo_interface(meeting_place)
+    assert environment.get("GLOO_SOCKET_IFNAME") == interface
+    environment["GLOO_SOCKET_IFNAME"] = "mine"
+    rendezvous.settle_gloo_interface(meeting_place)
+    assert environment["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_the_interfaces_of_this_machine(environment: dict[str, str]):
+    found = rendezvous.interfaces()
+    assert found["127.0.0.1"] == "lo"
+    assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
+    assert rendezvous.local_address("127.0.0.1") == "127.0.0.1"
+    assert rendezvous.local_address("no.such.host.invalid") == ""
+
+
+@pytest.mark.skipif(not OWN, reason="this machine has no network")
+def test_the_address_of_this_machine_has_an_interface(environment: dict[str, str]):
+    environment.update(STEP, MASTER_ADDR=OWN)
+    assert rendezvous.join()
+    name = environment["GLOO_SOCKET_IFNAME"]
+    assert name == rendezvous.interfaces()[OWN] != "lo"
+    environment.clear()
+    rendezvous.settle_gloo_interface(socket.gethostname())
+    assert environment.get("GLOO_SOCKET_IFNAME") != "lo"  # whatever the name stands for: others must reach it
+
+
+@pytest.mark.skipif(not OWN, reason="this machine has no network")
+def test_ranks_that_are_not_said_to_be_on_one_machine_meet_over_its_network():
+    numbers = {"WORLD_SIZE": "2", "MASTER_ADDR": OWN, "MASTER_PORT": str(27000 + os.getpid() % 5000)}
+    said = PROGRAM.replace("{norm}", "{os.environ['GLOO_SOCKET_IFNAME']}")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", said],
+            env=clean(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", RANK=str(rank), **numbers),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [process.communicate(timeout=HANG_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    name = rendezvous.interfaces()[OWN]
+    assert [out.splitlines() for out, _ in outs] == [[f"{rank} 2 None {name}"] for rank in range(2)]
 
 
 @pytest.mark.parametrize(

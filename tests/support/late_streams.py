@@ -120,10 +120,30 @@ class Judge:
         return known
 
     def own(self, tensor: Tensor, owner: str, *, guarded: bool = False) -> Tensor:
-        """``tensor`` is memory of ``owner``'s."""
+        """``tensor`` is new memory of ``owner``'s."""
         area = self.area(tensor.untyped_storage(), owner)
-        area.owner, area.guarded = owner, guarded
+        area.owner, area.guarded, area.accesses = owner, guarded, []
         return tensor
+
+    def take(self, tensor: Tensor, owner: str) -> None:
+        """``owner`` has taken the memory of ``tensor``, which it may still be using for what was there before."""
+        self.own(tensor, owner)
+        self._begin(self.area(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
+
+    def _begin(self, area: _Area, size: int) -> None:
+        area.accesses = []
+        if not area.is_host and size:
+            time = self.clock(area.owner).get(area.owner, 0)
+            area.accesses.append(_Access(0, size, area.owner, time, True, "what was in that memory before"))
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """``storage`` is about to have ``size`` bytes: other memory, where it is another number."""
+        area = self.area(storage)
+        if storage.nbytes():
+            self.give_back(area)
+        if not area.is_host:
+            area.owner = self.current
+        self._begin(area, size)
 
     def give_back(self, area: _Area) -> None:
         """Its memory is free: the next use of it comes behind what its owner was given until now."""
@@ -197,9 +217,9 @@ class _Watch(TorchDispatchMode):
             judge.wait(HOST, judge.clock(agent))  # the host has waited when this returns
             judge.counts["the host waits"] += 1
         for each in made:
-            judge.own(each, agent)
+            judge.take(each, agent)
         if "empty" in name:
-            return  # memory was taken, and not touched
+            return
         for tensors, writes in ((read, False), (written, True), (made, True)):
             for each in tensors:
                 judge.touch(each, agent, name, writes=writes)
@@ -545,10 +565,7 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        area = judge.area(storage)
-        if size < storage.nbytes():
-            judge.give_back(area)
-        area.owner = judge.current if not area.is_host else HOST
+        judge.resize(storage, size)
         return resize(storage, size)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from shardengine.kernels.native.library import Library, SumArguments, UpdateArgu
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
+from shardengine.kernels.threads import threads
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KINDS = {"Adam": 0, "AdamW": 0, "SGD": 1, "Lion": 2}
@@ -75,7 +76,7 @@ def update(
         key_0,
         key_1,
     )
-    library.update(library.instruction_set, torch.get_num_threads(), arguments)
+    library.update(library.instruction_set, threads(), arguments)
 
 
 def ordered_sum(
@@ -120,7 +121,7 @@ def ordered_sum(
         _TYPES[reduce_dtype],
         divisor,
     )
-    library.ordered_sum(library.instruction_set, torch.get_num_threads(), arguments)
+    library.ordered_sum(library.instruction_set, threads(), arguments)
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     if not _plain(tensor, tensor.numel()):
         return reference.sum_of_squares(tensor)
     found = library.sum_of_squares(
-        library.instruction_set, torch.get_num_threads(), tensor.data_ptr(), _TYPES[tensor.dtype], tensor.numel()
+        library.instruction_set, threads(), tensor.data_ptr(), _TYPES[tensor.dtype], tensor.numel()
     )
     if found < 0:
         raise MemoryError("sum_of_squares: no memory for the sums of its blocks")

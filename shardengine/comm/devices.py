@@ -1,0 +1,256 @@
+"""Which device each rank computes on, and which backend carries its traffic. Owns: the rules, and asking CUDA.
+
+Must not know: how ranks meet, engines. Every rank writes down what it was told and what it sees (``facts``); from the
+facts of all ranks each rank computes the same choice, or raises the same error (``choose``).
+
+[Note: Which GPU a rank uses] The first of these that applies, for every rank:
+
+1. what was asked for: ``build(device=...)`` (``"cuda"`` is the current GPU), then SHARDENGINE_DEVICE=cpu;
+2. where the caller made the process group: the device to which it is bound (``init_process_group(device_id=...)``);
+3. the current GPU, on a host where a rank has made another one than the first its current one (``set_device``);
+4. the only GPU that is visible;
+5. the number of the rank on its host (LOCAL_RANK, SLURM_LOCALID, ...), if all ranks of the host have different ones;
+6. its place among the ranks of its host.
+
+A number that is too large begins again at 0: tasks of SLURM have their own GPUs, and numbers that go through all of
+them. Two ranks that come to one GPU are refused, because NCCL cannot serve them. Ranks compute on the CPU where that
+was asked for, where no rank sees a GPU, and where the caller's process group has no NCCL; GPUs that nobody uses for
+such a reason are told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardengine.errors import UsageError
+
+WISH = "SHARDENGINE_DEVICE"
+"""The variable that says "cpu" or "cuda" (a GPU, or an error), for ``initialize``, ``launch`` and the command line."""
+LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_LOCAL_RANKID",
+    "FLUX_TASK_LOCAL_ID",
+)
+"""Variables in which launchers say the number of a rank on its host."""
+_KINDS = ("", "cpu", "cuda")
+_CPU = torch.device("cpu")
+_CURE = f"{WISH}=cpu trains on the CPU"
+_NAMED = 8
+"""As many GPUs, or ranks, an error names."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What CUDA shows to this process. names: of the physical GPUs, "" where unknown · current: a number of one."""
+
+    names: tuple[str, ...] = ()
+    current: int = 0
+    nccl: bool = False
+
+
+def gpus() -> Gpus:
+    """Those of this process; the one place that asks CUDA for them."""
+    if not torch.cuda.is_available():
+        return Gpus()
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    uuids = [str(getattr(each, "uuid", "")) for each in every]
+    telling = len(set(uuids)) == len(uuids)  # some drivers have none, or one for all
+    names = tuple(f"GPU-{uuid}" if telling and uuid.strip("0-") else "" for uuid in uuids)
+    return Gpus(names, current, dist.is_nccl_available())
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank was told and sees.
+
+    wish: "", "cpu", "cuda" or "cuda:1" · bound: the GPU to which the caller's process group is bound · local_rank: what
+    its launcher says.
+    """
+
+    host: str
+    gpus: Gpus = Gpus()
+    wish: str = ""
+    bound: int | None = None
+    local_rank: int | None = None
+
+    def to_text(self) -> str:
+        """For ``from_text``."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> RankFacts:
+        """Of ``to_text``."""
+        values = json.loads(text)
+        seen = values.pop("gpus")
+        return cls(gpus=Gpus(tuple(seen["names"]), seen["current"], seen["nccl"]), **values)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For one rank. why: of the device · unused: why GPUs that are visible are not used, and what to do; "" if none."""
+
+    device: torch.device
+    backend: str
+    why: str
+    unused: str = ""
+
+
+def wish() -> str:
+    """What SHARDENGINE_DEVICE says: "", "cpu" or "cuda"."""
+    found = os.environ.get(WISH, "")
+    if found not in _KINDS:
+        raise UsageError(f"{WISH}: expected cpu, or cuda (a GPU, or an error), or no value, got {found!r}")
+    return found
+
+
+def count() -> int:
+    """GPUs that this process may use: none where SHARDENGINE_DEVICE says cpu."""
+    return 0 if wish() == "cpu" else torch.cuda.device_count()
+
+
+def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> RankFacts:
+    """Those of this rank. device: what was asked for · group: the process group that the caller made."""
+    seen = gpus()
+    asked = os.environ.get(WISH, "")  # checked where every rank hears of it
+    if device is not None:
+        index = seen.current if device.index is None else device.index
+        asked = f"cuda:{index}" if device.type == "cuda" else device.type
+    bound = getattr(group, "bound_device_id", None)
+    number = bound.index if bound is not None and bound.type == "cuda" else None
+    return RankFacts(socket.gethostname(), seen, asked, number, _local_rank())
+
+
+def _local_rank() -> int | None:
+    said = (os.environ.get(name, "") for name in LOCAL_RANKS)
+    return next((int(text) for text in said if text.isdecimal()), None)
+
+
+def has_nccl(backends: str) -> bool:
+    """Whether a process group serves tensors on GPUs by NCCL. backends: its own, such as ``cpu:gloo,cuda:nccl``."""
+    return "cuda:nccl" in backends.split(",")
+
+
+def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = None) -> Choice:
+    """For ``rank``, out of the facts of all ranks; on all of them the same choice ([Note: Which GPU a rank uses]).
+
+    group_has_nccl: of a process group that is there already; None: it is made as the choice says.
+    UsageError, the same on every rank, where ranks disagree, have no GPU or share one.
+    """
+    _check_wishes(ranks)
+    if all(each.wish == "cpu" for each in ranks):
+        return Choice(_CPU, "gloo", "asked for")
+    most = max(len(each.gpus.names) for each in ranks)
+    told = all(each.wish.startswith("cuda") for each in ranks)
+    if most == 0 and not told:
+        return Choice(_CPU, "gloo", "no GPU is visible")
+    nccl = all(each.gpus.nccl for each in ranks) if group_has_nccl is None else group_has_nccl
+    if not (nccl or told or (len(ranks) == 1 and group_has_nccl is None)):
+        reason, cure = "torch has no NCCL", "install a torch that has it"
+        if group_has_nccl is False:
+            reason = "the process group's backend for them is not NCCL"
+            cure = "make it with backend nccl, or with none named"
+        what = (
+            f"{most} GPU(s) are visible and not used: {reason}. To use them, {cure}; {WISH}=cpu says that it is meant"
+        )
+        return Choice(_CPU, "gloo", reason, what)
+    if blind := [each for each in range(len(ranks)) if not ranks[each].gpus.names]:
+        others = "" if len(blind) == len(ranks) else ", and the others do"
+        raise UsageError(
+            f"expected a GPU on every rank, but none is visible to {_listed(blind, ranks)}{others}: look at the driver "
+            f"and at CUDA_VISIBLE_DEVICES there (nvidia-smi, `shardengine env`); {_CURE}"
+        )
+    numbers = _numbers(ranks)
+    if nccl:
+        _refuse_shared(ranks, [index for index, _ in numbers])
+    index, why = numbers[rank]
+    return Choice(torch.device("cuda", index), "nccl" if nccl else "gloo", why)
+
+
+def _check_wishes(ranks: Sequence[RankFacts]) -> None:
+    cpu = [each for each, one in enumerate(ranks) if one.wish == "cpu"]
+    if 0 < len(cpu) < len(ranks):
+        raise UsageError(
+            f"expected the same kind of device on every rank, but the CPU is asked for on {_listed(cpu, ranks)} of "
+            f"{len(ranks)} alone: set {WISH} on every rank or on none, and give every rank's mesh such a device"
+        )
+    for each, one in enumerate(ranks):
+        kind, _, index = one.wish.partition(":")
+        if kind not in _KINDS:
+            raise UsageError(f"rank {each}: expected cpu or cuda as device, and of {WISH}, got {one.wish!r}")
+        if index and one.gpus.names and int(index) >= len(one.gpus.names):
+            raise UsageError(
+                f"rank {each} on {one.host}: expected one of its {len(one.gpus.names)} GPU(s), got {one.wish}"
+            )
+        if index and one.bound not in (None, int(index)):
+            raise UsageError(
+                f"rank {each}: the process group is bound to cuda:{one.bound}, and {one.wish} is asked for: leave the "
+                "device out, or name the same one"
+            )
+
+
+def _numbers(ranks: Sequence[RankFacts]) -> list[tuple[int, str]]:
+    """Of every rank's GPU, with the reason; every rank sees at least one."""
+    hosts: dict[str, list[int]] = defaultdict(list)
+    for each, one in enumerate(ranks):
+        hosts[one.host].append(each)
+    found: dict[int, tuple[int, str]] = {}
+    for members in hosts.values():
+        local_ranks = [ranks[each].local_rank for each in members]
+        numbered = None not in local_ranks and len(set(local_ranks)) == len(members)
+        one_was_set = any(ranks[each].gpus.current for each in members)
+        for place, each in enumerate(members):
+            one = ranks[each]
+            visible = len(one.gpus.names)
+            if ":" in one.wish:
+                found[each] = int(one.wish.partition(":")[2]), "asked for"
+            elif one.bound is not None:
+                found[each] = one.bound, "the process group is bound to it"
+            elif one_was_set:
+                found[each] = one.gpus.current, "it is the current one"
+            elif visible == 1:
+                found[each] = 0, "no other is visible"
+            elif numbered:
+                found[each] = (one.local_rank or 0) % visible, f"the launcher's local rank is {one.local_rank}"
+            else:
+                found[each] = place % visible, f"place {place} among the ranks of this host"
+    return [found[each] for each in range(len(ranks))]
+
+
+def _refuse_shared(ranks: Sequence[RankFacts], numbers: Sequence[int]) -> None:
+    holders: dict[str, list[int]] = defaultdict(list)
+    for each, (one, number) in enumerate(zip(ranks, numbers, strict=True)):
+        if one.gpus.names[number]:
+            holders[one.gpus.names[number]].append(each)
+    shared = {name: members for name, members in holders.items() if len(members) > 1}
+    if not shared:
+        return
+    named = [
+        f"{name} of "
+        + ", ".join(f"rank {each} ({ranks[each].host}, cuda:{numbers[each]})" for each in members[:_NAMED])
+        for name, members in list(shared.items())[:_NAMED]
+    ]
+    more = "; ..." if len(shared) > _NAMED else ""
+    raise UsageError(
+        f"expected a GPU of its own for every rank, as NCCL does, but {len(shared)} GPU(s) belong to several: "
+        f"{'; '.join(named)}{more}. Start no more ranks on a host than it has GPUs, and show each rank another one "
+        f"(CUDA_VISIBLE_DEVICES, or LOCAL_RANK, or torch.cuda.set_device before initialize); {_CURE}"
+    )
+
+
+def _listed(numbers: Sequence[int], ranks: Sequence[RankFacts]) -> str:
+    """``rank 3 (node1), rank 4 (node1)``."""
+    named = [f"rank {each} ({ranks[each].host})" for each in numbers[:_NAMED]]
+    return ", ".join(named) + (f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else "")

@@ -1,0 +1,52 @@
+"""Breaking the engine on purpose: one expression of one function is replaced, in this process, for a while.
+
+Must not know: what is broken and why.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGE = "shardengine"
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions of a module by name, and the methods of its classes as "Class.method"."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{each.name}", each) for each in node.body if isinstance(each, ast.FunctionDef))
+
+
+def calls(path: Path, names: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """(function, text) of every call of a method with one of these names in a file."""
+    for function, node in functions(ast.parse(path.read_text())):
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in names:
+                yield function, ast.unparse(each)
+
+
+@contextmanager
+def mutated(file: str, function: str, old: str, new: str) -> Iterator[None]:
+    """``old`` in ``function`` of ``file`` (below the package) is ``new`` inside. Both as ``ast.unparse`` writes them."""
+    module = importlib.import_module(f"{PACKAGE}.{file.removesuffix('.py').replace('/', '.')}")
+    owner, _, name = function.rpartition(".")
+    holder: Any = getattr(module, owner) if owner else module
+    found = inspect.unwrap(inspect.getattr_static(holder, name))
+    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(getattr(found, "fget", None) or found))))
+    assert old in source, f"{file}, {function}: expected {old!r} in\n{source}"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), file, "exec"), vars(module) | {"nullcontext": nullcontext}, made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder, name, made[name])
+        yield
