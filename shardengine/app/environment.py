@@ -20,7 +20,10 @@ from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
-_VARIABLES = "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES".split()
+_VARIABLES = (
+    "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES "
+    "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF"
+).split()
 _MORE_VARIABLES = (
     *"RANK WORLD_SIZE LOCAL_WORLD_SIZE SHARDENGINE_DEVICE SHARDENGINE_THREADS NCCL_LAUNCH_ORDER_IMPLICIT".split(),
     *devices.LOCAL_RANKS,

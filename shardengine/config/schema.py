@@ -106,7 +106,7 @@ class OffloadOptimizerConfig:
     )
     device_memory: int | None = key(
         None,
-        optional(COUNT, "what is free there at initialize, GPUs only"),
+        optional(COUNT, "60% of what is free there at initialize, GPUs only"),
         'With "ratio": "auto": bytes of the device that model state and the engine\'s buffers may take, per rank.',
     )
     pin_memory: bool = switch(True, "What crosses to and from a GPU is in page-locked memory, which it copies faster.")

@@ -71,10 +71,10 @@ def build(
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
     offers = compare(collectives, partition.facts(model, found, settings, groups), offer)
     settle_kernels(offers, mesh.rank)
-    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size)
+    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
     footprint = _footprint(config, stage, found, plan, states)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
-        tiers = _open_tiers(config, collectives, unfinished)
+        tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
         unfinished.pop_all()
     return core
@@ -138,17 +138,22 @@ def _footprint(config: Config, stage: stages.Stage, found: Partition, plan: Layo
     )
 
 
-def free_bytes(platform: Platform) -> int:
-    """Bytes of the device's memory that nothing holds; ``ConfigError`` for a CPU, whose memory is the host's."""
+def _free_bytes(platform: Platform, found: Partition) -> int:
+    """Bytes of the device's memory that nothing holds but the parameters, which are let go of as they are placed.
+
+    ``ConfigError`` for a CPU, whose memory is the host's.
+    """
     if not platform.is_apart:
         raise ConfigError(
             'zero_optimization.offload_optimizer.device_memory: expected a number of bytes beside "ratio": "auto", '
             "got null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
         )
-    return platform.free_bytes()
+    platform.free_cached()
+    held = sum(p.nbytes for p in (*found.inside, *found.outside) if p.device == platform.device)
+    return platform.free_bytes() + held
 
 
-def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack) -> Tiers:
+def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfinished: ExitStack) -> Tiers:
     """The tiers, which ``unfinished`` closes; the memory for which a ratio is to be found is the same on every rank."""
     zero, mesh = config.zero_optimization, collectives.mesh
     wanted = zero.offload_optimizer
@@ -157,12 +162,12 @@ def _open_tiers(config: Config, collectives: Collectives, unfinished: ExitStack)
     def open_tiers() -> tuple[Tiers, int]:
         if wanted.device != "none":
             _give_threads(mesh.rank)
-        free = free_bytes(mesh.platform) if measures else 0
+        free = _free_bytes(mesh.platform, found) if measures else 0
         return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, mesh.platform))), free
 
     tiers, free = run_on_all_ranks(collectives, "opening the tiers", open_tiers)
     if measures:
-        tiers.limit(min(collectives.exchange_objects(free)))
+        tiers.share(min(collectives.exchange_objects(free)))
     return tiers
 
 

@@ -69,7 +69,7 @@ class Core:
         hides = self.stage.moves_weights or self.deferred_gather is not None
         dtypes = {flat_buffer.dtype for unit in self.units for flat_buffer in unit.flat_buffers} if hides else ()
         for dtype in dtypes:
-            if restore_poison(dtype, self.mesh.device):
+            if restore_poison(dtype, self.mesh.platform):
                 raise UsageError(
                     f"a parameter was written while its weights were elsewhere (rank {self.mesh.rank}); the write is "
                     "lost. Write inside `with engine.full_params(writable=True):`"

@@ -6,7 +6,8 @@ into the new buckets. Must not know: forward, backward, the step.
 [Note: Moving by intervals] Unit by unit, old bucket by old bucket, tensor by tensor: what is sharded is gathered into
 one buffer, and each flat slice of it is copied to where the new layout has the same elements on this rank. Parameters
 belong to the same unit before and after, so a unit's old memory is free before the next unit begins: in memory there is
-never more beside the model state than one unit's and one bucket's.
+never more beside the model state than one unit's weights and the buckets at work. Where weights rest replicated, the
+one unit is all of the model.
 What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
 a disk without room is no loss, and what the old one leaves is used by the next.
 A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
@@ -181,7 +182,8 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    plan = layout.build(found.specs, core.mesh.ranks, config.zero_optimization.reduce_bucket_size)
+    cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
+    plan = layout.build(found.specs, core.mesh.ranks, cap, align)
     footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
@@ -266,23 +268,48 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer,
     for member in members:
         member.parameter.grad = None
         member.show(member.view)
-    for flat_buffer in flat_buffers:
-        for bucket in flat_buffer.buckets:
-            placing.begin_master(bucket, bucket.full, core.precision)
     if core.stage.moves_weights:
+        for bucket in buckets:
+            placing.begin_master(bucket, bucket.full, core.precision)
         unit.detach_shards()
-    for bucket in buckets:
-        if bucket.layout.index >= 0:
-            bucket.begin_states(optimizer.state_names)
-    kept = Targets(
-        s for b in buckets for s in slices_of(plan, b.layout, b.state_interval, b.state_store.tensors(writable=True))
-    )
-    for bucket in old.buckets():
-        _carry(core, bucket, bucket.state_store.tensors(), bucket.state, kept, past)
-        bucket.state_store.drop()
+    else:
+        for flat_buffer in old.flat_buffers:
+            flat_buffer.let_go()
+    _move_states(core, old, buckets, planned, optimizer, past)
     for flat_buffer in old.flat_buffers:
         flat_buffer.forsake()
     return unit
+
+
+def _move_states(
+    core: Core, old: Unit, buckets: list[Bucket], planned: _Planned, optimizer: ShardedOptimizer, past: _Past
+) -> None:
+    """What the old unit keeps beside its weights into ``buckets``: of these only those have memory that are at work."""
+    plan, begun = planned.layout, set[Bucket]()
+    holding: dict[str, list[Bucket]] = {}
+    for bucket in buckets:
+        for name in bucket.layout.names:
+            holding.setdefault(name, []).append(bucket)
+
+    def begin(bucket: Bucket) -> None:
+        if bucket not in begun:
+            begun.add(bucket)
+            if not core.stage.moves_weights:
+                placing.begin_master(bucket, bucket.full, core.precision)
+            if bucket.layout.index >= 0:
+                bucket.begin_states(optimizer.state_names)
+
+    for given in old.buckets():
+        taking = dict.fromkeys(bucket for name in given.layout.names for bucket in holding[name])
+        for bucket in taking:
+            begin(bucket)
+        kept = Targets(
+            s for b in taking for s in slices_of(plan, b.layout, b.state_interval, b.state_store.tensors(writable=True))
+        )
+        _carry(core, given, given.state_store.tensors(), given.state, kept, past)
+        given.state_store.drop()
+    for bucket in buckets:
+        begin(bucket)
 
 
 def _carry(

@@ -125,6 +125,14 @@ class Platform:
         """The type of device by which ``torch.autocast`` knows what is computed on it."""
         return self.device.type
 
+    @property
+    def alignment(self) -> int:
+        """Bytes: tensors that begin at multiples of it look alike to the device's libraries, which choose by address.
+
+        torch tells cuBLAS of each pointer up to 256; on a CPU a cache line is what matters.
+        """
+        return 256 if self.is_apart else 64
+
     def copy_stream(self) -> CopyStream:
         """A stream of its own for one purpose."""
         return CopyStream(self.device)

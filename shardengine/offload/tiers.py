@@ -21,6 +21,10 @@ from shardengine.offload.nvme import Aio, ExtentFile, FileTier
 from shardengine.offload.platform import Platform
 from shardengine.offload.shard_store import Forms, MemoryStore, ShardStore
 
+SHARE = 0.6
+"""Of what a device has free: as much is the engine's where the config names no ``device_memory``. The rest is for
+activations, for buffers of NCCL and cuBLAS, and for what lies between the blocks of torch's allocator."""
+
 
 class Tier(Protocol):
     """A place for resting shards away from the weights."""
@@ -55,9 +59,11 @@ class Tiers:
     def __init__(self, zero: ZeroConfig, aio: AioConfig, rank: int, platform: Platform) -> None:
         self._platform = platform
         self._ratio = zero.offload_optimizer.ratio
-        self.device_memory = zero.offload_optimizer.device_memory or 0
+        self.device_memory = self._most = zero.offload_optimizer.device_memory or 0
         """Bytes of the device that ``"ratio": "auto"`` may fill, the same on every rank; where the config names none,
-        whoever opens the tiers says how many there are."""
+        whoever opens the tiers says how many are free (``share``)."""
+        self.source = "device_memory"
+        """Where ``device_memory`` comes from, for people."""
         self._label, self._aio = f"rank {rank}", Aio(**vars(aio))
         self._files: dict[Path, ExtentFile] = {}
         try:
@@ -102,16 +108,18 @@ class Tiers:
         """Whether the ratio is found here (``"auto"``)."""
         return self._ratio == "auto"
 
-    def limit(self, device_memory: int) -> None:
-        """For a ratio "auto": what of the engine rests on the device may have so many bytes."""
-        self.device_memory = device_memory
+    def share(self, free: int) -> None:
+        """For a ratio "auto" without ``device_memory``: every rank has ``free`` bytes of its device. The engine fills
+        ``SHARE`` of them, and more only where it does not fit into that with everything away."""
+        self.device_memory, self._most = int(SHARE * free), free
+        self.source = f"{SHARE:.0%} of the {free} that the rank with the least has free; device_memory says otherwise"
 
     def homes(self, lengths: Sequence[int], device_bytes: Callable[[Homes], int]) -> Homes:
         """What rests away. lengths: elements of all buckets · device_bytes: what the device holds with some homes.
 
         Those are away whose gradients complete first, so that most of the way is behind backward: the first ones, up
         to the bucket with which they come nearest to ``ratio`` of all elements. "auto": the fewest with which the
-        device's bytes fit into ``device_memory``; UsageError where they do not even with all of them.
+        device's bytes fit into ``device_memory``; UsageError where they do not even with all of them (``share``).
         """
         if isinstance(self._ratio, str):
             return self._fitting(len(lengths), device_bytes)
@@ -130,15 +138,15 @@ class Tiers:
         memory = self.device_memory
         # one bucket more never makes the device's part larger
         fewest = bisect_left(range(count + 1), True, key=lambda away: device_bytes(self._first(away)) <= memory)
-        if fewest > count:
+        if fewest > count and (least := device_bytes(self._first(count))) > self._most:
             raise UsageError(
-                f'"ratio": "auto" of offload_optimizer: expected that the device needs at most {memory:,} bytes '
+                f'"ratio": "auto" of offload_optimizer: expected that the device needs at most {self._most:,} bytes '
                 f"(device_memory, or what the rank with the least memory had free), got "
-                f"{device_bytes(self._first(count)):,} with all of the optimizer's state away. Give it more memory, "
+                f"{least:,} with all of the optimizer's state away. Give it more memory, "
                 "shard more (a higher stage, more ranks, offload_param), or take a smaller reduce_bucket_size or "
                 "stage3_prefetch_bucket_size, whose buffers are counted"
             )
-        return self._first(fewest)
+        return self._first(min(fewest, count))
 
 
 class HostTier:

@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, (start, end) in state.own.items()
         ]
         device = self._reducer.buckets[0].bucket.full.device
-        if all(square.device == HOST for _, square in found):
+        if found and all(square.device == HOST for _, square in found):
             device = HOST  # added up where they are, and moved together
         zero = torch.zeros((), dtype=torch.float64, device=device)
         total, squares = zero.clone(), [zero] * len(self._layout.parameters)

@@ -200,12 +200,13 @@ def tell_choice(tiers: Tiers, footprint: Footprint, homes: Homes) -> None:
     if tiers.chooses:
         _log.info(
             'offload_optimizer: "ratio": "auto" is %.4f, %d of %d buckets are away; the device needs at most %d bytes '
-            "of %d for model state and buffers",
+            "of %d for model state and buffers (%s)",
             footprint.part_away(homes),
             len(homes.state),
             len(footprint.layout.buckets),
             footprint.on_device(homes),
             tiers.device_memory,
+            tiers.source,
         )
 
 

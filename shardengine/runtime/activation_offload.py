@@ -9,7 +9,7 @@ and with it what the block before saved: one block ahead. It stays on the device
 
 [Note: Stretches] What is copied is the stretch of the storage over which a tensor's elements lie, and a view of the
 same shape and strides is laid over it afterwards: transposed, sliced and expanded tensors come back as they were, for
-no more memory. The stretch begins at a multiple of 64 bytes, so that it is aligned as it was. Tensors over the same
+no more memory. The stretch begins where its bytes are aligned for the device, as they were. Tensors over the same
 stretch (a mask that all blocks are given) share one copy while their storage lives and is not written to.
 
 Not copied: weights and module buffers, which are there anyway, tensors that are not on the device, and those that are
@@ -31,7 +31,6 @@ from torch import Tensor
 from shardengine.errors import UsageError
 from shardengine.offload import Platform
 
-_ALIGN_BYTES = 64
 _FEW = 64
 
 
@@ -88,6 +87,7 @@ class ActivationStore:
         self.buffers = HostBuffers(platform)
         self.stream = platform.copy_stream()
         self._device = platform.device
+        self.alignment = platform.alignment
         self.stays = stays
         self._known: dict[_Key, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stretch]]] = {}
         self._kept = _FEW
@@ -147,7 +147,7 @@ class _Call:
             return _Packed(tensor, None, (), (), 0, version)
         offset, strides = int(tensor.storage_offset()), tensor.stride()
         last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-        first = offset - offset % (_ALIGN_BYTES // tensor.itemsize)
+        first = offset - offset % (self._store.alignment // tensor.itemsize)
         source = tensor.detach().as_strided((last + 1 - first,), (1,), first)
         stretch, new = self._store.stretch_of(source, self._before)
         if new:

@@ -1,6 +1,10 @@
 """Giving the weights of a model their places: flat buffers and units in the mesh's memory, filled with rank 0's values.
 
 Owns: who gets master weights, and what they begin with. Must not know: stages, the optimizer, later moves.
+
+[Note: Peak] A flat buffer is filled bucket by bucket, and what a parameter came with is let go of with its last bucket.
+So beside the model state there is never more than one bucket in fp32 and those parameters that are not in yet. These
+count only where the model came in the same memory.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from shardengine.sharding import (
     Partition,
     Precision,
     dtype_of,
+    in_memory_order,
     memory_order,
 )
 from shardengine.stages import Placement
@@ -53,10 +58,7 @@ def place(
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
                 flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
-                _fill(flat_buffer, found, collectives, which)
-                for member in found:
-                    member.parameter.grad = None
-                    member.show(member.view)
+                _fill(flat_buffer, found, layout, collectives, which)
                 members += found
                 flat_buffers.append(flat_buffer)
             unit = Unit(index, name, flat_buffers, members, layout)
@@ -78,19 +80,27 @@ def new_flat_buffer(
     ]
 
 
-def _fill(flat_buffer: FlatBuffer, members: list[Member], collectives: Collectives, which: Precision) -> None:
-    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some."""
+def _fill(
+    flat_buffer: FlatBuffer, members: list[Member], layout: Layout, collectives: Collectives, which: Precision
+) -> None:
+    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some ([Note: Peak])."""
     masters = flat_buffer.is_stepped and which.master_dtype(flat_buffer.dtype) is not None
-    wide = torch.zeros_like(flat_buffer.flat, dtype=torch.float32) if masters else None
-    source = flat_buffer.flat if wide is None else wide
-    for member, view in zip(members, flat_buffer.views_of(source), strict=True):
-        view.copy_(member.parameter)
+    by_index = {member.index: member for member in members}
     for bucket in flat_buffer.buckets:
-        part = source[bucket.layout.start : bucket.layout.end]
-        collectives.broadcast(part, bucket.layout, Purpose.START)
-        if wide is not None:
-            bucket.full.copy_(part)
-        begin_master(bucket, part, which)
+        full = torch.zeros_like(bucket.full, dtype=torch.float32) if masters else bucket.full
+        complete = []
+        for piece in layout.pieces(bucket.layout):
+            member, spec = by_index[piece.parameter], layout.parameters[piece.parameter]
+            given = in_memory_order(member.parameter, spec).reshape(-1)[piece.offset : piece.offset_end]
+            full[piece.start - bucket.layout.start : piece.end - bucket.layout.start].copy_(given)
+            complete += [member] if piece.offset_end == spec.numel else []
+        collectives.broadcast(full, bucket.layout, Purpose.START)
+        if masters:
+            bucket.full.copy_(full)
+        begin_master(bucket, full, which)
+        for member in complete:
+            member.parameter.grad = None
+            member.show(member.view)
 
 
 def begin_master(bucket: Bucket, values: Tensor, which: Precision) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardengine.offload import Done, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
+from shardengine.offload import Done, Fetched, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
 from shardengine.stages import Placement
 
@@ -27,24 +27,39 @@ _AT_ONCE = 2**22
 """Elements of weights that are compared with their masters at once."""
 
 
+class _Poison:
+    """The one element of a dtype on a device that every parameter shows whose weights are elsewhere."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        has_nan = dtype.is_floating_point or dtype.is_complex
+        self._value: float | int = float("nan") if has_nan else torch.iinfo(dtype).min
+        with torch.inference_mode(False):
+            self.element = torch.full((), self._value, dtype=dtype, device=device)
+        self._written: Fetched | None = None
+
+    def restore(self, platform: Platform) -> bool:
+        """Whether it was written to before it was restored last, as far as the device is. Never blocks."""
+        if self._written is None:
+            with torch.no_grad():
+                is_nan = self._value != self._value
+                written = self.element == self.element if is_nan else self.element != self._value
+                self._written = platform.fetch(written)
+                self.element.fill_(self._value)
+        if not self._written.reached:
+            return False
+        written, self._written = self._written.get(), None
+        return bool(written)
+
+
 @functools.cache
-def _poison_element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), _poison_value(dtype), dtype=dtype, device=device)
+def _poison_of(dtype: torch.dtype, device: torch.device) -> _Poison:
+    return _Poison(dtype, device)
 
 
-def _poison_value(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-
-
-def restore_poison(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether somebody wrote into the poison of ``dtype`` (torch lets fills through); mends it. CPU only."""
-    element = _poison_element(dtype, device)
-    if device.type != "cpu" or element.isnan() or element == _poison_value(dtype):
-        return False
-    with torch.no_grad():
-        element.fill_(_poison_value(dtype))
-    return True
+def restore_poison(dtype: torch.dtype, platform: Platform) -> bool:
+    """Whether somebody wrote into the poison of ``dtype`` (torch lets fills through); mends it. A device that runs
+    behind the host says so at a later call."""
+    return _poison_of(dtype, platform.device).restore(platform)
 
 
 def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -54,7 +69,7 @@ def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> 
     and nothing can crash the process, which reading a view of freed storage does. All poison of a dtype is one element.
     """
     with torch.inference_mode(False):
-        return _poison_element(dtype, device).expand(shape)
+        return _poison_of(dtype, device).element.expand(shape)
 
 
 def shaped(flat: Tensor, spec: ParameterSpec) -> Tensor:
@@ -312,7 +327,9 @@ class FlatBuffer:
         self._cut()
         self.flat.untyped_storage().resize_(0)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Of the weights: who still holds a view keeps their memory, nobody may use them here any more."""
+        self.platform.come_home()
         self.flat = self.flat.new_empty(0)
         self.views = []
         self._cut()
@@ -323,6 +340,7 @@ class FlatBuffer:
         self._build()
         self.flat.copy_(before)
         self._cut()
+        self.platform.come_home()
 
     def _cut(self) -> None:
         """Buckets are views of the storage that was built anew."""
@@ -339,7 +357,7 @@ class FlatBuffer:
                 bucket.weight_store.offload(pinned=pinned)
         if self.storage_bytes and self.offloaded is None:
             self.offloaded = host_copy(self.flat, self.platform, pinned=pinned)
-            self._let_go()
+            self.let_go()
 
     def reload(self) -> None:
         """The weights are on the device again. Those for which there is no room stay in host memory."""
@@ -358,8 +376,7 @@ class FlatBuffer:
 
     def forsake(self) -> None:
         """Another flat buffer has taken over: let go of all memory. Who still holds a view of it keeps it."""
-        self.platform.come_home()
-        self._let_go()
+        self.let_go()
         self.offloaded = None
         for bucket in self.buckets:
             bucket.drop()

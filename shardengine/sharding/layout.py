@@ -15,9 +15,11 @@ Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elemen
     buckets  bucket 0: [0, 32)                bucket 1: [32, 64)
     slices   rank 0: [0, 16)  rank 1: [16,32) rank 0: [32,48) rank 1: [48, 64)
 
-[Note: Alignment] Every parameter, slice and bucket starts at a multiple of 64 bytes and of 16 elements. Fused CPU
-optimizer kernels and small matrix products give other bits in their scalar tails and at other offsets, so alignment is
-what makes results independent of the layout. Padding is zero, belongs to the layout, and is counted in every formula.
+[Note: Alignment] Every parameter, slice and bucket starts at a multiple of 16 elements, and of as many bytes as the
+device's libraries look at in an address (``Platform.alignment``: 64 on a CPU). Fused CPU optimizer kernels and small
+matrix products give other bits in their scalar tails and at other offsets, and cuBLAS may choose another algorithm, so
+alignment is what makes results independent of the layout. Padding is zero, belongs to the layout, and is counted in
+every formula.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from shardengine.errors import InternalError
 from shardengine.stages import Placement
 
 ALIGN_BYTES = 64
+"""A CPU's."""
 ALIGN_ELEMENTS = 16
 FIRST_BUCKET_ELEMENTS = 262_144
 
@@ -282,12 +285,12 @@ def _pieces(slots: Iterable[Slot], start: int, end: int) -> Iterator[Piece]:
             yield Piece(slot.parameter, first, last, first - slot.start)
 
 
-def alignment(itemsize: int) -> int:
-    """Elements of ``itemsize`` bytes to which everything is aligned."""
-    return max(ALIGN_ELEMENTS, -(-ALIGN_BYTES // itemsize))
+def alignment(itemsize: int, align_bytes: int = ALIGN_BYTES) -> int:
+    """Elements of ``itemsize`` bytes to which everything is aligned ([Note: Alignment])."""
+    return max(ALIGN_ELEMENTS, -(-align_bytes // itemsize))
 
 
-def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layout:
+def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int, align_bytes: int = ALIGN_BYTES) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
@@ -302,7 +305,7 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int) -> Layou
         keys = dict.fromkeys((specs[i].dtype, specs[i].itemsize, specs[i].trainable) for i in members)
         for dtype, itemsize, trainable in keys:
             chosen = [i for i in members if (specs[i].dtype, specs[i].trainable) == (dtype, trainable)]
-            align = alignment(itemsize)
+            align = alignment(itemsize, align_bytes)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]

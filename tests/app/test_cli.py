@@ -123,7 +123,7 @@ def test_env_names_the_versions(capsys: pytest.CaptureFixture[str]):
     rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["torch"].startswith(torch.__version__.split("+")[0])
     assert {"shardengine", "python", "triton", "transformers", "distributed", "CUDA", "CPU", "memory"} <= set(rows)
-    assert "cores usable" in rows["CPU"]
+    assert "cores usable" in rows["CPU"] and "PYTORCH_ALLOC_CONF" in rows
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import shardengine
 from shardengine.checkpoint import atomic, directory, tensor_file
 from shardengine.comm import mesh as mesh_module
 from shardengine.errors import CheckpointError, ShardEngineError
+from shardengine.offload import CopyStream, Platform
 from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
@@ -125,9 +126,15 @@ def test_two_saves_may_be_under_way_and_a_third_waits(tmp_path: Path) -> None:
     assert directory.saved(tmp_path) == ["c", "b", "a"]
 
 
-def test_host_memory_is_two_copies_that_are_used_again(tmp_path: Path) -> None:
+def test_host_memory_is_two_copies_that_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    places = set()
+    places, streams, new_stream = set(), [], Platform.copy_stream
+
+    def counted(platform: Platform) -> CopyStream:
+        streams.append(new_stream(platform))
+        return streams[-1]
+
+    monkeypatch.setattr(Platform, "copy_stream", counted)
     for count in range(10):
         train(engine)
         engine.save_checkpoint(tmp_path, "same" if count % 3 else None)
@@ -135,7 +142,7 @@ def test_host_memory_is_two_copies_that_are_used_again(tmp_path: Path) -> None:
     size = sum(memory.numel() for memory in engine._saves._memory)
     engine.close()
     written = (tmp_path / "same" / "rank-00000.safetensors").stat().st_size
-    assert len(places) == 2 and size <= 2 * 1.2 * written
+    assert len(places) == 2 and size <= 2 * 1.2 * written and len(streams) == 1
 
 
 def test_the_same_tag_and_keep_last(tmp_path: Path) -> None:

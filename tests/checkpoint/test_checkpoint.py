@@ -14,6 +14,7 @@ from torch import nn
 
 from shardengine.checkpoint import directory, tensor_file
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
+from shardengine.offload import Platform
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -70,8 +71,10 @@ def unbroken(folder: str, kind: str, stage: str, micros: int, low: bool) -> dict
 
 
 def resumed(folder: str, kind: str, stage: str, micros: int, low: bool) -> dict[str, Any]:
-    """The last five in an engine of its own, after other steps and with other buckets."""
-    engine = make("gpt2", kind, stage, micros, low, reduce_bucket_size=1000)
+    """The last five in an engine of its own, after other steps, with other buckets and another device's alignment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Platform, "alignment", 256)
+        engine = make("gpt2", kind, stage, micros, low, reduce_bucket_size=1000)
     torch.manual_seed(77)
     steps(engine, 0, 1)
     loaded = engine.load_checkpoint(folder)

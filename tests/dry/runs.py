@@ -16,7 +16,7 @@ import shardengine
 from tests.support.cases import STAGES
 from tests.support.dry_run import META, Border, Crossing, DryPlatform, Log, SilentWire, dry_mesh
 
-BUCKET = 20_000
+WIDTH, BUCKET = 128, 150_000  # with 1024 ranks a bucket has at least 131,072 elements
 HOST_MEMORY: dict[str, Any] = {"device": "cpu"}
 TIERS: dict[str, dict[str, Any]] = {
     "device": {},
@@ -60,9 +60,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp = nn.Linear(8, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
-        self.out = nn.Linear(64, 4)
+        self.inp = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.out = nn.Linear(WIDTH, 4)
         self.register_buffer("offset", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,13 +158,14 @@ class Numbers:
 @dataclass(frozen=True)
 class Facts:
     """What is counted once for each of them. buckets: all of them · away: those whose states are not on the device ·
-    spans: what the optimizer steps of those as one · pieces: what this rank has of single parameters in those · loads:
-    of shards from where they rest, in forwards and backwards."""
+    spans: what the optimizer steps of those as one · pieces: what this rank has of single parameters in those · near:
+    in the others · loads: of shards from where they rest, in forwards and backwards."""
 
     buckets: int
     away: int
     spans: int
     pieces: int
+    near: int
     loads: int
 
     @classmethod
@@ -181,6 +184,7 @@ class Facts:
             away=len(states),
             spans=sum(bool(pieces) if together else len(list(pieces)) for pieces in map(list, stepped)),
             pieces=sum(len(each.own) for each in states),
+            near=sum(len(each.own) for each in core.reducer.buckets if each not in states),
             loads=sum(passes) * case.micros,
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch import nn
 
 from tests.dry.runs import OPTIONS, PRECISIONS, TIERS, Case, Facts, Run, run
 from tests.support.cases import STAGES
@@ -51,7 +52,7 @@ def spills(case: Case, facts: Facts) -> int:
 
 def squares(case: Case, facts: Facts) -> int:
     """Parts of the norm that were summed on the host: together, or one by one where some are on the device."""
-    return (case.stage != "0") * (facts.pieces if case.tier == "half" else facts.away > 0)
+    return (case.stage != "0") * (facts.pieces if facts.near else facts.pieces > 0)
 
 
 def sent_on(case: Case, facts: Facts) -> int:
@@ -225,3 +226,10 @@ def test_without_offload_the_host_reads_one_flag(case: Case, tmp_path: Path) -> 
 def test_what_a_step_crosses(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     check(case, tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_a_rank_that_holds_padding_alone(stage: str, tmp_path: Path) -> None:
+    found = run(Case(stage, ranks=1024), tmp_path, model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    assert found.facts.near == 0
+    assert found.steps[1:] == [{Crossing("optim/update.py:Update.conclude", "read"): 1}] * 2

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine.errors import ConfigError, ShardEngineError, UsageError
+from shardengine.offload import Done, Fetched, Platform
 from tests import oracle
 from tests.support import cases
 from tests.support.ranks import RankPool
@@ -353,3 +354,29 @@ def test_ranks_that_differ_get_one_clear_error(pools: Pools, kind: str, part: st
             assert text.startswith("MismatchError") and "rank 2" in text, f"rank {rank}: {text}"
         assert seconds < 50
         assert loss == truth(3, 1).losses[0][rank][0], "the processes are usable afterwards"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "a device that runs behind it"])
+def test_an_initialisation_of_weights_that_are_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """A fill reaches the one element that all hidden parameters show; no step is computed with it."""
+    asked: list[bool] = []
+
+    class Asked(Done):
+        @property
+        def reached(self) -> bool:
+            asked.append(True)
+            return len(asked) > 1
+
+    if late:
+        monkeypatch.setattr(Platform, "fetch", lambda _platform, values: Fetched(values, Asked()))
+    engine: Any = shardengine.initialize(cases.make_mlp(), cases.config_of("3"), optimizer=None)
+    x = torch.ones(2, 7)
+    nn.init.zeros_(engine.module.out.weight)
+    if late:
+        assert torch.isfinite(engine(x)).all(), "what is gathered is not what was written"
+        assert engine.module.blocks[0][0].weight.isnan().all()
+    with pytest.raises(UsageError, match=r"written while its weights were elsewhere \(rank 0\); the write is lost"):
+        engine(x)
+    assert engine.module.blocks[0][0].weight.isnan().all()
+    engine(x)
+    engine.close()

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from shardengine.comm.flight_recorder import Purpose
+from shardengine.engine import rebuild
 from shardengine.errors import MismatchError, UsageError
 from tests.parity.test_changed_models import OPTIONS, engine_of, group, set_trainable
 from tests.stages.test_memory import live_storages, make_tower, only_new_tensors
+from tests.stages.test_memory_placing import Peak
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -246,6 +248,7 @@ def test_ranks_that_disagree_are_told_and_go_on(pools: Pools, stage: str, about:
 # Memory
 
 BUCKET = 8192
+SMALL = 1024
 
 
 def peak_of_a_change(frozen: int) -> tuple[int, int, int, int]:
@@ -284,3 +287,33 @@ def test_at_stage_3_a_change_never_holds_the_whole_model(pools: Pools) -> None:
         state = 12 * elements // ranks
         assert peak <= state + 12 * unit // ranks + 4 * unit + 2 * 4 * BUCKET
         assert peak < state + 4 * elements  # the model and its state would not fit into that
+
+
+def peak_where_weights_are_replicated(stage: str) -> tuple[int, int, int]:
+    """(largest live bytes while the layout changes, elements before, after): two of five blocks are unfrozen."""
+    with only_new_tensors():
+        model = make_tower()
+        for block in model.blocks[:2]:
+            set_trainable(block, False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = engine_of(model, optimizer, cases.config_of(stage, zero={"reduce_bucket_size": SMALL}))
+        x = torch.randn(1, 7)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        engine._core.pool.clear()
+        before = engine._core.layout.elements(trainable=True)
+        set_trainable(model, True)
+        with Peak(set()) as peak, torch.no_grad():
+            engine._core = rebuild.rebuild(engine._core, engine.module, engine.config, engine.optimizer)
+        after = engine._core.layout.elements(trainable=True)
+    engine.close()
+    return peak.all, before, after
+
+
+@pytest.mark.parametrize("stage", ["0", "2"])
+def test_where_weights_are_replicated_a_change_needs_them_twice_and_no_state(pools: Pools, stage: str) -> None:
+    for peak, before, after in pools(2).run(peak_where_weights_are_replicated, stage):
+        share = 1 if stage == "0" else 2
+        weights, buckets = 4 * after, 6 * 3 * 4 * SMALL  # what is gathered, and new buckets before old ones go
+        assert peak <= max(2 * weights + 8 * before // share, weights + 8 * after // share) + buckets
+        assert weights + 8 * after // share + buckets < 2 * weights + 8 * (before + after) // share, "shows nothing"

@@ -30,7 +30,7 @@ from shardengine.comm import mesh as mesh_module
 from shardengine.kernels import Rule, Spans
 from tests import oracle
 from tests.support import cases
-from tests.support.sizes import padded
+from tests.support.sizes import ALIGN_BYTES_APART, padded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -131,7 +131,7 @@ def assert_memory(found: dict[str, Any], model: str, dtype: str, run: Run, ranks
     for name, parameter in make_model(model).named_parameters():
         block = BLOCK.match(name) if shards_weights else None
         storages.setdefault(block.group() if block else "", []).append(parameter.numel())
-    elements = sum(padded(counts, ranks, size) for counts in storages.values())
+    elements = sum(padded(counts, ranks, size, ALIGN_BYTES_APART) for counts in storages.values())
     weights = elements * size // (ranks if shards_weights else 1)
     states = elements * (8 if size == 4 else 12) // (1 if stage == "0" else ranks)
     resting = elements * (size if micros == 1 else 4) // (ranks if cases.LETTER[stage] == "sharded" else 1)

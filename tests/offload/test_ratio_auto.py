@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import shardengine
 from shardengine import Engine
+from shardengine.comm import mesh
 from shardengine.ddp import GradientBucket
-from shardengine.engine import assembly
 from shardengine.errors import ConfigError, UsageError
+from shardengine.offload import Platform
 from shardengine.offload.pool import BufferPool
+from shardengine.offload.tiers import SHARE
 from shardengine.optim.optimizer import state_names
 from shardengine.sharding.bucket import FlatBuffer
 from tests.parity.test_changed_models import engine_of, group, set_trainable
@@ -40,7 +44,7 @@ from tests.stages.test_memory import (
 )
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankFailure, RankPool
 from tests.support.sizes import padded
 
 Pools = Callable[[int], RankPool]
@@ -280,12 +284,34 @@ def test_a_cpu_does_not_say_what_is_free(pools: Pools) -> None:
         assert "device_memory: expected a number of bytes" in text and "the device is a CPU" in text
 
 
+class Apart(Platform):
+    """The host's memory as that of a device, of which so many bytes are free, and more once torch caches none."""
+
+    alignment = 64
+    is_apart = True
+
+    def __init__(self, free: int, cached: int = 0) -> None:
+        super().__init__(torch.device("cpu"))
+        self._free, self._cached = free, cached
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def free_cached(self) -> None:
+        self._free, self._cached = self._free + self._cached, 0
+
+
 def choose(free: list[int] | None, config: dict[str, Any]) -> list[float]:
-    """What the engine chooses where rank i has ``free[i]`` bytes: which part is away, and after one step as well."""
-    with pytest.MonkeyPatch.context() as patch:
-        if free is not None:
-            patch.setattr(assembly, "free_bytes", lambda platform: free[cases.mesh_of_this_process().rank])
-        engine = cases.make_engine(make_tower(), config)
+    """What the engine chooses where rank i has ``free[i]`` bytes: which part is away, and after one step as well.
+
+    Of these, torch caches a third, and the model has its weights there.
+    """
+    model, ranks = make_tower(), cases.mesh_of_this_process()
+    if free is not None:
+        left = free[ranks.rank] - FLOAT * sum(p.numel() for p in model.parameters())
+        ranks = replace(ranks, platform_of=lambda _: Apart(left - left // 3, left // 3))
+    optimizer = cases.make_optimizer(model, "AdamW")
+    engine = shardengine.initialize(model, config, optimizer=optimizer, mesh=ranks)
     engine.backward(engine(torch.randn(2, 7)).square().mean())
     engine.step()
     memory = engine.memory()
@@ -298,20 +324,37 @@ def test_ranks_take_the_least_that_one_of_them_has(pools: Pools) -> None:
     least = int(budget)
     expected = pools(2).run(choose, None, config_of("2", auto(least)))
     assert 0.3 < expected[0][0] < 0.7
-    for free in ([least, 10**9], [10**9, least]):
+    enough = round((least + 1) / SHARE)
+    for free in ([enough, 10**9], [10**9, enough]):
         assert pools(2).run(choose, free, config_of("2", {"ratio": "auto"})) == expected
+
+
+def test_what_needs_more_than_the_share_takes_more_with_everything_away(pools: Pools) -> None:
+    ((_, needed), _) = pools(2).run(choose, None, config_of("2", {"ratio": 1.0}))
+    all_free = int(needed)
+    assert [ratio for ratio, _ in pools(2).run(choose, [all_free] * 2, config_of("2", {"ratio": "auto"}))] == [1.0] * 2
+    with pytest.raises(RankFailure, match=rf"at most {all_free - 1:,} bytes .* got {all_free:,} with all"):
+        pools(2).run(choose, [all_free, all_free - 1], config_of("2", {"ratio": "auto"}))
 
 
 # What is told, and new layouts
 
 
-def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, logger="shardengine")
     engine = cases.make_engine(make_tower(), config_of("2", auto(1.5e6)))
     told = [record.getMessage() for record in caplog.records if "ratio" in record.getMessage()]
     ratio = engine.memory()["offload_ratio"]
     assert 0 < ratio < 1
     assert len(told) == 1 and f'"auto" is {ratio:.4f}' in told[0] and "1500000" in told[0]
+    assert told[0].endswith("(device_memory)")
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh.Mesh, "platform", Apart(2_500_000))
+        cases.make_engine(make_tower(), config_of("2", {"ratio": "auto"})).close()
+    whole = 2_500_000 + FLOAT * sum(p.numel() for p in make_tower().parameters())
+    (text,) = [record.getMessage() for record in caplog.records if "ratio" in record.getMessage()]
+    assert f"of {int(SHARE * whole)} for model state and buffers (60% of the {whole} that the rank" in text
     caplog.clear()
     cases.make_engine(make_tower(), config_of("2", {"ratio": 0.5})).close()
     assert not [record for record in caplog.records if "ratio" in record.getMessage()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from shardengine.offload import BufferPool, Platform
+from shardengine.offload import BufferPool, Done, Fetched, Platform
 from shardengine.sharding import layout
-from shardengine.sharding.bucket import FlatBuffer, poison
+from shardengine.sharding.bucket import FlatBuffer, poison, restore_poison
 from tests.support.parts import CPU, make_flat_buffers, spec
 
 
@@ -161,6 +162,37 @@ def test_poison_takes_the_memory_of_one_element() -> None:
 def test_poison_without_dimensions_or_elements_keeps_its_shape() -> None:
     assert poison(torch.float32, (), CPU).shape == ()
     assert poison(torch.float32, (0, 3), CPU).shape == (0, 3)
+
+
+class Behind(Platform):
+    """A device that runs behind the host: what is fetched is there once the host has asked for it twice more."""
+
+    def fetch(self, values: Tensor) -> Fetched:
+        class Asked(Done):
+            times = 0
+
+            @property
+            def reached(self) -> bool:
+                self.times += 1
+                return self.times > 2
+
+        return Fetched(values, Asked())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+@pytest.mark.parametrize("platform", [Platform(CPU), Behind(CPU)])
+def test_a_fill_of_poison_is_mended_at_once_and_told_when_the_device_knows(
+    platform: Platform, dtype: torch.dtype
+) -> None:
+    mine, other = poison(dtype, (3,), CPU), poison(dtype, (2, 2), CPU)
+    before = other.clone()
+    assert not any(restore_poison(dtype, platform) for _ in range(6))
+    for value in (0, 1):
+        mine.fill_(value)
+        told = [restore_poison(dtype, platform)]
+        assert torch.equal(other.isnan(), before.isnan()) and torch.equal(other.nan_to_num(), before.nan_to_num())
+        told += [restore_poison(dtype, platform) for _ in range(5)]
+        assert told == [place == (2 if isinstance(platform, Behind) else 0) for place in range(6)]
 
 
 def test_a_flat_buffer_has_one_poison_per_parameter_of_its_shape() -> None:

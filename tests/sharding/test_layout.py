@@ -61,14 +61,16 @@ def test_every_parameter_has_one_slot_and_no_two_overlap(listed: list[ParameterS
         assert end <= flat_buffer.length < end + ranks * elements(flat_buffer)
 
 
-@given(specs(), RANKS, CAPS)
+@given(specs(), RANKS, CAPS, st.sampled_from([64, 256]))
 @property_test
-def test_everything_starts_at_64_bytes_and_at_16_elements(listed: list[ParameterSpec], ranks: int, cap: int) -> None:
-    for flat_buffer in layout.build(listed, ranks, cap).flat_buffers:
+def test_everything_starts_at_aligned_bytes_and_at_16_elements(
+    listed: list[ParameterSpec], ranks: int, cap: int, align: int
+) -> None:
+    for flat_buffer in layout.build(listed, ranks, cap, align).flat_buffers:
         starts = [slot.start for slot in flat_buffer.slots]
         starts += [bucket.interval(SHARDED, rank)[0] for bucket in flat_buffer.buckets for rank in range(ranks)]
         starts += [edge for bucket in flat_buffer.buckets for edge in (bucket.start, bucket.end)]
-        assert all(start % 16 == 0 and start * flat_buffer.itemsize % 64 == 0 for start in starts)
+        assert all(start % 16 == 0 and start * flat_buffer.itemsize % align == 0 for start in starts)
 
 
 @given(specs(), RANKS, CAPS)

@@ -70,11 +70,11 @@ BLOCK_PARAMETERS = [WIDTH * WIDTH, WIDTH, WIDTH * WIDTH, WIDTH]
 ROOT_PARAMETERS = [7 * WIDTH, WIDTH, 3 * WIDTH, 3]
 
 
-def elements_of(stage: str, ranks: int) -> int:
+def elements_of(stage: str, ranks: int, itemsize: int = FLOAT) -> int:
     """All elements with padding; where weights are sharded every block has a storage of its own."""
     if stage.startswith("3"):
-        return BLOCKS * padded(BLOCK_PARAMETERS, ranks) + padded(ROOT_PARAMETERS, ranks)
-    return padded(BLOCKS * BLOCK_PARAMETERS + ROOT_PARAMETERS, ranks)
+        return BLOCKS * padded(BLOCK_PARAMETERS, ranks, itemsize) + padded(ROOT_PARAMETERS, ranks, itemsize)
+    return padded(BLOCKS * BLOCK_PARAMETERS + ROOT_PARAMETERS, ranks, itemsize)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def calls(path: Path, names: frozenset[str]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def mutated(file: str, function: str, old: str, new: str) -> Iterator[None]:
-    """``old`` in ``function`` of ``file`` (below the package) is ``new`` inside. Both as ``ast.unparse`` writes them."""
+    """Inside, ``old`` in ``function`` of ``file`` (of the package) is ``new``; both as ``ast.unparse`` writes them."""
     module = importlib.import_module(f"{PACKAGE}.{file.removesuffix('.py').replace('/', '.')}")
     owner, _, name = function.rpartition(".")
     holder: Any = getattr(module, owner) if owner else module
