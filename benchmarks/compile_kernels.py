@@ -100,7 +100,9 @@ def _sums() -> Iterator[tuple[str, Call]]:
     yield "two fp16 terms to fp16", partial(ordered, 2, FP16, FP16, rounded=FP16)
     yield "eight bf16 terms, everything", partial(ordered, 8, BF16, more=True, rounded=BF16)
     yield "eight terms apart", partial(ordered, 8, apart=True, more=True)
-    yield "64 terms", partial(ordered, 64)
+    for count, dtype in itertools.product((64, 256), NAMES):
+        yield f"{count} {NAMES[dtype]} terms", partial(ordered, count, dtype)
+        yield f"{count} {NAMES[dtype]} terms apart", partial(ordered, count, dtype, dtype, apart=True, more=True)
     for dtype in (FP32, BF16):
         yield f"squares {NAMES[dtype]}", partial(operations.sum_of_squares, _flat(dtype))
 

@@ -36,6 +36,8 @@ TARGET_COPY = 0.90
 TARGET_SMALL = 2.0
 """× the speed of ``torch._foreach_copy_`` at least, on many small tensors."""
 TERMS = (2, 4, 8)
+MANY_TERMS = (64, 256)
+"""So much shorter that all of them together take the bytes of eight."""
 STEP = 10
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01},
@@ -152,8 +154,14 @@ def _layout_case(work: Work, operation: str, least: int, calls: Mapping[str, Cal
 
 
 def sum_case(work: Work, count: int) -> Case:
-    """``count`` fp32 terms into a buffer, divided; torch adds them one by one into it."""
-    terms, out = [work.flat() for _ in range(count)], work.flat()
+    """``count`` fp32 terms into a buffer, divided; torch adds them one by one into it. Up to eight are buffers of their
+    own, more are slices of one, as what a rank receives."""
+    if count <= max(TERMS):
+        terms = [work.flat() for _ in range(count)]
+    else:
+        length = max(1, work.length * max(TERMS) // count // ALIGNMENT) * ALIGNMENT
+        terms = list(torch.randn(count, length, device=work.device))
+    out = torch.randn_like(terms[0])
 
     def one_by_one() -> None:
         torch.add(terms[0], terms[1], out=out)
@@ -276,7 +284,7 @@ def cases(large_work: Work, small_work: Work) -> list[Callable[[], Case]]:
     for work in (large_work, small_work):
         found += [partial(flatten_case, work), partial(flatten_case, work, torch.bfloat16)]
         found += [partial(unflatten_case, work)]
-        found += [partial(sum_case, work, count) for count in TERMS if work is large_work]
+        found += [partial(sum_case, work, count) for count in TERMS + MANY_TERMS if work is large_work]
         found += [partial(norm_case, work)]
         found += [partial(update_case, work, "AdamW"), partial(update_case, work, "AdamW", mixed=True)]
     found += [partial(update_case, large_work, kind) for kind in ("SGD", "Lion")]

@@ -37,6 +37,8 @@ def test_tensors_start_where_they_are_aligned() -> None:
         (lambda: kernel_cases.sum_case(WORK, 8), 36 * 1152),
         (lambda: kernel_cases.norm_case(WORK), 4 * 1152),
         (lambda: kernel_cases.update_case(WORK, "AdamW"), 28 * 1152),
+        (lambda: kernel_cases.sum_case(WORK, 64), 4 * 65 * 128),
+        (lambda: kernel_cases.sum_case(WORK, 256), 4 * 257 * 32),
         (lambda: kernel_cases.update_case(WORK, "AdamW", mixed=True), 28 * 1152),
         (lambda: kernel_cases.update_case(WORK, "SGD"), 20 * 1152),
         (lambda: kernel_cases.update_case(WORK, "Lion"), 20 * 1152),
@@ -79,12 +81,13 @@ def test_peers_copy_what_ours_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_sum_what_ours_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = kernel_cases.sum_case(WORK, 4)
-    terms, out = arguments_of(case, "ordered_sum", monkeypatch)
-    for call in case.calls.values():
-        out.zero_()
-        call()
-        torch.testing.assert_close(out, torch.stack(terms).mean(0))
+    for count in (4, 64):
+        case = kernel_cases.sum_case(WORK, count)
+        terms, out = arguments_of(case, "ordered_sum", monkeypatch)
+        for call in case.calls.values():
+            out.zero_()
+            call()
+            torch.testing.assert_close(out, torch.stack(terms).mean(0))
     flat = WORK.flat()
     monkeypatch.setattr(Work, "flat", lambda *_: flat.index_fill(0, torch.tensor([1000]), 3.0))
     norm = kernel_cases.norm_case(Work("large", (1152,), CPU))
@@ -266,7 +269,7 @@ def test_a_tiny_run_measures_every_operation(capsys: pytest.CaptureFixture[str],
     assert result["works"]["large"]["tensors"] == 6 and result["why_not_counted"] == "not on CPU"
     assert result["failed"] == []
     names = [(row["work"], row["operation"]) for row in result["rows"]]
-    assert len(names) == len(set(names)) == 23
+    assert len(names) == len(set(names)) == 25
     for operation in ("ordered_sum of 8", "update AdamW bf16 → fp32 → bf16", "update Lion fp32", "decompress int4"):
         assert ("large", operation) in names
     for row in result["rows"]:

@@ -1,6 +1,6 @@
 """Ranks agree before the first data collective, which a mismatch would abort or hang.
 
-Owns: comparing facts, turning one rank's failure into an error on all ranks, and who carries out the kernels of a CPU.
+Owns: comparing facts, turning one rank's failure into an error on all ranks, and who carries out the kernels.
 Must not know: what is done afterwards.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from shardengine.comm.collectives import Collectives
 from shardengine.errors import CheckpointError, InternalError, MismatchError, UsageError
-from shardengine.kernels import Offer, withdraw_native
+from shardengine.kernels import Offer, Offers, withdraw
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -71,23 +71,42 @@ def compare(collectives: Collectives, facts: dict[str, list[str]], own: int = 0)
     raise InternalError("facts that are equal have different digests")
 
 
-def settle_kernels(offers: Sequence[int], rank: int) -> None:
-    """All ranks use native kernels on their CPUs where all ``offers`` have them, else all use torch; rank 0 says so.
+_TRITON_NEEDS = "Triton's kernels need a C compiler and Python's headers"
+_CURES = {"cpu": "install g++ or clang++ there (SHARDENGINE_NATIVE=require on such a rank says what it lacks)"}
+_CURE = "set SHARDENGINE_KERNELS to the same everywhere"
 
-    So no rank waits for one whose steps are slower. UsageError on every rank where some rank requires native ones.
+
+def settle_kernels(collectives: Collectives, packed: Sequence[int], problem: str) -> None:
+    """All ranks use kernels of ours on a type of device where all of them can, else all use torch; rank 0 says so.
+
+    packed: ``Offers.packed`` of every rank · problem: this rank's. So no rank waits for one whose steps are slower.
+    UsageError on every rank where some rank requires kernels that another one does not have.
     """
-    without = [number for number, offer in enumerate(offers) if offer == Offer.TORCH]
+    mesh, offers = collectives.mesh, [Offers.unpacked(each) for each in packed]
+    failed = any(Offer.FAILED in each[:2] for each in offers)
+    problems = collectives.exchange_objects(problem) if failed else []
+    settle_type("cpu", [each.cpu for each in offers], problems, mesh.rank)
+    if mesh.device.type != "cpu":
+        settle_type(mesh.device.type, [each.device for each in offers], problems, mesh.rank)
+
+
+def settle_type(device_type: str, offers: Sequence[Offer], problems: Sequence[str], rank: int) -> None:
+    """``settle_kernels`` for one type of device. problems: every rank's, if any launch has failed."""
+    lacking = (Offer.TORCH, Offer.FAILED)
+    without = [number for number, offer in enumerate(offers) if offer in lacking]
     requiring = [number for number, offer in enumerate(offers) if offer == Offer.REQUIRED]
-    cure = "install g++ or clang++ there (SHARDENGINE_NATIVE=require on such a rank says what it lacks)"
+    failed = [f"a first launch failed on rank {number} ({problems[number]})"
+              for number, offer in enumerate(offers) if offer == Offer.FAILED]  # fmt: skip
+    name, cure = "CPU" if device_type == "cpu" else "GPU", _CURES.get(device_type, _CURE)
     if without and requiring:
         raise UsageError(
-            f"ranks {requiring} require native CPU kernels (SHARDENGINE_NATIVE or SHARDENGINE_KERNELS) and ranks "
+            f"ranks {requiring} require {name} kernels (SHARDENGINE_NATIVE or SHARDENGINE_KERNELS) and ranks "
             f"{without} have none, but all ranks use the same (this is rank {rank}): {cure}, or require nothing"
         )
-    withdraw_native(bool(without))
-    if rank == 0 and 0 < len(without) < len(offers):
-        _say(f"CPU kernels: torch does their work on all ranks, slower and with the same bits, because ranks {without} "
-             f"have no native ones; {cure}")  # fmt: skip
+    withdraw(device_type, bool(without))
+    if rank == 0 and (failed or 0 < len(without) < len(offers)):
+        why = f"{failed[0]}; {_TRITON_NEEDS}" if failed else f"ranks {without} have none of ours; {cure}"
+        _say(f"{name} kernels: torch does their work on all ranks, slower and with the same bits, because {why}")
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from shardengine.comm import Collectives, Mesh, compare, host_threads, run_on_al
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
+from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window
@@ -38,24 +39,31 @@ _log = logging.getLogger(__name__)
 
 
 def _look(
-    model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]], shards_weights: bool
-) -> tuple[Partition, kernels.Offer]:
+    model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, trial: KernelTrial
+) -> tuple[Partition, kernels.Offers]:
     """What one rank alone finds out about the model and the machine, or refuses."""
     units = config.zero_optimization.units
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-    which = precision.of(config)
-    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=which, device=mesh.device)
-    return found, kernels.offer()
+    found = partition.analyse(
+        model, units, group_of, shards_weights=shards_weights, which=trial.precision, device=trial.device
+    )
+    return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
 
 
 def build(
-    model: nn.Module, config: Config, mesh: Mesh, groups: list[dict[str, Any]], states: Sequence[str] = ()
+    model: nn.Module,
+    config: Config,
+    mesh: Mesh,
+    groups: list[dict[str, Any]],
+    states: Sequence[str] = (),
+    kind: str | None = None,
 ) -> Core:
     """Partition ``model`` as ``config`` says and attach to it.
 
-    groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32.
+    groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32 · kind: its name,
+    None for none.
     """
     zero = config.zero_optimization
     stage = stages.select(config)
@@ -64,13 +72,14 @@ def build(
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
     direct |= which.reduce is not torch.float32  # the backend would round no sum
     collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
+    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), mesh, direct, kind, groups)
 
     found, offer = run_on_all_ranks(
-        collectives, "looking at the model", lambda: _look(model, config, mesh, groups, stage.moves_weights)
+        collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, trial)
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
-    offers = compare(collectives, partition.facts(model, found, settings, groups), offer)
-    settle_kernels(offers, mesh.rank)
+    offers = compare(collectives, partition.facts(model, found, settings, groups), offer.packed)
+    settle_kernels(collectives, offers, offer.problem)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
     footprint = _footprint(config, stage, found, plan, states)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers

@@ -150,7 +150,7 @@ class Engine(Inspection):
             _log.warning("of the config: %s", "; ".join(told))
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
         states = () if form.kind is None else state_names(form.kind, form.groups, scheduled=scheduled)
-        self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states)
+        self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:

@@ -2,13 +2,15 @@
 
 Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
 ``reference``, ``reference_update``, ``compression``, ``random_bits``, ``checksums`` are the readable implementations,
-``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits. ``rules`` are the options of an update,
-``spans`` the ranges of a flat tensor that share them. ``threads`` says how many the native kernels start.
+``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for tensors without data.
+``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them. ``threads`` says how
+many the native kernels start.
 """
 
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.operations import (
     Offer,
+    Offers,
     compress,
     crc32,
     decompress,
@@ -18,7 +20,7 @@ from shardengine.kernels.operations import (
     sum_of_squares,
     unflatten,
     update,
-    withdraw_native,
+    withdraw,
 )
 from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import gradient_factor, norm_from_squares
@@ -31,6 +33,7 @@ __all__ = [
     "Compressed",
     "Noise",
     "Offer",
+    "Offers",
     "Rule",
     "Span",
     "Spans",
@@ -48,5 +51,5 @@ __all__ = [
     "unflatten",
     "update",
     "use_threads",
-    "withdraw_native",
+    "withdraw",
 ]

@@ -1,40 +1,68 @@
 """Every operation of the library, declared once: what it promises, whatever carries it out.
 
 An operation checks nothing about its tensors beyond what would corrupt memory: they are the engine's own. All of them
-are flat and contiguous unless said otherwise, and lie on one device. ``implementation`` chooses who carries it out:
-``reference`` and its neighbours in torch, ``native``'s C++ on a CPU, Triton kernels on a GPU. All give the same bits.
+are flat and contiguous unless said otherwise, and lie on one device: ValueError where one of the first few does not.
+``implementation`` chooses who carries it out: ``reference`` and its neighbours in torch, ``native``'s C++ on a CPU,
+Triton kernels on a GPU. All give the same bits. On meta tensors ``meta`` checks more, and computes nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.kernels import checksums, compression, reference, reference_update
+from shardengine.kernels import checksums, compression, meta, reference, reference_update
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 
 _CHOICES = ("auto", "reference", "native", "triton")
-_withdrawn = False
-"""Whether another rank has no native kernels, so that this one does not use its own."""
+_ASKED = 8
+"""Tensors of a call that are asked for their device, which takes 0.1 µs each."""
+_withdrawn: set[str] = set()
+"""Types of device for which another rank has no kernels of ours, so that this one does not use its own."""
 
 
 class Offer(IntEnum):
-    """What a rank says of its CPU before all ranks agree: no native kernels, native ones, native ones or none."""
+    """What a rank says of one type of device before all ranks agree on who carries out the operations there.
+
+    TORCH: torch alone · OWN: kernels of ours, or torch · REQUIRED: kernels of ours or none, its environment says ·
+    FAILED: torch alone, because a first launch has failed.
+    """
 
     TORCH = 0
-    NATIVE = 1
+    OWN = 1
     REQUIRED = 2
+    FAILED = 3
+
+
+class Offers(NamedTuple):
+    """A rank's, for its CPU and for its device, which may be that. problem: what has failed, "" for nothing."""
+
+    cpu: Offer
+    device: Offer
+    problem: str = ""
+
+    @property
+    def packed(self) -> int:
+        """Both offers in four bits."""
+        return self.cpu | self.device << 2
+
+    @staticmethod
+    def unpacked(packed: int) -> Offers:
+        """The opposite, without the problem."""
+        return Offers(Offer(packed & 3), Offer(packed >> 2))
 
 
 @functools.cache
@@ -63,27 +91,70 @@ def implementation(device: torch.device) -> ModuleType | None:
     Triton on GPUs, native on CPUs where it can be had. Each is imported here, at its first use: on a CPU Triton never
     is. SHARDENGINE_NATIVE and SHARDENGINE_ISA are ``native.library``'s. Ranks of one engine agree (``offer``).
     """
-    choice = _chosen()
-    if choice == "triton" or (choice == "auto" and device.type == "cuda"):
+    if device.type == "meta":
+        return meta
+    if _is_tritons(device.type):
         return importlib.import_module("shardengine.kernels.triton")
-    if choice in ("native", "auto") and device.type == "cpu" and not _withdrawn:
+    if _chosen() in ("native", "auto") and device.type == "cpu" and device.type not in _withdrawn:
         return _native()
     return None
 
 
-def offer() -> Offer:
-    """What this process can do on its CPU; builds and loads the native library where it may. Errors as there."""
+def _is_tritons(device_type: str) -> bool:
+    wanted = _chosen() == "triton" or (_chosen() == "auto" and device_type == "cuda")
+    return wanted and device_type not in _withdrawn
+
+
+def _named() -> bool:
+    """Whether the environment asks for Triton's kernels by name."""
+    return _chosen() == "triton"
+
+
+def offer(device: torch.device, trial: Callable[[], None]) -> Offers:
+    """What this process can do on its CPU and on ``device``: builds and loads the native library where it may.
+
+    trial: calls operations on ``device`` as training will; where they are Triton's it is called here, which compiles
+    them. UsageError where the environment asks for kernels by name and they cannot be had.
+    """
+    _withdrawn.clear()  # by ranks of an earlier engine
+    if device.type == "cpu":
+        own, problem = _offer_of(device, trial)
+        return Offers(own, own, problem)
+    own, problem = _offer_of(device, trial)
+    return Offers(_offer_of(torch.device("cpu"), None)[0], own, problem)
+
+
+def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[Offer, str]:
     choice = _chosen()
-    if choice not in ("native", "auto") or _native() is None:
-        return Offer.TORCH
+    if trial is not None and _is_tritons(device.type):
+        try:
+            trial()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if _named():
+                raise UsageError(
+                    f"SHARDENGINE_KERNELS=triton: a first launch of Triton's kernels on {device} failed ({problem}). "
+                    "They need a C compiler and Python's headers; unset it to use torch instead, with the same bits"
+                ) from error
+            return Offer.FAILED, problem
+        return (Offer.REQUIRED if _named() else Offer.OWN), ""
+    if device.type != "cpu" or choice not in ("native", "auto") or _native() is None:
+        return Offer.TORCH, ""
     required = choice == "native" or os.environ.get("SHARDENGINE_NATIVE") == "require"
-    return Offer.REQUIRED if required else Offer.NATIVE
+    return (Offer.REQUIRED if required else Offer.OWN), ""
 
 
-def withdraw_native(withdrawn: bool) -> None:
-    """Whether torch does the work of a CPU from now on although native kernels are there. The bits are the same."""
-    global _withdrawn
-    _withdrawn = withdrawn
+def withdraw(device_type: str, withdrawn: bool) -> None:
+    """Whether torch does the work on devices of this type from now on although there are kernels of ours. The bits are
+    the same."""
+    (_withdrawn.add if withdrawn else _withdrawn.discard)(device_type)
+
+
+def _require_one_device(operation: str, device: torch.device, tensors: Iterable[Tensor | None]) -> None:
+    """For the first few: an address of another device would be read as one of this."""
+    for tensor in itertools.islice(tensors, _ASKED):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{operation}: expected all tensors on one device, {device}, got one on {tensor.device}")
 
 
 def flatten(
@@ -104,6 +175,7 @@ def flatten(
         end = start + tensor.numel()
     if end > out.numel():
         raise ValueError(f"flatten: expected ascending starts inside of {out.numel()} elements, got {list(starts)}")
+    _require_one_device("flatten", out.device, tensors)
     (implementation(out.device) or reference).flatten(tensors, starts, out, scale=scale, add=add)
 
 
@@ -111,6 +183,7 @@ def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> No
     """The opposite: each of ``outs`` (contiguous, any shape and dtype) takes its elements of ``flat``, rounded once."""
     if any(not 0 <= start <= flat.numel() - out.numel() for start, out in zip(starts, outs, strict=True)):
         raise ValueError(f"unflatten: expected starts inside of {flat.numel()} elements, got {list(starts)}")
+    _require_one_device("unflatten", flat.device, outs)
     (implementation(flat.device) or reference).unflatten(flat, starts, outs)
 
 
@@ -130,6 +203,7 @@ def ordered_sum(
     is rounded to ``reduce_dtype`` · total: what earlier micro-batches left, None: nothing. ``out`` may be ``total`` or
     one of the terms. nonfinite: 0-dim bool, becomes True where a result is not finite, and is left alone otherwise.
     """
+    _require_one_device("ordered_sum", out.device, (total, nonfinite, *terms))
     module = implementation(out.device) or reference
     module.ordered_sum(
         terms, out, total=total, divisor=divisor, rounded=rounded, reduce_dtype=reduce_dtype, nonfinite=nonfinite
@@ -161,7 +235,9 @@ def update(
     factor: 0-dim fp32, what the gradient is multiplied with · skip: 0-dim bool; where True nothing is written, decided
     on the device · noise: rounds a bf16 weight stochastically; elements are numbered by ``Span.first``.
     """
-    module = implementation(flats["weight"].device) or reference_update
+    device = flats["weight"].device
+    _require_one_device("update", device, (factor, skip, *flats.values()))
+    module = implementation(device) or reference_update
     module.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
 
 
@@ -195,10 +271,12 @@ def compress(
         raise ValueError(f"compress: expected fp16, bf16, int8 or int4, got {kind!r}")
     if block < 2 or block % 2:
         raise ValueError(f"compress: expected an even block of at least 2 elements, got {block}")
+    _require_one_device("compress", values.device, (saturated,))
     module = implementation(values.device) or compression
     return module.compress(values, kind, block=block, noise=noise, first=first, saturated=saturated)
 
 
 def decompress(compressed: Compressed, out: Tensor) -> None:
     """The opposite, rounded to ``out``'s dtype."""
+    _require_one_device("decompress", out.device, (compressed.values, compressed.scales))
     (implementation(out.device) or compression).decompress(compressed, out)

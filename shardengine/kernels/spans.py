@@ -52,10 +52,10 @@ class Spans(tuple[Span, ...]):
         """
         found = self._tables.get((device, block))
         if found is None:
-            rows = torch.tensor([tuple(span) for span in self], dtype=torch.int64).view(-1, 3)
+            rows = torch.tensor([tuple(span) for span in self], dtype=torch.int64, device="cpu").view(-1, 3)
             counts = (rows[:, 1] - rows[:, 0] + block - 1) // block
-            owners = torch.repeat_interleave(torch.arange(len(self)), counts)
-            within = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+            owners = torch.repeat_interleave(torch.arange(len(self), device="cpu"), counts)
+            within = torch.arange(len(owners), device="cpu") - (counts.cumsum(0) - counts)[owners]
             blocks = torch.stack([owners, within], dim=1).to(torch.int32)
             if device.type == "cuda":  # the host does not wait for a copy from pinned memory
                 rows, blocks = rows.pin_memory(), blocks.pin_memory()

@@ -1,7 +1,8 @@
-"""agreement.settle_kernels: ranks use native CPU kernels together or not at all, with the same bits."""
+"""agreement.settle_kernels: ranks use kernels of ours together or not at all, with the same bits."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from shardengine import kernels
 from shardengine.comm import agreement
 from shardengine.errors import UsageError
-from shardengine.kernels import Offer, operations
+from shardengine.kernels import Offer, Offers, operations
 from shardengine.kernels.native import build
 from tests.support import HANG_S, parts
 
@@ -115,11 +116,12 @@ def fresh() -> Iterator[None]:
     """This process as it was, afterwards."""
     agreement._say.cache_clear()
     yield
-    kernels.withdraw_native(False)
+    for device_type in ("cpu", "cuda"):
+        kernels.withdraw(device_type, False)
     agreement._say.cache_clear()
 
 
-NO, YES, MUST = Offer.TORCH, Offer.NATIVE, Offer.REQUIRED
+NO, YES, MUST, FAILED = Offer
 SETTLED = [
     ([YES], True, 0),
     ([YES, YES, MUST], True, 0),
@@ -137,39 +139,80 @@ def test_the_least_that_a_rank_has_is_what_all_use(
     offers: list[Offer], native: bool, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     for rank in (1, 0, 0):
-        agreement.settle_kernels(offers, rank)
+        agreement.settle_type("cpu", offers, [], rank)
         assert (operations.implementation(CPU) is not None) == native
         assert len(caplog.records) == (0 if rank else lines)
     without = [rank for rank, offer in enumerate(offers) if offer is NO]
     assert all(record.levelno == logging.WARNING and str(without) in record.message for record in caplog.records)
-    agreement.settle_kernels([YES] * len(offers), 0)
+    agreement.settle_type("cpu", [YES] * len(offers), [], 0)
     assert operations.implementation(CPU) is not None
 
 
 @pytest.mark.usefixtures("fresh")
-def test_requiring_what_another_rank_lacks_is_an_error_on_every_rank() -> None:
-    for rank in range(3):
-        with pytest.raises(UsageError, match=rf"ranks \[0, 2\] require .* ranks \[1\] have none.*this is rank {rank}"):
-            agreement.settle_kernels([MUST, NO, MUST], rank)
+@pytest.mark.parametrize("offers", [[FAILED], [YES, FAILED], [YES, FAILED, FAILED], [FAILED, FAILED]], ids=str)
+def test_a_gpu_on_which_no_kernel_starts_takes_all_ranks_to_torch(
+    offers: list[Offer], caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda, problems = torch.device("cuda"), [f"OSError: no compiler on {rank}" for rank in range(len(offers))]
+    kernels.withdraw("cpu", True)
+    for rank in (1, 0, 0):
+        agreement.settle_type("cuda", offers, problems, rank)
+        assert operations.implementation(cuda) is None
+        assert len(caplog.records) == (0 if rank else 1)
+    first = offers.index(FAILED)
+    assert "GPU kernels: torch does their work on all ranks" in caplog.text
+    assert f"a first launch failed on rank {first} (OSError: no compiler on {first}); Triton's" in caplog.text
+    assert "cpu" in operations._withdrawn, "each type of device is settled on its own"
+    agreement.settle_type("cuda", [YES] * len(offers), [], 0)
+    assert operations._is_tritons("cuda")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("lacks", [NO, FAILED])
+def test_requiring_what_another_rank_lacks_is_an_error_on_every_rank(lacks: Offer) -> None:
+    for rank, (device_type, name) in itertools.product(range(3), (("cpu", "CPU"), ("cuda", "GPU"))):
+        words = rf"ranks \[0, 2\] require {name} .* ranks \[1\] have none.*this is rank {rank}"
+        with pytest.raises(UsageError, match=words):
+            agreement.settle_type(device_type, [MUST, lacks, MUST], ["", "no compiler", ""], rank)
+
+
+def never() -> None:
+    raise AssertionError("nothing of Triton's is to be launched")
 
 
 @pytest.mark.parametrize(
     ("kernels_are", "native_is", "expected"),
-    [
-        ("auto", "auto", YES),
-        ("auto", "require", MUST),
-        ("native", "auto", MUST),
-        ("reference", "require", NO),
-        ("triton", "auto", NO),
-    ],
+    [("auto", "auto", YES), ("auto", "require", MUST), ("native", "auto", MUST), ("reference", "require", NO)],
 )
 @compiled
 def test_what_a_rank_offers(monkeypatch: pytest.MonkeyPatch, kernels_are: str, native_is: str, expected: Offer) -> None:
     monkeypatch.setattr(operations, "_chosen", lambda: kernels_are)
     monkeypatch.setenv("SHARDENGINE_NATIVE", native_is)
-    assert kernels.offer() is expected
+    assert kernels.offer(CPU, never) == (expected, expected, "")
     monkeypatch.setattr(operations, "_native", lambda: None)
-    assert kernels.offer() is NO
+    assert kernels.offer(CPU, never) == (NO, NO, "")
+
+
+@compiled
+@pytest.mark.usefixtures("fresh")
+def test_what_a_rank_with_a_gpu_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "_chosen", lambda: "auto")
+    cuda, tried = torch.device("cuda"), list[bool]()
+    kernels.withdraw("cuda", True)  # by an earlier engine
+    assert kernels.offer(cuda, lambda: tried.append(operations._is_tritons("cuda"))) == (YES, YES, "")
+    assert tried == [True]
+    assert kernels.offer(cuda, never) == (YES, FAILED, "AssertionError: nothing of Triton's is to be launched")
+    monkeypatch.setattr(operations, "_chosen", lambda: "triton")
+    with pytest.raises(UsageError, match=r"SHARDENGINE_KERNELS=triton: a first launch .* on cuda failed \(Asser"):
+        kernels.offer(cuda, never)
+    monkeypatch.setattr(operations, "_chosen", lambda: "reference")
+    assert kernels.offer(cuda, never) == (NO, NO, "")
+
+
+def test_two_offers_travel_in_a_byte() -> None:
+    for cpu, device in itertools.product(Offer, Offer):
+        offers = Offers(cpu, device, "why not")
+        assert 0 <= offers.packed < 256 and Offers.unpacked(offers.packed) == (cpu, device, "")
 
 
 def bytes_of_all() -> list[int]:

@@ -202,10 +202,10 @@ def test_copies_have_the_bits_of_the_reference(source: torch.dtype, out: torch.d
         cases_of_kernels.check_unflatten(CUDA, lengths, gaps, [out, torch.float32], source, offset)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 100, 256])
 def test_sums_have_the_bits_of_the_reference(count: int, cases_of_kernels: Any) -> None:
-    make = cases_of_kernels.Sum
-    for length, dtype, buffer in itertools.product(LENGTHS, FLOATS, (True, False)):
+    make, lengths = cases_of_kernels.Sum, LENGTHS if count <= 16 else (0, 1, 1023, 1024, 1025, 4097)
+    for length, dtype, buffer in itertools.product(lengths, FLOATS, (True, False)):
         cases_of_kernels.check_ordered_sum(CUDA, make(count, length, dtype, buffer=buffer))
         more = {"total": torch.float32, "divisor": 3, "rounded": dtype, "nonfinite": True, "offset": 1}
         for reduce_dtype, special in itertools.product((torch.float32, torch.bfloat16), (True, False)):
@@ -220,6 +220,31 @@ def test_squares_have_the_bits_of_the_reference(dtype: torch.dtype, cases_of_ker
     for length, offset in itertools.product((*LENGTHS, 65_535, 65_536, 65_537, 5_000_001), (0, 1)):
         values = cases_of_kernels.numbers(length, 1, dtype, special=False)
         cases_of_kernels.check_sum_of_squares(CUDA, values, offset)
+
+
+LONG = 2**31 + 4096 + 5
+"""Elements, more than 32 bits count."""
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 10 * LONG, reason="needs 20 GiB of free GPU memory"
+)
+def test_a_tensor_may_be_longer_than_32_bits_count() -> None:
+    """Few elements are not zero, at both sides of 2^31 and at the ends, so that the results are known."""
+    values, out = (torch.zeros(LONG, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+    places = torch.tensor([0, 2**31 - 1, 2**31, 2**31 + 1, LONG - 1], device=CUDA)
+    marks = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.bfloat16, device=CUDA)
+    values[places] = marks
+    assert kernels.sum_of_squares(values).item() == 55.0
+    kernels.flatten([values[: 2**31], values[2**31 : LONG]], [0, 2**31], out)
+    assert torch.equal(out[places], marks) and kernels.sum_of_squares(out).item() == 55.0
+    kernels.ordered_sum([values, out], out)
+    assert torch.equal(out[places], 2 * marks) and kernels.sum_of_squares(out).item() == 220.0
+    back = torch.ones(4101, dtype=torch.bfloat16, device=CUDA)
+    kernels.unflatten(out, [2**31], [back])
+    assert torch.equal(back, out[2**31 :])
+    kernels.update({"weight": values, "gradient": out}, Spans([(0, LONG)]), Rule("SGD", 0.5))
+    assert kernels.sum_of_squares(values).item() == 0.0
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

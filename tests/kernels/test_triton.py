@@ -36,7 +36,7 @@ def run(code: str, **change: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_interpreted_tests() -> None:
-    assert FILES == ["compressions.py", "copies.py", "sums.py", "training.py", "updates.py"]
+    assert FILES == ["compressions.py", "copies.py", "first_launches.py", "sums.py", "training.py", "updates.py"]
 
 
 @pytest.fixture(scope="module")

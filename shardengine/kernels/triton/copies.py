@@ -2,15 +2,18 @@
 
 Owns: the table that says which program copies what. Must not know: units, parameters.
 
-[Note: Table of pieces] A launch has one row per tensor: (address, start in the flat tensor, elements, elements that its
-programs cover, its first program). A program finds its row by bisection, for which the last column ascends. What a row
-covers beyond its elements is the zeros up to the next one.
+[Note: Table of pieces] A launch has one row per tensor: (start in the flat tensor, elements, elements that its programs
+cover, its first program), and before all rows the tensors' addresses. A program finds its row by bisection, for which
+the last column ascends. What a row covers beyond its elements is the zeros up to the next one. The rows are made once
+for the same starts and lengths; the table of a launch is new memory, since the last one may still be on its way.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,66 +22,99 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language import tensor as Value
 
-from shardengine.kernels.triton.launching import DTYPES, GRANULE, blocks_of, launch, nearest, pointer, table, wide
+from shardengine.kernels.triton.launching import (
+    DTYPES,
+    GRANULE,
+    blocks_of,
+    integers,
+    launch,
+    nearest,
+    pointer,
+    sent,
+    wide,
+)
 
 BLOCK, WARPS = 4096, 8
-_COLUMNS = tl.constexpr(5)
+_COLUMNS = tl.constexpr(4)
+_PLANS = 4096
+"""Of buckets, by device; each takes some 50 bytes per tensor."""
 
-_Piece = tuple[int, int, int, int]
+_Piece = tuple[int, int, int]
 """A row of [Note: Table of pieces] without its first program."""
+
+
+class _Plan(NamedTuple):
+    """The rows for some starts and lengths, int64, one after the other. of: the tensor of each, -1: none · programs:
+    how many there are."""
+
+    rows: Tensor
+    of: tuple[int, ...]
+    programs: int
 
 
 def flatten(
     tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
     """See ``operations.flatten``."""
-    edges = [*starts, out.numel()]
-    pieces: list[_Piece] = [] if add else [(0, 0, 0, edges[0])]
-    for tensor, (start, end) in zip(tensors, itertools.pairwise(edges), strict=True):
-        count = tensor.numel()
-        pieces.append((tensor.data_ptr(), start, count, count if add else end - start))
-    rows, programs = _rows(pieces)
-    if programs:
+    plan = _plan(tuple(starts), tuple([tensor.numel() for tensor in tensors]), None if add else out.numel())
+    if plan.programs:
         source = DTYPES[tensors[0].dtype] if tensors else DTYPES[out.dtype]
-        on_device = table(rows, out.device)
-        launch(_flatten_kernel, programs, out, on_device, len(rows), out, scale, SOURCE=source, SCALED=scale != 1.0,
-               ADD=add, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
+        launch(_flatten_kernel, plan.programs, out, _table(plan, tensors, out.device), len(plan.of), out, scale,
+               SOURCE=source, SCALED=scale != 1.0, ADD=add, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
 
 
 def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> None:
     """See ``operations.unflatten``."""
-    by_dtype: dict[torch.dtype, list[_Piece]] = {}
+    by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
     for out, start in zip(outs, starts, strict=True):
-        by_dtype.setdefault(out.dtype, []).append((out.data_ptr(), start, out.numel(), out.numel()))
-    for dtype, pieces in by_dtype.items():
-        rows, programs = _rows(pieces)
-        if programs:
-            launch(_unflatten_kernel, programs, flat, table(rows, flat.device), len(rows), flat, OUT=DTYPES[dtype],
-                   BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
+        places, tensors = by_dtype.setdefault(out.dtype, ([], []))
+        places.append(start)
+        tensors.append(out)
+    for dtype, (places, tensors) in by_dtype.items():
+        plan = _plan(tuple(places), tuple([tensor.numel() for tensor in tensors]), None)
+        if plan.programs:
+            launch(_unflatten_kernel, plan.programs, flat, _table(plan, tensors, flat.device), len(plan.of), flat,
+                   OUT=DTYPES[dtype], BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
 
 
-def _rows(pieces: Iterable[_Piece]) -> tuple[list[tuple[int, ...]], int]:
-    """[Note: Table of pieces], and how many programs there are. Pieces that cover nothing get no row."""
-    rows: list[tuple[int, ...]] = []
+@functools.lru_cache(_PLANS)
+def _plan(starts: tuple[int, ...], lengths: tuple[int, ...], end: int | None) -> _Plan:
+    """end: of what is covered with zeros where no tensor is; None: nothing is. What covers nothing gets no row."""
+    covers = lengths
+    pieces: list[tuple[int, _Piece]] = []
+    if end is not None:
+        edges = [*starts, end]
+        covers = tuple(after - start for start, after in itertools.pairwise(edges))
+        pieces.append((-1, (0, 0, edges[0])))
+    pieces += enumerate(zip(starts, lengths, covers, strict=True))
+    rows: list[int] = []
+    of: list[int] = []
     programs = 0
-    for piece in pieces:
-        if piece[3]:
-            rows.append((*piece, programs))
-            programs += blocks_of(piece[3], BLOCK)
-    return rows, programs
+    for number, piece in pieces:
+        if piece[2]:
+            rows += (*piece, programs)
+            of.append(number)
+            programs += blocks_of(piece[2], BLOCK)
+    return _Plan(integers(rows), tuple(of), programs)
+
+
+def _table(plan: _Plan, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[Note: Table of pieces] on ``device``."""
+    addresses = [0 if number < 0 else tensors[number].data_ptr() for number in plan.of]
+    return sent(torch.cat([integers(addresses), plan.rows]), device)
 
 
 @triton.jit
 def _row_of(pieces: Value, rows: Value, program: Value) -> Value:
-    """Where the row of a program begins: the last one whose first program is not above it."""
+    """The row of a program: the last one whose first program is not above it."""
     low = program * 0
     high = low + rows
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(pieces + middle * _COLUMNS + 4) <= program
+        before = tl.load(pieces + rows + middle * _COLUMNS + 3) <= program
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    return pieces + low * _COLUMNS
+    return low
 
 
 @triton.jit
@@ -97,24 +133,26 @@ def _flatten_kernel(
     SOURCE: constexpr, SCALED: constexpr, ADD: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
-    row = _row_of(pieces, rows, program)
-    address, start, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    begin = (program - tl.load(row + 4)) * BLOCK
+    number = _row_of(pieces, rows, program)
+    address, row = tl.load(pieces + number), pieces + rows + number * _COLUMNS
+    start, count = tl.load(row), tl.load(row + 1)
+    begin = (program - tl.load(row + 3)) * BLOCK
     place = begin + tl.arange(0, BLOCK)
     if (begin + BLOCK <= count) & (address % 16 == 0) & (start % GRANULE == 0):
         values = tl.load(pointer(address, SOURCE, True) + place)
         _put(out + tl.multiple_of(start, GRANULE) + place, values, None, scale, SCALED, ADD)
     else:
         values = tl.load(pointer(address, SOURCE, False) + place, mask=place < count, other=0.0)
-        _put(out + start + place, values, place < tl.load(row + 3), scale, SCALED, ADD)
+        _put(out + start + place, values, place < tl.load(row + 2), scale, SCALED, ADD)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _unflatten_kernel(pieces: Value, rows: Value, flat: Value, OUT: constexpr, BLOCK: constexpr) -> None:
     program = tl.program_id(0)
-    row = _row_of(pieces, rows, program)
-    address, start, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    begin = (program - tl.load(row + 4)) * BLOCK
+    number = _row_of(pieces, rows, program)
+    address, row = tl.load(pieces + number), pieces + rows + number * _COLUMNS
+    start, count = tl.load(row), tl.load(row + 1)
+    begin = (program - tl.load(row + 3)) * BLOCK
     place = begin + tl.arange(0, BLOCK)
     if (begin + BLOCK <= count) & (address % 16 == 0) & (start % GRANULE == 0):
         values = wide(tl.load(flat + tl.multiple_of(start, GRANULE) + place))

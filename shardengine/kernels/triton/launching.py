@@ -5,7 +5,6 @@ Must not know: any operation. The functions under ``triton.jit`` are parts of ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,10 +57,14 @@ def launch(kernel: Any, programs: int, on: Tensor, *arguments: Any, num_warps: i
             kernel[(programs,)](*arguments, **constants, **OPTIONS, num_warps=num_warps)
 
 
-def table(rows: Iterable[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Rows of integers as int64 on ``device``. On CUDA from pinned memory, which torch keeps until the copy is done."""
-    made = torch.tensor(list(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-    return made.to(device, non_blocking=True)
+def integers(values: list[int]) -> Tensor:
+    """int64 on the host, whatever torch's default device is."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def sent(table: Tensor, device: torch.device) -> Tensor:
+    """A new tensor of the host on ``device``. To CUDA from pinned memory, which torch keeps until the copy is done."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def blocks_of(count: int, block: int) -> int:

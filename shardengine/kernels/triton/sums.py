@@ -1,6 +1,13 @@
 """The two sums: over ranks in tree order, and of squares. Their order is declared in ``reference.py``.
 
 Must not know: process groups, what the sums are for.
+
+[Note: Groups of terms] Terms are added in groups of eight, whose tree is unrolled; a loop goes over the groups, so that
+one compiled kernel does for any number of them. The groups' sums are the leaves of a tree again. Its finished subtrees
+wait in registers, at level l the one over 2^l groups that has no right neighbour yet: as in a binary counter, group g
+is joined to what waits at level 0, 1, … as long as the bits of g are ones, and waits itself at the level of its first
+zero (and above, until something else does before anything asks). The last group is joined to all that waits, at the
+levels of its ones: an odd one out moves up past the levels that have no left neighbour for it.
 """
 
 from __future__ import annotations
@@ -15,9 +22,22 @@ from triton.language import constexpr
 from triton.language import tensor as Value
 
 from shardengine.kernels.reference import LANES, ROWS
-from shardengine.kernels.triton.launching import DTYPES, blocks_of, is_finite, launch, nearest, pointer, table, wide
+from shardengine.kernels.triton.launching import (
+    DTYPES,
+    blocks_of,
+    integers,
+    is_finite,
+    launch,
+    nearest,
+    pointer,
+    sent,
+    wide,
+)
 
 BLOCK, WARPS = 2048, 8
+LOOP_BLOCK = 1024
+"""Where terms are added in several groups: four elements per thread, as every level takes registers for each."""
+GROUP, LEVELS = 8, 7
 LANE_WARPS = 16
 
 
@@ -31,20 +51,32 @@ def ordered_sum(
     reduce_dtype: torch.dtype = torch.float32,
     nonfinite: Tensor | None = None,
 ) -> None:
-    """See ``operations.ordered_sum``. Terms at equal distances, slices of one buffer above all, need no table."""
+    """See ``operations.ordered_sum``. Terms at equal distances, slices of one buffer above all, need no table.
+
+    More than GROUP · 2^LEVELS terms, 1024, are added in several launches with sums in memory of their own.
+    """
     if len({term.dtype for term in terms}) > 1:
         terms = [term.float() for term in terms]  # exact, and so are the sums
+    if len(terms) > (most := GROUP << LEVELS):
+        parts = torch.empty(blocks_of(len(terms), most), out.numel(), dtype=torch.float32, device=out.device)
+        for number, part in enumerate(parts):
+            ordered_sum(terms[number * most : (number + 1) * most], part, reduce_dtype=reduce_dtype)
+        terms = list(parts)
     addresses = [term.data_ptr() for term in terms]
     size = terms[0].element_size()
     distance = addresses[1] - addresses[0] if len(terms) > 1 else 0
     regular = distance % size == 0 and addresses == [addresses[0] + i * distance for i in range(len(terms))]
-    where = terms[0] if regular else table([(address,) for address in addresses], out.device)
+    where = terms[0] if regular else sent(integers(addresses), out.device)
     flag = None if nonfinite is None else nonfinite.view(torch.uint8)
     middle = rounded if rounded is not out.dtype else torch.float32
-    launch(_ordered_sum_kernel, blocks_of(out.numel(), BLOCK), out, where, distance // size if regular else 0, total,
-           out, flag, out.numel(), float(divisor), TERM=DTYPES[terms[0].dtype], COUNT=len(terms), REGULAR=regular,
-           ALIGNED=all(address % 16 == 0 for address in addresses), DIVIDED=divisor != 1, ROUNDED=DTYPES[middle],
-           REDUCED=DTYPES[reduce_dtype], BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
+    several = len(terms) > GROUP
+    block = LOOP_BLOCK if several else BLOCK
+    launch(_ordered_sum_kernel, blocks_of(out.numel(), block), out, where, distance // size if regular else 0,
+           len(terms), total, out, flag, out.numel(), float(divisor),
+           GROUP=GROUP if several else triton.next_power_of_2(len(terms)), SEVERAL=several,
+           TERM=DTYPES[terms[0].dtype], REGULAR=regular, ALIGNED=all(address % 16 == 0 for address in addresses),
+           DIVIDED=divisor != 1, ROUNDED=DTYPES[middle], REDUCED=DTYPES[reduce_dtype], BLOCK=block,
+           num_warps=WARPS)  # fmt: skip
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
@@ -58,40 +90,80 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     if blocks == 1:
         return sums[0]
     total = torch.empty((), dtype=torch.float64, device=tensor.device)
-    rows = blocks_of(blocks, LANES)  # 1 up to 268 million elements
-    launch(_lanes_kernel, 1, tensor, sums, total, blocks, ROWS=rows, LANES=LANES, num_warps=LANE_WARPS)
+    launch(_lanes_kernel, 1, tensor, sums, total, blocks, LANES=LANES, num_warps=LANE_WARPS)
     return total
 
 
 @triton.jit
-def _tree(
-    where: Value, distance: Value, place: Value, mask: Value, FIRST: constexpr, COUNT: constexpr, TERM: constexpr,
-    REGULAR: constexpr, ALIGNED: constexpr, REDUCED: constexpr,
+def _term(
+    where: Value, distance: Value, place: Value, count: Value, number: Value, terms: Value, TERM: constexpr,
+    REGULAR: constexpr, ALIGNED: constexpr,
 ) -> Value:  # fmt: skip
-    """The terms FIRST … FIRST + COUNT - 1 in fp32, added in tree order. Neighbours added pair by pair, an odd one out
-    moving up, is the same as: the largest power of two below COUNT first, the rest, and then both."""
-    if COUNT == 1:
-        if REGULAR:
-            values = tl.load(where + tl.cast(distance, tl.int64) * FIRST + place, mask=mask, other=0.0)
-        else:
-            values = tl.load(pointer(tl.load(where + FIRST), TERM, ALIGNED) + place, mask=mask, other=0.0)
-        return wide(values)
+    """One term in fp32; any numbers where there is none of that number."""
+    mask = place < tl.where(number < terms, count, 0)
+    if REGULAR:
+        values = tl.load(where + tl.cast(distance, tl.int64) * number + place, mask=mask, other=0.0)
     else:
-        HALF: constexpr = triton.next_power_of_2(COUNT) // 2
-        left = _tree(where, distance, place, mask, FIRST, HALF, TERM, REGULAR, ALIGNED, REDUCED)
-        right = _tree(where, distance, place, mask, FIRST + HALF, COUNT - HALF, TERM, REGULAR, ALIGNED, REDUCED)
-        return wide(nearest(left + right, REDUCED))
+        address = tl.load(where + tl.where(number < terms, number, 0))
+        values = tl.load(pointer(address, TERM, ALIGNED) + place, mask=mask, other=0.0)
+    return wide(values)
 
 
 @triton.jit
+def _added(left: Value, right: Value, REDUCED: constexpr) -> Value:
+    return wide(nearest(left + right, REDUCED))
+
+
+@triton.jit
+def _group(
+    where: Value, distance: Value, place: Value, count: Value, first: Value, terms: Value, SIZE: constexpr,
+    TERM: constexpr, REGULAR: constexpr, ALIGNED: constexpr, REDUCED: constexpr,
+) -> Value:  # fmt: skip
+    """Up to SIZE terms from ``first`` on, added pair by pair; an odd one out moves up."""
+    if SIZE == 1:
+        return _term(where, distance, place, count, first, terms, TERM, REGULAR, ALIGNED)
+    else:
+        HALF: constexpr = SIZE // 2
+        left = _group(where, distance, place, count, first, terms, HALF, TERM, REGULAR, ALIGNED, REDUCED)
+        right = _group(where, distance, place, count, first + HALF, terms, HALF, TERM, REGULAR, ALIGNED, REDUCED)
+        return tl.where(first + HALF < terms, _added(left, right, REDUCED), left)
+
+
+@triton.jit
+def _carry(
+    waiting: Value, found: Value, group: Value, groups: Value, LEVEL: constexpr, REDUCED: constexpr
+) -> tuple[Value, Value]:
+    """What waits at a level, and what goes up from it: [Note: Groups of terms]."""
+    if (group >> LEVEL) & 1 == 0:
+        waiting = found
+    elif ((group + 1) & ((1 << LEVEL) - 1) == 0) | (group == groups - 1):
+        found = _added(waiting, found, REDUCED)
+    return waiting, found
+
+
+@triton.jit(do_not_specialize=["terms"])
 def _ordered_sum_kernel(
-    where: Value, distance: Value, total: Value, out: Value, nonfinite: Value, count: Value, divisor: Value,
-    TERM: constexpr, COUNT: constexpr, REGULAR: constexpr, ALIGNED: constexpr, DIVIDED: constexpr,
-    ROUNDED: constexpr, REDUCED: constexpr, BLOCK: constexpr,
+    where: Value, distance: Value, terms: Value, total: Value, out: Value, nonfinite: Value, count: Value,
+    divisor: Value, GROUP: constexpr, SEVERAL: constexpr, TERM: constexpr, REGULAR: constexpr, ALIGNED: constexpr,
+    DIVIDED: constexpr, ROUNDED: constexpr, REDUCED: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
-    found = _tree(where, distance, place, mask, 0, COUNT, TERM, REGULAR, ALIGNED, REDUCED)
+    if SEVERAL:
+        groups = (terms + GROUP - 1) // GROUP
+        found = tl.zeros([BLOCK], tl.float32)
+        at_0, at_1, at_2, at_3, at_4, at_5, at_6 = found, found, found, found, found, found, found
+        for group in range(groups):
+            found = _group(where, distance, place, count, group * GROUP, terms, GROUP, TERM, REGULAR, ALIGNED, REDUCED)
+            at_0, found = _carry(at_0, found, group, groups, 0, REDUCED)
+            at_1, found = _carry(at_1, found, group, groups, 1, REDUCED)
+            at_2, found = _carry(at_2, found, group, groups, 2, REDUCED)
+            at_3, found = _carry(at_3, found, group, groups, 3, REDUCED)
+            at_4, found = _carry(at_4, found, group, groups, 4, REDUCED)
+            at_5, found = _carry(at_5, found, group, groups, 5, REDUCED)
+            at_6, found = _carry(at_6, found, group, groups, 6, REDUCED)
+    else:
+        found = _group(where, distance, place, count, 0, terms, GROUP, TERM, REGULAR, ALIGNED, REDUCED)
     if total is not None:
         found = wide(tl.load(total + place, mask=mask, other=0.0)) + found
     if DIVIDED:
@@ -125,11 +197,11 @@ def _squares_kernel(tensor: Value, sums: Value, count: Value, ROWS: constexpr, L
     tl.store(sums + block + tl.arange(0, 1), _pairs(lanes, LANES))
 
 
-@triton.jit
-def _lanes_kernel(sums: Value, total: Value, count: Value, ROWS: constexpr, LANES: constexpr) -> None:
+@triton.jit(do_not_specialize=["count"])
+def _lanes_kernel(sums: Value, total: Value, count: Value, LANES: constexpr) -> None:
     place = tl.arange(0, LANES)
     lanes = tl.zeros([LANES], tl.float64)
-    for _ in range(ROWS):
+    for _ in range((count + LANES - 1) // LANES):
         lanes += tl.load(sums + place, mask=place < count, other=0.0)
         place += LANES
     tl.store(total + tl.arange(0, 1), _pairs(lanes, LANES))

@@ -42,9 +42,9 @@ def update(
     launch(_update_kernel, len(blocks), weight, weight, flats["gradient"], first, second, flats.get("low"), rows,
            blocks, factor, None if skip is None else skip.view(torch.uint8), rule.rate, rule.decay, rule.l2, rule.keep,
            rule.take, rule.keep_square, rule.take_square, rule.epsilon, k0, k1,
-           KIND="Adam" if rule.kind == "AdamW" else rule.kind, DECAY=rule.decay != 1, L2=rule.l2 != 0,
-           MAXIMIZE=rule.maximize, NESTEROV=rule.nesterov, FIRST=rule.first, NOISE=noise is not None,
-           ALIGNED=spans.aligned, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
+           KIND="Adam" if rule.kind == "AdamW" else rule.kind, L2=rule.l2 != 0, MAXIMIZE=rule.maximize,
+           NESTEROV=rule.nesterov, FIRST=rule.first, NOISE=noise is not None, ALIGNED=spans.aligned, BLOCK=BLOCK,
+           num_warps=WARPS)  # fmt: skip
 
 
 @triton.jit
@@ -109,8 +109,8 @@ def _update_kernel(
     weight: Value, gradient: Value, first: Value, second: Value, low: Value, spans: Value, blocks: Value,
     factor: Value, skip: Value, rate: Value, decay: Value, l2: Value, keep: Value, take: Value,
     keep_square: Value, take_square: Value, epsilon: Value, k0: Value, k1: Value,
-    KIND: constexpr, DECAY: constexpr, L2: constexpr, MAXIMIZE: constexpr, NESTEROV: constexpr, FIRST: constexpr,
-    NOISE: constexpr, ALIGNED: constexpr, BLOCK: constexpr,
+    KIND: constexpr, L2: constexpr, MAXIMIZE: constexpr, NESTEROV: constexpr, FIRST: constexpr, NOISE: constexpr,
+    ALIGNED: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     if skip is not None:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
         if tl.load(skip) != 0:
@@ -129,9 +129,7 @@ def _update_kernel(
         g = g * tl.load(factor)
     if MAXIMIZE:
         g = g * -1.0
-    w = wide(tl.load(weight + place, mask=mask))
-    if DECAY:
-        w = w * decay
+    w = wide(tl.load(weight + place, mask=mask)) * decay  # 1 changes nothing, and comes and goes with the rate
     if L2:
         g = g + w * l2
     if KIND == "SGD":

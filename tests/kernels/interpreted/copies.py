@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardengine import kernels
-from shardengine.kernels import triton
+from shardengine.kernels import Spans, triton
+from shardengine.kernels.triton import copies
 from shardengine.kernels.triton.copies import BLOCK
 from tests.kernels import kernel_cases as cases
 from tests.kernels.kernel_cases import BF16, FP16, FP32
@@ -49,6 +50,40 @@ def test_flatten_of_nothing_is_zeros_and_adds_nothing() -> None:
 def test_flatten_finds_every_tensor_of_many() -> None:
     lengths = [1 + 7 * i % 50 for i in range(61)]
     cases.check_flatten(CPU, lengths, [-length % 16 for length in [0, *lengths]])
+
+
+def test_rows_are_made_once_and_addresses_for_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[torch.Tensor] = []
+
+    def noting(kernel: object, programs: int, on: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        tables.append(arguments[0])
+        launch(kernel, programs, on, *arguments, **options)
+
+    launch = vars(copies)["launch"]
+    monkeypatch.setattr(copies, "launch", noting)
+    copies._plan.cache_clear()
+    starts, out = [3, 16, 16], torch.empty(60)
+    for seed in range(4):
+        tensors = [cases.numbers(length, seed, special=False) for length in (5, 0, 40)]
+        triton.flatten(tensors, starts, out)
+        expected = torch.zeros(60)
+        expected[3:8], expected[16:56] = tensors[0], tensors[2]
+        assert torch.equal(out, expected)
+        backs = [torch.empty(length) for length in (5, 0, 40)]
+        triton.unflatten(out, starts, backs)
+        assert all(torch.equal(back, tensor) for back, tensor in zip(backs, tensors, strict=True))
+    assert len({table.data_ptr() for table in tables}) == 8, "the copy of an earlier table may be under way"
+    found = copies._plan.cache_info()
+    assert (found.misses, found.hits) == (2, 6) and found.maxsize is not None
+
+
+def test_tables_are_the_hosts_whatever_the_default_device_is() -> None:
+    out = torch.ones(20)
+    with torch.device("meta"):
+        copies._plan.cache_clear()
+        triton.flatten([out[:5] * 2], [8], out)
+        assert Spans([(0, 5)]).table(CPU, 4)[1].tolist() == [[0, 0], [0, 1]]
+    assert out.tolist() == [0.0] * 8 + [2.0] * 5 + [0.0] * 7
 
 
 def test_a_scale_that_is_a_denormal_is_one() -> None:

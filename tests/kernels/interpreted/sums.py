@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardengine.kernels import reference, triton
 from shardengine.kernels.triton import sums
-from shardengine.kernels.triton.sums import BLOCK
+from shardengine.kernels.triton.sums import BLOCK, LOOP_BLOCK
 from tests.kernels import kernel_cases as cases
 from tests.kernels.kernel_cases import BF16, FP16, FP32, Sum
 
@@ -34,7 +35,7 @@ def test_the_tree_over_any_number_of_terms(count: int, reduce_dtype: torch.dtype
         cases.check_ordered_sum(CPU, case)
 
 
-@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("count", [*range(1, 10), 65])
 def test_a_sum_of_negative_zeros_is_one(count: int) -> None:
     zeros = torch.full((20,), -0.0)
     for total in (None, zeros):
@@ -43,9 +44,31 @@ def test_a_sum_of_negative_zeros_is_one(count: int) -> None:
         cases.assert_same(out, zeros)
 
 
-@pytest.mark.parametrize("count", [8, 13, 64])
-def test_the_tree_over_many_terms(count: int) -> None:
-    cases.check_ordered_sum(CPU, Sum(count, 100, special=False, divisor=count))
+@pytest.mark.parametrize("counts", [range(8, 40), range(40, 71), (127, 128, 129), (255, 256, 257)], ids=str)
+def test_the_tree_over_many_terms(counts: Sequence[int]) -> None:
+    """Numbers of groups with every pattern of ones, and every number of terms in the last group."""
+    kinds = itertools.cycle(itertools.product((True, False), (FP32, BF16), (FP32, BF16, FP16)))
+    for count, (buffer, reduce_dtype, dtype) in zip(counts, kinds, strict=False):
+        case = Sum(count, 30, dtype, total=FP32, divisor=count, buffer=buffer, reduce_dtype=reduce_dtype, special=False)
+        cases.check_ordered_sum(CPU, case)
+    cases.check_ordered_sum(CPU, Sum(counts[-1], LOOP_BLOCK + 1, BF16, BF16, divisor=3, nonfinite=True))
+
+
+@pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
+@pytest.mark.parametrize("count", [16, 17, 31, 33, 40, 49])
+def test_a_tree_of_more_terms_than_one_launch_adds(
+    count: int, reduce_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "LEVELS", 1)
+    assert sums.GROUP << sums.LEVELS == 16
+    case = Sum(count, 50, BF16, total=FP32, divisor=3, reduce_dtype=reduce_dtype, special=False, alias=count - 1)
+    cases.check_ordered_sum(CPU, dataclasses.replace(case, out=BF16))
+
+
+@pytest.mark.parametrize("count", [9, 64, 70])
+@pytest.mark.parametrize("alias", ["total", 0, 8])
+def test_the_result_may_be_the_total_or_one_of_many_terms(alias: str | int, count: int) -> None:
+    cases.check_ordered_sum(CPU, Sum(count, LOOP_BLOCK + 3, total=FP32, divisor=3, alias=alias, nonfinite=True))
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -1,0 +1,129 @@
+"""The kernels that training will launch, launched once on a few elements: before training, while ranks can agree.
+
+Owns: which operations a step needs, in which dtypes, as ``ddp/`` and ``optim/update.py`` ask for them; a test compares
+them with what a training compiles. Must not know: buckets, who carries the operations out.
+
+Left out, and compiled where they first come: what the config does not foresee (``no_sync()``, late gradients, a window
+that is ended early, clipping by hand, parameters that are unfrozen), and a slice or parameter of 2^31 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine import kernels
+from shardengine.comm import Mesh
+from shardengine.config import Config
+from shardengine.ddp import Rules
+from shardengine.kernels import Noise, Spans
+from shardengine.sharding import ParameterSpec, Precision, precision
+
+_FEW = 16
+"""Elements of a slice: the least that is aligned."""
+_MANY = 65_537
+"""Elements of which the squares take two launches."""
+
+
+@dataclass(frozen=True)
+class KernelTrial:
+    """What decides the kernels of one engine.
+
+    terms: what a sum over ranks adds, if it is fp32 · several: micro-batches in a window · leaves: gradients may be
+    summed for another device · clips: gradients are multiplied in the update · options: of each optimizer group.
+    """
+
+    device: torch.device
+    ranks: int
+    terms: int
+    rules: Rules
+    precision: Precision
+    several: bool
+    leaves: bool
+    clips: bool
+    kind: str | None
+    options: Sequence[dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        rules: Rules,
+        mesh: Mesh,
+        direct: bool,
+        kind: str | None,
+        groups: Sequence[dict[str, Any]],
+    ) -> KernelTrial:
+        """direct: sums over ranks are ours, also in fp32 · kind: the optimizer's name, None for none."""
+        which = precision.of(config)
+        leaves = config.zero_optimization.offload_optimizer.device != "none" and mesh.platform.is_apart
+        clips = bool(config.gradient_clipping) or which.scales_loss
+        several = (config.gradient_accumulation_steps or 1) > 1
+        terms = mesh.ranks if direct else 1
+        return cls(mesh.device, mesh.ranks, terms, rules, which, several, leaves, clips, kind, groups)
+
+    def run(self, specs: Iterable[ParameterSpec]) -> None:
+        """Launch them. specs: the model's parameters."""
+        for dtype in {getattr(torch, spec.dtype) for spec in specs if spec.trainable}:
+            for leaves in (False, True) if self.leaves else (False,):
+                gradient = self._sum_gradients(dtype, leaves=leaves)
+                if self.kind is not None and not leaves:
+                    for length in (1, _FEW, _FEW + 1, _MANY):  # parameters have any length
+                        kernels.sum_of_squares(self._zeros(gradient, length))
+                    self._update(dtype, gradient)
+
+    def _zeros(self, dtype: torch.dtype, length: int = _FEW) -> Tensor:
+        return torch.zeros(length, dtype=dtype, device=self.device)
+
+    def _sum_gradients(self, dtype: torch.dtype, *, leaves: bool) -> torch.dtype:
+        """From a gradient in ``dtype`` to the complete one, whose dtype is returned."""
+        rules, wire = self.rules, self.rules.wire or dtype
+        collects = self.several and not rules.sharded
+        begun = rules.accumulate if collects else wire
+        whole = self._zeros(begun)
+        kernels.flatten([self._zeros(dtype)], [0], whole)
+        if collects:
+            kernels.flatten([self._zeros(dtype)], [0], whole, add=True)
+        if begun is not wire:
+            kernels.flatten([whole], [0], self._zeros(wire))
+        count = self.terms if wire is torch.float32 else self.ranks
+        terms = list(self._zeros(wire, count * _FEW).view(count, _FEW))
+        total = None
+        if self.several and rules.sharded:
+            total = self._zeros(rules.accumulate)
+            kernels.ordered_sum(terms, total, reduce_dtype=rules.reduce)
+            kernels.ordered_sum(terms, total, total=total, reduce_dtype=rules.reduce)
+        if leaves and total is not None:
+            here = self._zeros(torch.float32 if count > 1 else wire)
+            kernels.ordered_sum(terms, here, reduce_dtype=rules.reduce)
+            return wire
+        rests = rules.accumulate if self.several and not leaves else wire
+        complete = self._zeros(rests if rests in (torch.float32, wire) else wire)
+        kernels.ordered_sum(
+            terms, complete, total=total, divisor=rules.divisor, rounded=wire, reduce_dtype=rules.reduce
+        )
+        return wire if rules.gathers else complete.dtype
+
+    def _update(self, dtype: torch.dtype, gradient: torch.dtype) -> None:
+        """Of weights in ``dtype``, in the first step and in later ones."""
+        which, kind = self.precision, self.kind or ""
+        master = which.master_dtype(dtype)
+        flats = {"weight": self._zeros(master or dtype), "gradient": self._zeros(gradient)}
+        flats |= {name: self._zeros(torch.float32) for name in kernels.STATE_NAMES[kind]}
+        if master is not None:
+            flats["low"] = self._zeros(dtype)
+        noise = None if which.seed is None else Noise(which.seed, 1)
+        ends = (_FEW,) if noise is None else (_FEW, _FEW - 1)  # numbered elements are stepped by parameter
+        factor = torch.ones((), device=self.device) if self.clips else None
+        skip = None if which.scaling is None else torch.zeros((), dtype=torch.bool, device=self.device)
+        rules = [kernels.rule_for(kind, group, step) for group in self.options for step in (1, 2)]
+        forms = {(rule.l2 != 0, rule.keep != 0, rule.maximize, rule.nesterov, rule.first): rule for rule in rules}
+        for rule in forms.values():
+            held = {name: flat for name, flat in flats.items() if name not in kernels.STATE_NAMES[kind]}
+            held |= {name: flats[name] for name in rule.states}
+            for end in ends:
+                kernels.update(held, Spans([(0, end)]), rule, factor=factor, skip=skip, noise=noise)

@@ -1,0 +1,141 @@
+"""Every operation on meta tensors: the shapes and dtypes of its results, and errors where a real one would go wrong.
+
+Nothing is computed. What is checked here, at any cost, is what the operations' docstrings ask of their tensors: one
+device, contiguous, equal lengths, dtypes that an implementation knows. Must not know: values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardengine.kernels.compression import FLOATS, Compressed
+from shardengine.kernels.random_bits import Noise
+from shardengine.kernels.rules import Rule
+from shardengine.kernels.spans import Spans
+
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_META = torch.device("meta")
+
+
+def flatten(
+    tensors: Sequence[Tensor], starts: Sequence[int], out: Tensor, *, scale: float = 1.0, add: bool = False
+) -> None:
+    """See ``operations.flatten``."""
+    _require("flatten", {"out": out, **_numbered("tensor", tensors)}, flat=("out",))
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"flatten: expected tensors of one dtype, got {[tensor.dtype for tensor in tensors]}")
+
+
+def unflatten(flat: Tensor, starts: Sequence[int], outs: Sequence[Tensor]) -> None:
+    """See ``operations.unflatten``."""
+    _require("unflatten", {"flat": flat, **_numbered("out", outs)}, flat=("flat",))
+
+
+def ordered_sum(
+    terms: Sequence[Tensor],
+    out: Tensor,
+    *,
+    total: Tensor | None = None,
+    divisor: int = 1,
+    rounded: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """See ``operations.ordered_sum``."""
+    if not terms:
+        raise ValueError("ordered_sum: expected at least one term, got none")
+    tensors = {"out": out, **_numbered("term", terms)} | ({} if total is None else {"total": total})
+    _require("ordered_sum", tensors, flat=tuple(tensors))
+    _require_lengths("ordered_sum", tensors)
+    _require_scalar("ordered_sum", "nonfinite", nonfinite, torch.bool)
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """See ``operations.sum_of_squares``."""
+    _require("sum_of_squares", {"tensor": tensor}, flat=("tensor",))
+    return torch.empty((), dtype=torch.float64, device=_META)
+
+
+def update(
+    flats: Mapping[str, Tensor],
+    spans: Spans,
+    rule: Rule,
+    *,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
+    noise: Noise | None = None,
+) -> None:
+    """See ``operations.update``."""
+    missing = {"weight", "gradient", *rule.states} - flats.keys()
+    if missing:
+        raise ValueError(f"update: expected {', '.join(sorted(missing))} among the tensors, got {sorted(flats)}")
+    _require("update", flats, flat=tuple(flats))
+    _require_lengths("update", flats)
+    for name in rule.states:
+        if flats[name].dtype is not torch.float32:
+            raise ValueError(f"update: expected {name} in fp32, got {flats[name].dtype}")
+    if spans and spans[-1].end > flats["weight"].numel():
+        raise ValueError(f"update: expected spans inside of {flats['weight'].numel()} elements, got {spans[-1]}")
+    _require_scalar("update", "factor", factor, torch.float32)
+    _require_scalar("update", "skip", skip, torch.bool)
+
+
+def compress(
+    values: Tensor,
+    kind: str,
+    *,
+    block: int = 256,
+    noise: Noise | None = None,
+    first: int = 0,
+    saturated: Tensor | None = None,
+) -> Compressed:
+    """See ``operations.compress``."""
+    _require("compress", {"values": values}, flat=("values",))
+    _require_scalar("compress", "saturated", saturated, torch.int64)
+    count = values.numel()
+    if kind in FLOATS:
+        return Compressed(kind, count, block, torch.empty(count, dtype=FLOATS[kind], device=_META))
+    length, dtype = (-(-count // 2), torch.uint8) if kind == "int4" else (count, torch.int8)
+    scales = torch.empty(-(-count // block), dtype=torch.float32, device=_META)
+    return Compressed(kind, count, block, torch.empty(length, dtype=dtype, device=_META), scales)
+
+
+def decompress(compressed: Compressed, out: Tensor) -> None:
+    """See ``operations.decompress``."""
+    _require("decompress", {"out": out}, flat=("out",))
+    if out.numel() != compressed.length:
+        raise ValueError(f"decompress: expected out to have {compressed.length} elements, got {out.numel()}")
+
+
+def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{name} {number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def _require(operation: str, tensors: Mapping[str, Tensor], flat: Sequence[str]) -> None:
+    """All on meta, contiguous, floating; those named in ``flat`` with one dimension."""
+    for name, tensor in tensors.items():
+        if tensor.device != _META:
+            raise ValueError(f"{operation}: expected all tensors on one device, meta, got {name} on {tensor.device}")
+        if not tensor.is_contiguous() or (name in flat and tensor.dim() != 1):
+            wanted = "a flat, contiguous" if name in flat else "a contiguous"
+            raise ValueError(f"{operation}: expected {name} to be {wanted} tensor, got {tuple(tensor.shape)} with "
+                             f"strides {tensor.stride()}")  # fmt: skip
+        if tensor.dtype not in _FLOATING:
+            raise ValueError(f"{operation}: expected {name} to be floating, got {tensor.dtype}")
+
+
+def _require_lengths(operation: str, tensors: Mapping[str, Tensor]) -> None:
+    lengths = {name: tensor.numel() for name, tensor in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{operation}: expected tensors of one length, got {lengths}")
+
+
+def _require_scalar(operation: str, name: str, value: Tensor | None, dtype: torch.dtype) -> None:
+    if value is not None and (value.device != _META or value.dim() or value.dtype is not dtype):
+        raise ValueError(
+            f"{operation}: expected {name} to be 0-dim, {dtype}, on meta, got {tuple(value.shape)}, {value.dtype}, on "
+            f"{value.device}"
+        )
