@@ -1,8 +1,8 @@
 """Engines of large models without memory: what Python does around a step that computes and sends nothing.
 
 Everything is on the meta device, which has shapes and no values, as one of ranks that are not there (the dry run of the
-tests). Kernels do nothing, and the time inside of them and of collectives is taken off. The model touches its parameters: its
-forward and backward hand out tensors, and the same model without an engine is measured beside it.
+tests). Kernels do nothing, and the time inside of them and of collectives is taken off. The model touches its
+parameters: its forward and backward hand out tensors, and the same model without an engine is measured beside it.
 """
 
 from __future__ import annotations
