@@ -9,6 +9,7 @@ reads or writes private memory would take pages away from them.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -18,12 +19,28 @@ HUGE_PAGE = 2 << 20
 """Bytes; ``staging`` takes a multiple of them."""
 
 
-def staging(count: int) -> Tensor:
-    """New zeros, uint8 [count], that begin at a page, in huge pages where the system gives them; OSError: none left."""
+class _Area(mmap.mmap):
+    """Private memory. ``unlock``: called before it is given back to the system."""
+
+    unlock: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
+def staging(count: int, lock: Callable[[int, int], Callable[[], None] | None] | None = None) -> Tensor:
+    """New zeros, uint8 [count], that begin at a page, in huge pages where the system gives them; OSError: none left.
+
+    lock: called with its address and bytes, returns what undoes it, if anything.
+    """
     if count == 0:
         return torch.empty(0, dtype=torch.uint8)
-    area = mmap.mmap(-1, -(-count // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area = _Area(-1, -(-count // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(OSError, AttributeError):  # a kernel, or a system, that has no such thing
             area.madvise(getattr(mmap, advice))
-    return torch.frombuffer(area, dtype=torch.uint8)[:count]
+    memory = torch.frombuffer(area, dtype=torch.uint8)
+    if lock is not None:
+        area.unlock = lock(memory.data_ptr(), memory.numel())
+    return memory[:count]

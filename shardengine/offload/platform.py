@@ -13,7 +13,7 @@ is over when ``copy`` returns, and all of this is empty.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -108,6 +108,14 @@ class Fetched:
         return self._values
 
 
+def _page_lock(address: int, size: int) -> Callable[[], None] | None:
+    """Let CUDA copy from and to this memory beside the computation; what ends that. None where it cannot be had."""
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, size, 0)):
+        return None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
 class Platform:
     """``device`` as the engine uses it. A CPU's memory is the host's, and nothing of it is done later."""
 
@@ -168,8 +176,9 @@ class Platform:
         return torch.empty(count, dtype=dtype, device=HOST, pin_memory=pinned and self.device.type == "cuda")
 
     def host_buffer(self, count: int) -> Tensor:
-        """Zeros in host memory, uint8 [count], for what is on its way between the device and a disk (``staging``)."""
-        return staging(count)
+        """Zeros in host memory, uint8 [count], for what is on its way between the device and a disk (``staging``);
+        page-locked for a GPU, which else would have the host wait for its copies."""
+        return staging(count, _page_lock if self.device.type == "cuda" else None)
 
     def free_bytes(self) -> int:
         """Bytes of the device's own memory that nobody holds."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import mmap
 import os
 import signal
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardengine.offload import host_memory
+from shardengine.offload import Platform, host_memory
+from shardengine.offload.host_memory import HUGE_PAGE
 
 
 @pytest.mark.parametrize("count", [0, 1, 4096, (2 << 20) + 1])
@@ -49,3 +52,34 @@ def test_a_child_does_not_share_it() -> None:
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
     assert memory[0].item() == 0
+
+
+def test_memory_for_a_gpu_is_page_locked_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA must be told before the system has the memory back."""
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        refuses = 0
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            locked.update({} if self.refuses else {address: size})
+            return self.refuses
+
+        def cudaHostUnregister(self, address: int) -> None:
+            assert address in locked
+            ctypes.string_at(address, 1)  # it is there still
+            del locked[address]
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    platform = Platform(torch.device("cuda", 0))
+    memory = platform.host_buffer(5000)
+    part, address = memory[10:20], memory.data_ptr()
+    del memory
+    assert locked == {address: HUGE_PAGE}, "a view keeps it"
+    del part
+    gc.collect()
+    assert not locked
+    runtime.refuses = 2
+    assert platform.host_buffer(5000).sum() == 0 and not locked, "without it copies are slower, and right"

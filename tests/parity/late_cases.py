@@ -3,16 +3,20 @@ and for those that break the engine on purpose."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardengine
-from tests.support import cases
+from tests import oracle
+from tests.support import cases, special_losses
 from tests.support.late_streams import DEFAULT, Adversary, adversary
 
 USER, LEAVES = "the user's stream", "the stream of the leaves"
@@ -42,6 +46,7 @@ PLACES: dict[str, dict[str, Any]] = {
 PLACES_OF_WEIGHTS: dict[str, dict[str, Any]] = {
     "weights on the host": {"offload_param": _CPU},
     "all on the host": {"offload_param": _CPU, "offload_optimizer": _CPU},
+    "weights on the host, not page-locked": {"offload_param": {**_CPU, "pin_memory": False}},
     "weights on disk": {"offload_param": _DISK},
     "all on disk": {"offload_param": _DISK, "offload_optimizer": _DISK},
     "weights on disk, states on the host": {"offload_param": _DISK, "offload_optimizer": _CPU},
@@ -73,16 +78,39 @@ class Case:
             key: {**tier, "nvme_path": folder} if "nvme_path" in tier else tier
             for key, tier in {**PLACES, **PLACES_OF_WEIGHTS}[self.place].items()
         }
-        said, clip = PRECISIONS[self.precision][0], {"gradient_clipping": 0.0} if self.place == _EARLY else {}
-        zero = {"reduce_bucket_size": 600, **place}
+        said, zero = PRECISIONS[self.precision][0], {"reduce_bucket_size": 600, **self.special.zero, **place}
         behind = {"checkpoint": {"async_save": True}} if "saved behind" in self.around else {}
-        options = {"reproducible": True, **said, **OPTIONS[self.options], **clip, **behind}
+        options = {"reproducible": True, **said, **OPTIONS[self.options], **behind}
+        options["gradient_clipping"] = self.clip
         return cases.config_of(self.stage, self.micros, zero=zero, **options)
 
-    def truth(self, ranks: int, steps: int) -> Any:
+    @property
+    def special(self) -> special_losses.Case:
+        """The model with its loss."""
+        made = special_losses.CASES | _MODELS
+        return made.get(self.model) or special_losses.Case(cases.MODELS[self.model], cases.loss_of)
+
+    def truth(self, ranks: int, steps: int) -> oracle.Trace:
         """The oracle's answer."""
-        told, clip = PRECISIONS[self.precision][1], 0.0 if self.place == _EARLY else cases.CLIP
-        return cases.truth(self.model, "AdamW", ranks, self.micros, cases.LETTER[self.stage], steps, clip, **told)
+        alike = replace(self, place="device", options="plain", stream=DEFAULT, around=())
+        return _truth(alike, ranks, steps, self.clip)
+
+    @property
+    def clip(self) -> float:
+        """What the norm is clipped to."""
+        return 0.0 if self.place == _EARLY else cases.CLIP
+
+
+@functools.lru_cache(maxsize=200)
+def _truth(case: Case, ranks: int, steps: int, clip: float) -> oracle.Trace:
+    model, told = case.special.make(), {**PRECISIONS[case.precision][1]}
+    if (scaling := told.pop("scaling", None)) is not None:
+        told["scaler"] = oracle.Scaler(*scaling)
+    return oracle.train(
+        model, case.special.loss, ranks=ranks, micros=case.micros, steps=steps, kind="AdamW",
+        groups=cases.groups_of(model, "AdamW"), order=cases.LETTER[case.stage] if case.micros > 1 else "full",
+        clip=clip, **told,
+    )  # fmt: skip
 
 
 _EARLY = "stepped in backward"
@@ -95,24 +123,45 @@ def run(chosen: list[Case], steps: int, folder: str) -> list[dict[str, Any]]:
 
 
 def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
-    """As ``run``, of one case."""
-    between = [_BETWEEN[name] for name in case.around]
+    """As ``run``, of one case. What is read of losses and norms, the host does not wait for: a user may read none."""
     with adversary(_mesh()) as foe, ExitStack() as stack:
         if case.stream == LEAVES:
             stack.enter_context(_hooks_of_leaves_elsewhere(foe))
-        model = cases.MODELS[case.model]()
+        model = case.special.make()
         engine = shardengine.initialize(
             model, case.config(folder), optimizer=cases.make_optimizer(model, "AdamW"), mesh=foe.mesh
         )
         if case.stream == USER:
             foe.wait_stream(USER, DEFAULT)
             stack.enter_context(foe.on(USER))
+        saved: dict[str, str] = {}
 
         def before(step: int) -> None:
-            for each in between:
-                each(engine, folder, step)
+            for name in case.around:
+                if name.startswith("saved"):
+                    with foe.unseen():
+                        saved[f"step{step}"] = cases.digest([cases.local_state(engine)])
+                _BETWEEN[name](engine, folder, step)
 
-        result = cases.run_steps(engine, steps, before=before)
+        def micro_batch(_engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+            loss = loss_of(engine, step, engine.rank, micro)
+            engine.backward(loss)
+            engine.step()
+            with foe.unseen():
+                return float(loss.item())
+
+        norm = engine.get_global_grad_norm
+
+        def norm_unseen() -> float | None:
+            with foe.unseen():
+                return norm()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "get_global_grad_norm", norm_unseen)
+            result = cases.run_steps(engine, steps, case.special.loss, micro_batch, before)
+        for tag, digest in saved.items():
+            engine.load_checkpoint(folder, tag)
+            assert cases.digest([cases.local_state(engine)]) == digest, f"{tag} has other states than were saved"
         foe.wait_stream(LEAVES, foe.judge.current)
         engine.close()
         foe.check()
@@ -123,6 +172,27 @@ def _mesh() -> Any:
     return cases.mesh_of_this_process() if torch.distributed.is_initialized() else _ALONE
 
 
+class _Twice(nn.Module):
+    """One block that is called twice, checkpointed by autograd inside of autograd: its gradients come twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(7, 12), nn.Linear(12, 3)
+        self.blocks = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)])
+
+    def forward(self, x: torch.Tensor, at: Any) -> torch.Tensor:
+        x = self.inp(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.blocks[0], x, use_reentrant=True))
+        return self.out(self.blocks[1](x))
+
+
+def _twice() -> nn.Module:
+    torch.manual_seed(3)
+    return _Twice()
+
+
+_MODELS = {"gradients twice": special_losses.Case(_twice)}
 _ALONE = shardengine.comm.Mesh(0, 1, torch.device("cpu"))
 
 
@@ -161,6 +231,11 @@ def _evaluate(engine: Any, _folder: str, step: int) -> None:
     torch.random.set_rng_state(state)
 
 
+def _load(engine: Any, folder: str, step: int) -> None:
+    engine.save_checkpoint(folder, f"now{step}")
+    engine.load_checkpoint(folder, f"now{step}")
+
+
 def _save(engine: Any, folder: str, step: int) -> None:
     engine.save_checkpoint(folder, f"step{step}")
 
@@ -170,7 +245,8 @@ def _show(engine: Any, _folder: str, _step: int) -> None:
         for parameter in engine.module.parameters():
             assert parameter.isfinite().all()
     with engine.full_optimizer_state() as states:
-        assert states
+        held = [value for kinds in states.values() for value in kinds.values() if isinstance(value, torch.Tensor)]
+        assert held and all(value.isfinite().all() for value in held)
 
 
 def _write(engine: Any, _folder: str, _step: int) -> None:
@@ -191,4 +267,5 @@ _BETWEEN = {
     "whole weights": _show,
     "written": _write,
     "freed": _free,
+    "loaded": _load,
 }

@@ -38,7 +38,8 @@ from shardengine.checkpoint import background
 from shardengine.comm import Wire
 from shardengine.comm.mesh import Mesh
 from shardengine.kernels import operations
-from shardengine.offload import CopyStream, Done, Fetched, Platform
+from shardengine.offload import CopyStream, Done, Fetched, Platform, staging
+from shardengine.offload.nvme import ExtentFile, file_tier
 from shardengine.optim import in_backward
 
 HOST, DEFAULT = "the host", "the default stream"
@@ -519,9 +520,24 @@ class _LateExecutor:
             self.run_until(self._left[0][0])
 
 
+def _told_of_disk(judge: Judge, begin: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+    """``ExtentFile.read`` or ``write``, whose threads are the host's."""
+
+    def told(file: ExtentFile, extent: Any, memory: Tensor) -> Any:
+        judge.launch(HOST)
+        judge.touch(memory, HOST, "the disk", writes=writes)
+        return begin(file, extent, memory)
+
+    return told
+
+
 def _executor(real: Any) -> Any:
     def make(workers: int, name: str, *rest: Any) -> Any:
-        return _LateExecutor() if name in ("checkpoint-copy", "step-in-backward") else real(workers, name, *rest)
+        return (
+            _LateExecutor()
+            if name in ("checkpoint", "checkpoint-copy", "step-in-backward")
+            else real(workers, name, *rest)
+        )
 
     return make
 
@@ -547,6 +563,12 @@ class Adversary:
         """``stream.wait_stream(other)``."""
         self.judge.wait(stream, self.judge.clock(other))
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What the test alone does: nobody waits for it, and nobody judges it."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+
     def record_stream(self, tensor: Tensor) -> None:
         """``tensor.record_stream``: its memory is given out again when nobody uses it."""
         self.judge.area(tensor.untyped_storage()).guarded = True
@@ -571,6 +593,9 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(operations, "implementation", lambda device: None)
+        for name, writes in (("read", True), ("write", False)):
+            patch.setattr(ExtentFile, name, _told_of_disk(judge, getattr(ExtentFile, name), writes))
+        patch.setattr(file_tier, "staging", lambda count: judge.own(staging(count), HOST))
         for module in (background, in_backward):
             patch.setattr(module, "ThreadPoolExecutor", _executor(module.ThreadPoolExecutor))
         late = replace(
