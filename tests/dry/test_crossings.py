@@ -99,10 +99,7 @@ TABLE = [
     Line("optim/update.py:send", "to host", "stream", sent_home),
     Line("optim/update.py:send", "wait", "", lambda case, facts: sent_on(case, facts) + sent_home(case, facts)),
     # weights that rest on the host
-    Line("sharding/bucket.py:Bucket.load_shard", "to device", "stream",
-         lambda case, facts: loads(case, facts) * (not case.in_files)),
-    Line("sharding/bucket.py:Bucket.load_shard", "to device", "pageable stream",
-         lambda case, facts: loads(case, facts) * case.in_files),
+    Line("sharding/bucket.py:Bucket.load_shard", "to device", "stream", loads),
     Line("offload/shard_store.py:MemoryStore.check_out", "wait", "",
          lambda case, facts: facts.buckets * (case.weights_on_host and not case.in_files)),
     # activations
@@ -127,10 +124,7 @@ def expected_of_call(case: Case) -> set[Crossing]:
     stream = ("checkpoint/background.py:_copy.<locals>.<listcomp>", "to host", "stream")
     lines: dict[str, list[tuple[bool, tuple[str, str, str]]]] = {
         "norm read": [(True, ("engine/engine.py:Engine.get_global_grad_norm", "read", ""))],
-        "evaluation": [
-            (away and not case.in_files, ("sharding/bucket.py:Bucket.load_shard", "to device", "stream")),
-            (away and case.in_files, ("sharding/bucket.py:Bucket.load_shard", "to device", "pageable stream")),
-        ],
+        "evaluation": [(away, ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"))],
         "full_params": [(away, ("runtime/unit.py:Unit.summon", "to device", "blocking"))],
         "state_dict": [
             (True, ("sharding/flat_slices.py:join", "to host", "blocking")),
@@ -158,7 +152,6 @@ START = {
 """At initialize: what rests away goes there."""
 END = {
     ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"),
-    ("sharding/bucket.py:Bucket.load_shard", "to device", "pageable stream"),
     ("ddp/reducer.py:Reducer.drop", "wait", ""),
     ("offload/shard_store.py:MemoryStore.drop", "wait", ""),
     ("engine/monitors.py:Monitors._write", "read", ""),

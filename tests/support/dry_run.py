@@ -334,10 +334,16 @@ class DryPlatform(Platform):
     def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """See ``Platform``. Ordinary memory, of which is known whether it was to be page-locked."""
         made = torch.zeros(count, dtype=dtype)
-        if pinned:
-            storage = made.untyped_storage()
-            _pinned[storage._cdata] = storage
-            self.log.pinned_bytes += made.nbytes
+        return self._pin(made) if pinned else made
+
+    def host_buffer(self, count: int) -> Tensor:
+        """See ``Platform``."""
+        return self._pin(super().host_buffer(count))
+
+    def _pin(self, made: Tensor) -> Tensor:
+        storage = made.untyped_storage()
+        _pinned[storage._cdata] = storage
+        self.log.pinned_bytes += made.nbytes
         return made
 
     def free_bytes(self) -> int:
