@@ -1,16 +1,15 @@
 """Engines of large models without memory: what Python does around a step that computes and sends nothing.
 
-Everything is on the meta device, which has shapes and no values, in a process group of torch's that carries nothing
-("fake"). Kernels do nothing, and the time inside of collectives is taken off. The model touches its parameters: its
-forward and backward hand out tensors, and the same model without an engine is measured beside it.
+Everything is on the meta device, which has shapes and no values, as one of ranks that are not there (the dry run of the
+tests). Kernels do nothing, and the time inside of them and of collectives is taken off. The model touches its
+parameters: its forward and backward hand out tensors, and the same model without an engine is measured beside it.
 """
 
 from __future__ import annotations
 
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,16 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardengine
-from shardengine import kernels
-from shardengine.comm import Wire
 from shardengine.comm.mesh import Mesh
-from shardengine.engine import closing
-from shardengine.kernels import operations
-from shardengine.offload import Done, Fetched, Platform
-from shardengine.sharding import partition
+from shardengine.kernels import meta
+from tests.support.dry_run import META, SilentWire, dry_mesh
 
 RANKS = 8
-META = torch.device("meta")
 PHASES = ("forward", "backward", "step")
 STAGES: Mapping[str, dict[str, Any]] = {
     "0": {"stage": 0},
@@ -117,7 +111,7 @@ class Model(nn.Module):
         return loss
 
 
-def carry_nothing(device: torch.device = META) -> Mesh:
+def carry_nothing(device: torch.device) -> Mesh:
     """This process as rank 0 of ``RANKS``, over groups of torch's own tests that carry nothing; used as NCCL's are."""
     if not dist.is_initialized():
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
@@ -146,29 +140,25 @@ class Stopwatch:
         return timed
 
 
+def silent_wire(watch: Stopwatch) -> SilentWire:
+    """A wire whose time ``watch`` counts."""
+    wire = SilentWire(RANKS)
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        setattr(wire, name, watch.around(getattr(wire, name)))
+    return wire
+
+
 @contextmanager
-def nothing_computed() -> Iterator[Stopwatch]:
-    """Inside, engines may be on the meta device. The stopwatch counts what is spent in collectives."""
-    watch, square = Stopwatch(), torch.zeros((), dtype=torch.float64)
-    scalar, no = torch.zeros((), device=META), Fetched(torch.zeros(()), Done())
-    idle = dict.fromkeys(("flatten", "unflatten", "ordered_sum", "update"), lambda *_args, **_options: None)
-    module = types.SimpleNamespace(**idle, sum_of_squares=lambda _tensor: square)
-    with (
-        mock.patch.object(operations, "implementation", lambda _device: module),
-        mock.patch.object(kernels, "norm_from_squares", lambda *_: scalar),
-        mock.patch.object(kernels, "gradient_factor", lambda *_: scalar),
-        mock.patch.object(partition, "_check", lambda *_args, **_options: None),
-        mock.patch.object(Platform, "fetch", lambda *_args: no),
-        mock.patch.object(closing, "part", lambda *_args, **_options: ""),  # the other ranks never say that they close
-        mock.patch.object(Wire, "all_gather", watch.around(Wire.all_gather)),
-        mock.patch.object(Wire, "reduce_scatter", watch.around(Wire.reduce_scatter)),
-        mock.patch.object(Wire, "all_to_all", watch.around(Wire.all_to_all)),
-    ):
-        yield watch
+def kernels_counted(watch: Stopwatch) -> Iterator[None]:
+    """Inside, ``watch`` counts what the meta device's kernels take, which only look at their tensors."""
+    with ExitStack() as patches:
+        for name in ("flatten", "unflatten", "ordered_sum", "sum_of_squares", "update"):
+            patches.enter_context(mock.patch.object(meta, name, watch.around(getattr(meta, name))))
+        yield
 
 
 def engine_of(shape: Shape, stage: str, bucket: int, mesh: Mesh) -> shardengine.Engine:
-    """An engine whose buckets have at most ``bucket`` elements. Inside of ``nothing_computed`` only."""
+    """An engine whose buckets have at most ``bucket`` elements."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
@@ -209,9 +199,11 @@ def run_plain(model: Model) -> list[float]:
     return [middle - start, end - middle, 0.0]
 
 
-def measure(shape: Shape, bucket: int, rounds: int, mesh: Mesh) -> dict[str, dict[str, Any]]:
+def measure(shape: Shape, bucket: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Stage → buckets, and seconds of each phase and round over those of the model alone; all take turns."""
-    with nothing_computed() as watch:
+    watch = Stopwatch()
+    mesh = dry_mesh(RANKS, wire=silent_wire(watch))
+    with kernels_counted(watch):
         plain = Model(shape)
         engines = {stage: engine_of(shape, stage, bucket, mesh) for stage in STAGES}
         found: dict[str, list[list[float]]] = {stage: [] for stage in STAGES}

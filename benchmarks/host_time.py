@@ -234,12 +234,12 @@ def thin_part(layers: Sequence[int], rounds: int, mesh: Mesh) -> list[dict[str, 
     return rows
 
 
-def layout_part(layouts: Mapping[str, Shape], buckets: Sequence[int], rounds: int, mesh: Mesh) -> list[dict[str, Any]]:
+def layout_part(layouts: Mapping[str, Shape], buckets: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Rows of the second table."""
     rows = []
     for name, shape in layouts.items():
         for bucket in buckets:
-            for stage, found in host_layouts.measure(shape, bucket, rounds, mesh).items():
+            for stage, found in host_layouts.measure(shape, bucket, rounds).items():
                 row: dict[str, Any] = {"layout": name, "bucket_elements": bucket, "stage": stage}
                 row |= {"buckets": found["buckets"], "ms_per_step": summarise(found["seconds"])}
                 if name == "Llama 8B":
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {
         "benchmark": "host_time", "machine": machine(), "rounds": options.rounds, "ranks": RANKS,
         "targets_ms": {"unit_and_pass": PER_UNIT_MS, "llama_8b_step": PER_STEP_MS}, "thin": thin,
-        "layouts": layout_part(chosen, BUCKETS, options.rounds, carry_nothing()) if chosen else [],
+        "layouts": layout_part(chosen, BUCKETS, options.rounds),
         "seconds": round(time.perf_counter() - began), "load_after": os.getloadavg()[0],
     }  # fmt: skip
     print(json.dumps(result, indent=1) if options.json else tables(result))

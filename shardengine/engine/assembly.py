@@ -46,7 +46,9 @@ def _look(
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-    found = partition.analyse(model, units, group_of, shards_weights=shards_weights, which=trial.precision)
+    found = partition.analyse(
+        model, units, group_of, shards_weights=shards_weights, which=trial.precision, device=trial.device
+    )
     return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
 
 
@@ -262,8 +264,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     modules = {module: index for index, (_, module) in enumerate(units, start=1)}
     trainable = [(i, p) for i, p in enumerate(core.partition.inside) if core.layout.parameters[i].trainable]
     core.attachments.handles.extend(hooks.attach_gradients(core.schedule, trainable))
-    if core.precision.inputs is not None:
-        core.attachments.handles.extend(hooks.attach_input_cast(model, core.precision.inputs, core.mesh.device.type))
+    if (dtype := core.precision.inputs) is not None:
+        core.attachments.handles.extend(hooks.attach_input_cast(model, dtype, core.mesh.platform.autocast_type))
     if not core.stage.moves_weights:
         core.attachments.handles.extend(hooks.attach_forward_events(core.schedule, model))
         if core.deferred_gather is not None:

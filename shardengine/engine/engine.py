@@ -184,7 +184,7 @@ class Engine(Inspection):
             core.buffers.broadcast(persistent_only=True)
             self._buffers_sent = True
         try:
-            with core.precision.forward(core.mesh.device.type):
+            with core.precision.forward(core.mesh.platform.autocast_type):
                 return self.module(*args, **kwargs)
         except BaseException as error:
             core.schedule.restart()

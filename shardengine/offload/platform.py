@@ -129,6 +129,11 @@ class Platform:
         return self.device.type != HOST.type
 
     @property
+    def autocast_type(self) -> str:
+        """The type of device by which ``torch.autocast`` knows what is computed on it."""
+        return self.device.type
+
+    @property
     def alignment(self) -> int:
         """Bytes: tensors that begin at multiples of it look alike to the device's libraries, which choose by address.
 

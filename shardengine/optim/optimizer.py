@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, (start, end) in state.own.items()
         ]
         device = self._reducer.buckets[0].bucket.full.device
-        if all(square.device == HOST for _, square in found):
+        if found and all(square.device == HOST for _, square in found):
             device = HOST  # added up where they are, and moved together
         zero = torch.zeros((), dtype=torch.float64, device=device)
         total, squares = zero.clone(), [zero] * len(self._layout.parameters)
@@ -258,12 +258,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         so that it knows what will be stepped."""
         index = state.bucket.layout.index
         stepped = {parameter for parameter in state.pieces if self._counted(parameter) is not None}
+        may = self.stepped_early.may(state) and stepped <= self._reducer.used
+        if not may or self._missing_states(state.bucket):
+            return
         if self.settings.scaler is not None and state.complete is not None and not math.isfinite(state.complete.sum()):
             return  # it waits for the step, which is an error then
-        if self.stepped_early.may(state) and stepped <= self._reducer.used and not self._missing_states(state.bucket):
-            parts = self._parts(self._segments_ahead()[index])
-            then = [each.bucket.state_store for each in self._reducer.following(index)[:_AHEAD]]
-            self.stepped_early.begin(state, parts, self._reducer.way_back, self._reading, then)
+        parts = self._parts(self._segments_ahead()[index])
+        then = [each.bucket.state_store for each in self._reducer.following(index)[:_AHEAD]]
+        self.stepped_early.begin(state, parts, self._reducer.way_back, self._reading, then)
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""

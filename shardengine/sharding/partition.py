@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shardengine.comm import describe
 from shardengine.config import nearest
 from shardengine.errors import UsageError
+from shardengine.offload import HOST
 from shardengine.sharding.layout import ParameterSpec
 from shardengine.sharding.precision import Precision
 from shardengine.sharding.wrapping import automatic_units, class_of
@@ -67,10 +68,11 @@ def analyse(
     *,
     shards_weights: bool,
     which: Precision = Precision(),  # noqa: B008  (frozen)
+    device: torch.device = HOST,
 ) -> Partition:
     """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
 
-    which: the dtypes that parameters will have.
+    which: the dtypes that parameters will have · device: where they will be.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     all_names: dict[int, list[str]] = {}
@@ -78,7 +80,7 @@ def analyse(
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list(model.parameters())
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
-    _check(parameters, all_names, dtypes, scaled=which.trains_fp16)
+    _check(parameters, all_names, dtypes, scaled=which.trains_fp16, device=device)
     _check_sparse(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
@@ -246,12 +248,13 @@ def _check(
     dtypes: Mapping[int, torch.dtype],
     *,
     scaled: bool,
+    device: torch.device,
 ) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
-        if parameter.is_meta:
+        if parameter.is_meta and device.type != "meta":
             raise UsageError(
                 f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "
                 "(from_pretrained, or to_empty and an initialisation)"
