@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardengine.checkpoint import background
 from shardengine.comm import Wire
 from shardengine.comm.mesh import Mesh
-from shardengine.kernels import operations
+from shardengine.kernels import operations, reference, reference_update
 from shardengine.offload import CopyStream, Done, Fetched, Platform, staging
 from shardengine.offload.nvme import ExtentFile, file_tier
 from shardengine.optim import in_backward
@@ -85,6 +85,8 @@ class Judge:
 
     def __init__(self) -> None:
         self.current = DEFAULT
+        self.kernel: str | None = None
+        """Who runs the kernel that is running, if one is."""
         self.races: list[str] = []
         self.lines: dict[str, _Line] = {}
         self.counts: Counter[str] = Counter()
@@ -211,10 +213,14 @@ class _Watch(TorchDispatchMode):
         made = [each for each in _tensors(result) if each.untyped_storage()._cdata not in given]
         judge, name = self._judge, str(func)
         sides = {judge.area(each.untyped_storage()).is_host for each in (*read, *written) if each.numel()}
-        agent = HOST if sides == {True} else judge.current
+        agent = judge.kernel or (HOST if sides == {True} else judge.current)
         judge.launch(agent)
-        blocks = len(sides) == 2 and not (name.startswith("aten.copy_") and (*args, *kwargs.values())[-1] is True)
-        if blocks or (name == "aten._local_scalar_dense.default" and agent != HOST):
+        behind = name.startswith("aten.copy_") and (*args, *kwargs.values())[-1] is True  # non_blocking
+        blocks = len(sides) == 2 and not behind and judge.kernel is None
+        reads = name == "aten._local_scalar_dense.default" and agent != HOST and judge.kernel is None
+        if judge.kernel == HOST and False in sides:  # a scalar, which was brought to the host
+            judge.wait(HOST, judge.clock(judge.current))
+        if blocks or reads:
             judge.wait(HOST, judge.clock(agent))  # the host has waited when this returns
             judge.counts["the host waits"] += 1
         for each in made:
@@ -232,8 +238,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.layout is torch.strided:
             yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each)
 
 
@@ -522,6 +528,21 @@ class _LateExecutor:
             self.run_until(self._left[0][0])
 
 
+def _as_kernel(judge: Judge, call: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's form of a kernel makes small tensors and may read a flag, for which no kernel has the host wait."""
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        given = [each for value in (*args, *kwargs.values()) for each in _tensors(value)]
+        sides = {judge.area(each.untyped_storage()).is_host for each in given if each.numel() > 1}
+        before, judge.kernel = judge.kernel, HOST if True in sides else judge.current
+        try:
+            return call(*args, **kwargs)
+        finally:
+            judge.kernel = before
+
+    return launched
+
+
 def _told_of_disk(judge: Judge, begin: Callable[..., Any], writes: bool) -> Callable[..., Any]:
     """``ExtentFile.read`` or ``write``, whose threads are the host's."""
 
@@ -595,6 +616,9 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(operations, "implementation", lambda device: None)
+        for name in ("flatten", "unflatten", "ordered_sum", "sum_of_squares", "update"):
+            module = reference_update if name == "update" else reference
+            patch.setattr(module, name, _as_kernel(judge, getattr(module, name)))
         for name, writes in (("read", True), ("write", False)):
             patch.setattr(ExtentFile, name, _told_of_disk(judge, getattr(ExtentFile, name), writes))
         patch.setattr(file_tier, "staging", lambda count: judge.own(staging(count), HOST))
