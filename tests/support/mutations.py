@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -47,6 +48,8 @@ def mutated(file: str, function: str, old: str, new: str) -> Iterator[None]:
     assert old in source, f"{file}, {function}: expected {old!r} in\n{source}"
     made: dict[str, Any] = {}
     exec(compile(source.replace(old, new), file, "exec"), vars(module) | {"nullcontext": nullcontext}, made)
+    importers = [each for path, each in list(sys.modules.items()) if path.startswith(PACKAGE) and not owner]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, name, made[name])
+        for each in (holder, *(each for each in importers if vars(each).get(name) is getattr(module, name))):
+            patch.setattr(each, name, made[name])
         yield
