@@ -34,12 +34,12 @@ from torch import Tensor
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.mesh import GroupName, Mesh
-from shardengine.comm.work import Work, wait_for
+from shardengine.comm.work import Work, ends_on_stream, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.kernels import ordered_sum
 from shardengine.offload import BufferPool, CopyStream
 from shardengine.stages import Operation, Placement, operation
-from shardengine.trace import COMMUNICATION, Trace, now
+from shardengine.trace import COMMUNICATION, HostMoment, Moment, Trace
 
 _MAX_BROADCAST_RANKS = 8
 _DEBUG_TEXT_BYTES = 256
@@ -87,7 +87,7 @@ class Collectives:
         hierarchical: bool = False,
     ) -> None:
         self.sent: Counter[Purpose] = Counter()
-        self.trace = Trace()
+        self.trace = Trace(mesh.platform.moment)
         self._pool = pool
         self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
         self._direct = direct
@@ -202,15 +202,19 @@ class Collectives:
         summed, received = (self._pool.take(nodes * length, self.reduce_dtype) for _ in range(2))
         started = mesh.platform.mark()
 
+        begun: list[dist.Work] = []
+
         def inside() -> list[dist.Work]:
             with between.is_current():
                 started.wait()
                 packed.view(size, nodes, length).copy_(full.view(nodes, size, length).transpose(0, 1))
-                return [mesh.wire.all_to_all(full, packed, mesh.inside)]
+                begun.append(mesh.wire.all_to_all(full, packed, mesh.inside))
+            return begun
 
         def across() -> list[dist.Work]:
             with between.is_current():
-                first.wait_data()
+                for work in begun:
+                    wait_for(work, record, self.failures)  # on this stream, which nobody else waits for
                 ordered_sum(full.chunk(size), summed, reduce_dtype=self.reduce_dtype)
                 return [mesh.wire.all_to_all(received, summed, mesh.across)]
 
@@ -221,8 +225,8 @@ class Collectives:
 
         def second() -> Work:
             sent = received.nbytes * (nodes - 1) // nodes
-            record = self._record(GroupName.ACROSS, "reduce-scatter between nodes", what, sent, purpose)
-            return self._issue(record, across, sum_terms)
+            later = self._record(GroupName.ACROSS, "reduce-scatter between nodes", what, sent, purpose)
+            return self._issue(later, across, sum_terms)
 
         sent = full.nbytes * (size - 1) // size
         record = self._record(GroupName.INSIDE, "reduce-scatter in the node", what, sent, purpose)
@@ -329,12 +333,12 @@ class Collectives:
         if self._debug and is_data:
             self._compare(record.debug_text)
         self.sent[record.purpose] += record.sent
-        start = now() if self.trace.recording else 0
+        start = self._moment(record) if self.trace.recording else None
         try:
             works = call()
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
-        if self.trace.recording:
+        if start is not None:
             self._trace_end(works, record, start)
         work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)
         if not self._overlap and is_data:
@@ -343,19 +347,34 @@ class Collectives:
 
     def _wait(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> None:
         """Until the data of ``works`` may be used. failures: of the time at which they were issued."""
-        start = now()
+        start = self._moment(record)
         for work in works:
             wait_for(work, record, failures)
-        self.trace.waited(record.title, start)
+        self.trace.waited(record.title, start, self._moment(record))
 
-    def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: int) -> None:
-        """Write down when the last of ``works`` is done, from the thread that finds it done."""
+    def _moment(self, record: CollectiveRecord) -> Moment:
+        """The present one of whoever waits for the collective: the current stream, or the host."""
+        return self.trace.moment() if ends_on_stream(record, self.mesh) else HostMoment()
+
+    def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: Moment) -> None:
+        """Write down when ``works`` are done: from the thread that finds it, or on a stream that waits for that."""
         details = {"purpose": record.purpose.value, "bytes sent": record.sent, "what": record.subject}
 
-        def ended(_: Any) -> None:
-            self.trace.add(COMMUNICATION, record.title, start, now(), details)
+        def ended(_: Any = None) -> None:
+            self.trace.add(COMMUNICATION, record.title, start, self._moment(record), details)
 
-        works[-1].get_future().add_done_callback(ended)
+        if not ends_on_stream(record, self.mesh):
+            works[-1].get_future().add_done_callback(ended)
+            return
+        with self._ends.is_current():
+            for work in works:
+                work.wait()
+            ended()
+
+    @functools.cached_property
+    def _ends(self) -> CopyStream:
+        """Where the ends of traced collectives are waited for."""
+        return self.mesh.platform.copy_stream()
 
     def _compare(self, debug_text: str) -> None:
         raw = debug_text.encode()[:_DEBUG_TEXT_BYTES].ljust(_DEBUG_TEXT_BYTES)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
-from shardengine.comm.mesh import GroupName
+from shardengine.comm.mesh import GroupName, Mesh
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -75,9 +75,14 @@ class Work:
             on_complete()
 
 
+def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:
+    """Whether streams wait for the collective, and the host does not."""
+    return mesh.backend == "nccl" and record.group is not GroupName.CONTROL
+
+
 def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
     """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on."""
-    if failures.mesh.backend != "nccl" or record.group is GroupName.CONTROL:
+    if not ends_on_stream(record, failures.mesh):
         _wait_under_watchdog(work, record, failures)
         return
     try:

@@ -411,7 +411,8 @@ class Engine(Inspection):
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
-        Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
+        Lanes: compute, communication, waiting. On a GPU all of them show when the device did it, which the host asks
+        for when the ``with`` block ends: there it waits for the device.
         """
         return traced(self._need_core().collectives, path)
 

@@ -402,7 +402,7 @@ def test_groups_of_nodes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "facts", lambda *_: first)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(os, "environ", clean(MASTER_ADDR="localhost"))
-    made = mesh.build(timeout_s=30)
+    made: Any = mesh.build(timeout_s=30)
     assert (made.nodes, made.inside, made.across) == (2, "group 4", "group 6")
     news = [each for each in played.events if each[0] == "new"][3:]
     assert [ranks for _, _, ranks in news] == [[0, 1], [2, 3], [0, 2], [1, 3]]
