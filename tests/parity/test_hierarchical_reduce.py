@@ -7,6 +7,7 @@ engine calls torch.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,7 +101,6 @@ def elements(stage: str, itemsize: int) -> int:
     return sum(padded(counts, RANKS, itemsize) for counts in lengths.values())
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_and_bytes(pools: Pools, precision: str, micros: int) -> None:
@@ -131,6 +131,27 @@ def test_switches(pools: Pools, option: dict[str, Any]) -> None:
             assert result[stage][1].keys() == (
                 {"all at once"} if "hierarchical_reduce" in option else {"inside", "across"}
             )
+
+
+def asks_in_vain() -> tuple[int, list[str]]:
+    """An engine that asks for it over a mesh without such groups: how many nodes there are, what was logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardengine").addHandler(handler)
+    try:
+        engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", hierarchical_reduce=True))
+    finally:
+        logging.getLogger("shardengine").removeHandler(handler)
+    nodes = engine._core.collectives.nodes(torch.float32)
+    engine.close()
+    return nodes, [text for text in logged if text.startswith("hierarchical_reduce")]
+
+
+def test_a_given_mesh_without_groups_of_nodes_is_told(pools: Pools) -> None:
+    (nodes, told), (_, told_by_rank_1) = pools(2).run(asks_in_vain)
+    assert nodes == 1 and told_by_rank_1 == []
+    assert len(told) == 1 and "comm.mesh.build(hierarchical_reduce=True) makes them" in told[0]
 
 
 def run_late(chosen: list[Case], folder: str) -> list[dict[str, Any]]:
