@@ -5,16 +5,24 @@ Times are from a monotonic clock that all processes of a machine share, in nanos
     compute         forward, backward, step, and the forwards of units
     communication   from the issue of a collective to its completion
     waiting         the same collectives, as long as the compute lane stood still for them: the exposed communication
+
+[Note: Moments] On a CPU a moment is when the host comes to it. On a GPU it is when a stream does, which the host learns
+later: of compute the stream that computes, so that a forward lasts as long as its kernels; of a collective the stream
+on which it was issued, then one that waits for its end and for nothing else. So nothing waits for the device while a
+trace is recorded; it begins and is written with a wait for it. What is exposed lies between two moments of the stream
+that computes, before and after it was told to wait. Decisions, for which the host waits, are in the host's time.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 COMPUTE, COMMUNICATION, WAITING = "compute", "communication", "waiting"
 LANES = (COMPUTE, COMMUNICATION, WAITING)
@@ -27,49 +35,130 @@ Event = tuple[int, str, int, int, dict[str, Any]]
 now = time.perf_counter_ns
 
 
-class Trace:
-    """The events of one rank, written down only while ``recording``; ``waited_ns`` is always counted."""
+class Moment(Protocol):
+    """A point in what the host does, or in what a stream was given ([Note: Moments])."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether it is past. Never blocks."""
+
+    def since(self, earlier: Any) -> int:
+        """Nanoseconds from ``earlier``, of the same kind, to it. Both are reached."""
+
+    def at(self, zero: Any, time_of_zero: int) -> int:
+        """The time, of ``now``, when it was reached. zero: a moment of the device, and its time."""
+
+    def wait_on_host(self) -> int:
+        """Return when it is reached: the time then."""
+
+
+class HostMoment:
+    """When it was made."""
+
+    reached = True
 
     def __init__(self) -> None:
+        self._time = now()
+
+    def since(self, earlier: HostMoment) -> int:
+        """As ``Moment``'s."""
+        return self._time - earlier._time
+
+    def at(self, zero: Any, time_of_zero: int) -> int:
+        """As ``Moment``'s."""
+        return self._time
+
+    def wait_on_host(self) -> int:
+        """As ``Moment``'s."""
+        return self._time
+
+
+class Trace:
+    """The events of one rank, written down only while ``recording``; ``waited_ns`` is always counted.
+
+    moment: the present one, of the stream that is current.
+    """
+
+    def __init__(self, moment: Callable[[], Moment] = HostMoment) -> None:
+        self.moment = moment
         self.recording = False
-        self.waited_ns = 0
         self.events: list[Event] = []
         self.left_out = 0
+        self._zero: tuple[Moment, int] = (HostMoment(), 0)
+        self._open: deque[tuple[str, str, Moment, Moment, dict[str, Any]]] = deque()
+        """Events whose end is not known to be reached; those behind them wait for them."""
+        self._waits: deque[tuple[Moment, Moment]] = deque()
+        self._waited_ns = 0
+        self._lock = threading.Lock()
+        """Threads of the backend add events, too."""
 
     def begin(self) -> None:
-        """Write down what happens from now on."""
+        """Write down what happens from now on; waits for the device."""
+        zero = self.moment()
+        self._zero = zero, zero.wait_on_host()
         self.recording = True
         self.events, self.left_out = [], 0
+        self._open.clear()
 
     def end(self) -> tuple[list[Event], int]:
-        """Stop; what was written down, and how many events were left out."""
+        """Stop; what was written down, and how many events were left out. Waits for the device."""
         self.recording = False
+        self._settle(wait=True)
         found, self.events = (self.events, self.left_out), []
         return found
 
-    def add(self, lane: str, name: str, start: int, end: int, details: Mapping[str, Any] | None = None) -> None:
-        """An event from ``start`` to ``end`` (of ``now``), if recording."""
+    def drop(self) -> None:
+        """Stop, and forget what was written down: after an error the device may never come to it."""
+        self.recording = False
+        self.events = []
+        self._open.clear()
+
+    def add(self, lane: str, name: str, start: Moment, end: Moment, details: Mapping[str, Any] | None = None) -> None:
+        """An event from ``start`` to ``end``, if recording."""
         if not self.recording:
             return
-        if len(self.events) == MAX_EVENTS:
+        if len(self.events) + len(self._open) >= MAX_EVENTS:
             self.left_out += 1
             return
-        self.events.append((LANES.index(lane), name, start, end - start, dict(details or {})))
+        self._open.append((lane, name, start, end, dict(details or {})))
+        self._settle()
 
-    def waited(self, name: str, start: int) -> None:
-        """The compute lane stood still for a collective from ``start`` until now."""
-        end = now()
-        self.waited_ns += end - start
+    def mark(self) -> Moment | None:
+        """The present moment, if recording."""
+        return self.moment() if self.recording else None
+
+    def waited(self, name: str, start: Moment, end: Moment) -> None:
+        """The compute lane stood still for a collective from ``start`` to ``end``."""
+        self._waits.append((start, end))
         self.add(WAITING, name, start, end)
+
+    @property
+    def waited_ns(self) -> int:
+        """For how long the compute lane stood still for collectives, as far as the device has come. Never blocks."""
+        with self._lock:
+            while self._waits and self._waits[0][1].reached:
+                start, end = self._waits.popleft()
+                self._waited_ns += end.since(start)
+        return self._waited_ns
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[None]:
         """An event of the compute lane, as long as the ``with`` block."""
-        start = now()
+        start = self.moment()
         try:
             yield
         finally:
-            self.add(COMPUTE, name, start, now(), details)
+            self.add(COMPUTE, name, start, self.moment(), details)
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Work out the times of what is over, or of everything."""
+        with self._lock:
+            while self._open and (wait or self._open[0][3].reached):
+                lane, name, start, end, details = self._open.popleft()
+                if wait:
+                    end.wait_on_host()
+                first, last = start.at(*self._zero), end.at(*self._zero)
+                self.events.append((LANES.index(lane), name, first, last - first, details))
 
 
 def write(path: Path, ranks: Sequence[tuple[Sequence[Sequence[Any]], int]]) -> None:

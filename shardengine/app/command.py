@@ -42,7 +42,7 @@ from shardengine.app.settings import (
     reserve_output,
 )
 from shardengine.comm import RankFailure, default_ranks, devices, mesh, rank_environment, rendezvous
-from shardengine.config import Config, timeout_of
+from shardengine.config import Config, load_or_default
 from shardengine.errors import ConfigError, UsageError
 
 MAX_RANKS = 1024
@@ -78,8 +78,8 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
     """This process is a rank: where the run is, and whether it goes on, is settled among the ranks."""
     started_by_us = stopping.CONTROL in os.environ
     owns_group = not dist.is_initialized()
-    timeout_s = timeout_of(settings.config)  # the batch sizes are worked out later: see job, [Note: The same job]
-    rank_sums = RankSums(mesh.build(timeout_s=timeout_s))
+    said = load_or_default(settings.config)  # the batch sizes are worked out later: see job, [Note: The same job]
+    rank_sums = RankSums(mesh.build(timeout_s=said.timeout_s, hierarchical_reduce=said.hierarchical_reduce))
     try:
         settings = job.settle(options, settings, rank_sums, reserved=started_by_us)
         config = settings.read_config(rank_sums.mesh.ranks)

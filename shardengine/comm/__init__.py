@@ -1,6 +1,7 @@
 """Everything between ranks: process groups, collectives, agreement, and what is said when they fail.
 
 devices          which device and which backend a rank uses
+nodes            which ranks share a node
 mesh             process groups
 rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
@@ -21,7 +22,7 @@ Must not know: how modules, buckets and stages work.
 
 from __future__ import annotations
 
-from shardengine.comm import agreement, devices, meeting, mesh, rendezvous
+from shardengine.comm import agreement, devices, meeting, mesh, nodes, rendezvous
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
 from shardengine.comm.failures import Failures
@@ -58,6 +59,7 @@ __all__ = [
     "launch",
     "meeting",
     "mesh",
+    "nodes",
     "rank_environment",
     "rendezvous",
     "run_on_all_ranks",

@@ -10,7 +10,10 @@ ranks.
 which is the caller's ``on_complete``. It sends (N-1)/N of the bucket like a ring, has one order of summation at any
 bucket size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32
 (faster on NCCL, its order of summation is its own); it would sum other dtypes in themselves, so those always go the
-direct way.
+direct way. Over several nodes it may be cut in two (nodes: [Note: Two steps]). On NCCL both steps are issued at once,
+with the sum between them on a stream of its own, so that the computation waits for the end of the second alone. On gloo
+the second is issued when the first is found done or waited for. Either way every rank issues each kind in the order of
+its buckets.
 
 [Note: Gather by broadcasts] On gloo N broadcasts, each rank its own slice in place, are up to three times as fast as
 its all-gather and send the same bytes. Beyond ``_MAX_BROADCAST_RANKS`` ranks the latency of N operations wins.
@@ -31,11 +34,12 @@ from torch import Tensor
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.mesh import GroupName, Mesh
-from shardengine.comm.work import Work, wait_for
+from shardengine.comm.work import Work, ends_on_stream, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
-from shardengine.offload import BufferPool
+from shardengine.kernels import ordered_sum
+from shardengine.offload import BufferPool, CopyStream
 from shardengine.stages import Operation, Placement, operation
-from shardengine.trace import COMMUNICATION, Trace, now
+from shardengine.trace import COMMUNICATION, HostMoment, Moment, Trace
 
 _MAX_BROADCAST_RANKS = 8
 _DEBUG_TEXT_BYTES = 256
@@ -65,17 +69,31 @@ OnComplete = Callable[[Sequence[Tensor]], None]
 
 
 class Collectives:
-    """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum."""
+    """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum.
+
+    reduce_dtype: to which each sum over ranks is rounded · hierarchical: reduce in two steps where the mesh has groups
+    for that.
+    """
 
     def __init__(
-        self, mesh: Mesh, pool: BufferPool, *, overlap: bool = True, direct: bool = True, debug: bool = False
+        self,
+        mesh: Mesh,
+        pool: BufferPool,
+        *,
+        overlap: bool = True,
+        direct: bool = True,
+        debug: bool = False,
+        reduce_dtype: torch.dtype = torch.float32,
+        hierarchical: bool = False,
     ) -> None:
         self.sent: Counter[Purpose] = Counter()
-        self.trace = Trace()
+        self.trace = Trace(mesh.platform.moment)
         self._pool = pool
         self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
         self._direct = direct
         self._debug = debug
+        self.reduce_dtype = reduce_dtype
+        self._hierarchical = hierarchical
         self.use(mesh)
 
     def use(self, mesh: Mesh) -> None:
@@ -87,6 +105,12 @@ class Collectives:
             self.failures.take_over_progress(before)
         self._sequence = 0
         self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
+        self._between_steps = mesh.platform.copy_stream() if mesh.nodes > 1 and self._hierarchical else None
+
+    def nodes(self, dtype: torch.dtype) -> int:
+        """Of how many nodes gradients of ``dtype`` are reduced inside first; 1: they are reduced in one step."""
+        direct = self._direct or dtype is not torch.float32
+        return self.mesh.nodes if direct and self._between_steps is not None else 1
 
     @property
     def may_poll(self) -> bool:
@@ -150,6 +174,8 @@ class Collectives:
         mesh = self.mesh
         if mesh.ranks == 1:
             return Work(on_complete=lambda: on_complete([full]))
+        if self._between_steps is not None and self.nodes(full.dtype) > 1:
+            return self._reduce_in_two_steps(full, what, purpose, on_complete, self._between_steps)
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
         direct = self._direct or full.dtype is not torch.float32
         length = full.numel() // mesh.ranks
@@ -165,6 +191,49 @@ class Collectives:
             self._pool.give(received)
 
         return self._issue(self._record(GroupName.REDUCE, "reduce-scatter", what, sent, purpose), call, sum_terms)
+
+    def _reduce_in_two_steps(
+        self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete, between: CopyStream
+    ) -> Work:
+        """As ``_reduce_scatter``; the terms are the sums of the nodes ([Note: Direct reduce-scatter])."""
+        mesh, nodes = self.mesh, self.mesh.nodes
+        size, length = mesh.ranks // nodes, full.numel() // mesh.ranks
+        packed = self._pool.take(full.numel(), full.dtype)  # by place in the node, then by node
+        summed, received = (self._pool.take(nodes * length, self.reduce_dtype) for _ in range(2))
+        started = mesh.platform.mark()
+
+        begun: list[dist.Work] = []
+
+        def inside() -> list[dist.Work]:
+            with between.is_current():
+                started.wait()
+                packed.view(size, nodes, length).copy_(full.view(nodes, size, length).transpose(0, 1))
+                begun.append(mesh.wire.all_to_all(full, packed, mesh.inside))
+            return begun
+
+        def across() -> list[dist.Work]:
+            with between.is_current():
+                for work in begun:
+                    wait_for(work, record, self.failures)  # on this stream, which nobody else waits for
+                ordered_sum(full.chunk(size), summed, reduce_dtype=self.reduce_dtype)
+                return [mesh.wire.all_to_all(received, summed, mesh.across)]
+
+        def sum_terms() -> None:
+            on_complete(received.split(length))
+            for buffer in (packed, summed, received):
+                self._pool.give(buffer)
+
+        def second() -> Work:
+            sent = received.nbytes * (nodes - 1) // nodes
+            later = self._record(GroupName.ACROSS, "reduce-scatter between nodes", what, sent, purpose)
+            return self._issue(later, across, sum_terms)
+
+        sent = full.nbytes * (size - 1) // size
+        record = self._record(GroupName.INSIDE, "reduce-scatter in the node", what, sent, purpose)
+        first = self._issue(record, inside)
+        if mesh.backend == "nccl" or not self._overlap:
+            return second()
+        return first.followed_by(second)
 
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
         """Rank 0's ``tensor`` (contiguous) to all; blocks."""
@@ -264,12 +333,12 @@ class Collectives:
         if self._debug and is_data:
             self._compare(record.debug_text)
         self.sent[record.purpose] += record.sent
-        start = now() if self.trace.recording else 0
+        start = self._moment(record) if self.trace.recording else None
         try:
             works = call()
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
-        if self.trace.recording:
+        if start is not None:
             self._trace_end(works, record, start)
         work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)
         if not self._overlap and is_data:
@@ -278,19 +347,34 @@ class Collectives:
 
     def _wait(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> None:
         """Until the data of ``works`` may be used. failures: of the time at which they were issued."""
-        start = now()
+        start = self._moment(record)
         for work in works:
             wait_for(work, record, failures)
-        self.trace.waited(record.title, start)
+        self.trace.waited(record.title, start, self._moment(record))
 
-    def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: int) -> None:
-        """Write down when the last of ``works`` is done, from the thread that finds it done."""
+    def _moment(self, record: CollectiveRecord) -> Moment:
+        """The present one of whoever waits for the collective: the current stream, or the host."""
+        return self.trace.moment() if ends_on_stream(record, self.mesh) else HostMoment()
+
+    def _trace_end(self, works: Sequence[dist.Work], record: CollectiveRecord, start: Moment) -> None:
+        """Write down when ``works`` are done: from the thread that finds it, or on a stream that waits for that."""
         details = {"purpose": record.purpose.value, "bytes sent": record.sent, "what": record.subject}
 
-        def ended(_: Any) -> None:
-            self.trace.add(COMMUNICATION, record.title, start, now(), details)
+        def ended(_: Any = None) -> None:
+            self.trace.add(COMMUNICATION, record.title, start, self._moment(record), details)
 
-        works[-1].get_future().add_done_callback(ended)
+        if not ends_on_stream(record, self.mesh):
+            works[-1].get_future().add_done_callback(ended)
+            return
+        with self._ends.is_current():
+            for work in works:
+                work.wait()
+            ended()
+
+    @functools.cached_property
+    def _ends(self) -> CopyStream:
+        """Where the ends of traced collectives are waited for."""
+        return self.mesh.platform.copy_stream()
 
     def _compare(self, debug_text: str) -> None:
         raw = debug_text.encode()[:_DEBUG_TEXT_BYTES].ljust(_DEBUG_TEXT_BYTES)

@@ -44,6 +44,8 @@ LOCAL_RANKS = (
     "FLUX_TASK_LOCAL_ID",
 )
 """Variables in which launchers say the number of a rank on its host."""
+LOCAL_SIZE = "LOCAL_WORLD_SIZE"
+"""The variable that says how many ranks are on this one's node (rendezvous sets it where another launcher says so)."""
 _KINDS = ("", "cpu", "cuda")
 _CPU = torch.device("cpu")
 _CURE = f"{WISH}=cpu trains on the CPU"
@@ -76,8 +78,9 @@ def gpus() -> Gpus:
 class RankFacts:
     """What one rank was told and sees.
 
-    wish: "", "cpu", "cuda" or "cuda:1" · bound: the GPU to which the caller's process group is bound · local_rank: what
-    its launcher says.
+    wish: "", "cpu", "cuda" or "cuda:1" · bound: the GPU to which the caller's process group is bound · local_rank,
+    local_ranks: its number on its node and how many are there, as the launcher says · hierarchical: the config's
+    ``hierarchical_reduce`` (nodes).
     """
 
     host: str
@@ -85,6 +88,8 @@ class RankFacts:
     wish: str = ""
     bound: int | None = None
     local_rank: int | None = None
+    local_ranks: int | None = None
+    hierarchical: bool | None = None
 
     def to_text(self) -> str:
         """For ``from_text``."""
@@ -121,8 +126,10 @@ def count() -> int:
     return 0 if wish() == "cpu" else torch.cuda.device_count()
 
 
-def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> RankFacts:
-    """Those of this rank. device: what was asked for · group: the process group that the caller made."""
+def facts(
+    device: torch.device | None = None, group: dist.ProcessGroup | None = None, hierarchical: bool | None = None
+) -> RankFacts:
+    """Those of this rank. device, hierarchical: what was asked for · group: the process group that the caller made."""
     seen = gpus()
     asked = os.environ.get(WISH, "")  # checked where every rank hears of it
     if device is not None:
@@ -130,11 +137,13 @@ def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = 
         asked = f"cuda:{index}" if device.type == "cuda" else device.type
     bound = getattr(group, "bound_device_id", None)
     number = bound.index if bound is not None and bound.type == "cuda" else None
-    return RankFacts(socket.gethostname(), seen, asked, number, _local_rank())
+    return RankFacts(
+        socket.gethostname(), seen, asked, number, _number(*LOCAL_RANKS), _number(LOCAL_SIZE), hierarchical
+    )
 
 
-def _local_rank() -> int | None:
-    said = (os.environ.get(name, "") for name in LOCAL_RANKS)
+def _number(*names: str) -> int | None:
+    said = (os.environ.get(name, "") for name in names)
     return next((int(text) for text in said if text.isdecimal()), None)
 
 

@@ -6,7 +6,8 @@ One axis exists today (shard: all ranks). Its traffic runs over two groups, beca
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
 handshakes) use a third group on CPU. gloo ends the process when ranks give a collective different sizes, which happens
 where one rank evaluates alone while the others train. So with gloo the gathers of forwards without grad have a fourth
-group: then the ranks wait for each other, and that is found and told.
+group: then the ranks wait for each other, and that is found and told. Where gradients are added node by node first
+(nodes: [Note: Two steps]), each node has a group, and each place in a node.
 
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
@@ -52,7 +53,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import devices, rendezvous
+from shardengine.comm import devices, nodes, rendezvous
 from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.offload import Platform
@@ -68,11 +69,14 @@ class GroupName(enum.StrEnum):
     REDUCE = "reduce"
     CONTROL = "control"
     EVALUATE = "evaluate"
+    INSIDE = "inside"
+    ACROSS = "across"
 
     @property
     def counts_as(self) -> GroupName:
-        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order."""
-        return GroupName.GATHER if self is GroupName.EVALUATE else self
+        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order, and both
+        kinds of reductions."""
+        return {GroupName.EVALUATE: GroupName.GATHER, GroupName.INSIDE: GroupName.REDUCE}.get(self, self)
 
 
 class Store(Protocol):
@@ -100,7 +104,8 @@ class Mesh:
 
     channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
-    wire: what carries out data operations · platform_of: what makes ``platform`` for the device.
+    wire: what carries out data operations · platform_of: what makes ``platform`` for the device · nodes: how many share
+    the ranks, if these have groups of their own: inside, this rank's node's; across, that of its place in each node.
     """
 
     rank: int
@@ -117,6 +122,9 @@ class Mesh:
     owned: bool = False
     wire: Wire = field(default_factory=Wire, compare=False, repr=False)
     platform_of: Callable[[torch.device], Platform] = field(default=Platform, compare=False, repr=False)
+    nodes: int = 1
+    inside: Group = None
+    across: Group = None
 
     @functools.cached_property
     def platform(self) -> Platform:
@@ -153,9 +161,8 @@ class Mesh:
         if self.owned:
             self._hold_until_timeout()
             self._destroy_groups()
-        return replace(
-            self, **_new_groups(self.backend, self.timeout_s, self.device), channels=itertools.count(), owned=True
-        )
+        groups = _new_groups(self.backend, self.timeout_s, self.device, self.nodes)
+        return replace(self, **groups, channels=itertools.count(), owned=True)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -192,7 +199,8 @@ class Mesh:
             dist.destroy_process_group(group)
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self.gather, self.reduce, self.control, self.evaluate) if group is not None]
+        every = (self.gather, self.reduce, self.control, self.evaluate, self.inside, self.across)
+        return [group for group in every if group is not None]
 
 
 def await_the_others(mesh: Mesh) -> None:
@@ -254,13 +262,14 @@ def build(
     *,
     owned: bool = False,
     meet: Callable[[float], None] = lambda timeout_s: None,
+    hierarchical_reduce: bool | None = None,
 ) -> Mesh:
     """The mesh of all ranks of the default process group; initialises that one from the launcher's environment.
 
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     device: this rank's; None: see devices, [Note: Which GPU a rank uses] · meet: called with ``timeout_s`` before the
-    groups are made, for which torch waits without a word.
+    groups are made, for which torch waits without a word · hierarchical_reduce: as the config's key; makes the groups.
     UsageError, the same on every rank, where two ranks would share a GPU, or one has none.
     """
     made = not dist.is_initialized()
@@ -272,48 +281,55 @@ def build(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
                 "program with torchrun or `shardengine train`, or call torch.distributed.init_process_group first"
             )
-        choice = _join(device, timedelta(seconds=timeout_s))
+        choice, everyone = _join(device, timedelta(seconds=timeout_s), hierarchical_reduce)
         atexit.register(_leave)  # before that of failures, which needs the store and so comes first at the end
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks > 1:
         meet(timeout_s)
     if not made:
-        choice = _settle(device)
+        choice, everyone = _settle(device, hierarchical_reduce)
     if ranks == 1:
         return Mesh(0, 1, choice.device, made_default_group=made, owned=owned)
     _destroy_abandoned()
-    groups = _new_groups(choice.backend, timeout_s, choice.device)
+    found = nodes.choose(everyone, choice.backend)
+    if found.unused and rank == 0:
+        _log.warning(found.unused)
+    groups = _new_groups(choice.backend, timeout_s, choice.device, found.number)
     if choice.backend == "nccl":
-        for name in (GroupName.GATHER, GroupName.REDUCE):
+        for name in (each for each in groups if each != GroupName.CONTROL):
             dist.barrier(groups[name], device_ids=[choice.device.index])
     options: dict[str, Any] = {"backend": choice.backend, "made_default_group": made, "timeout_s": timeout_s}
-    return Mesh(rank, ranks, choice.device, owned=owned, **options, **groups)
+    return Mesh(rank, ranks, choice.device, owned=owned, nodes=found.number, **options, **groups)
 
 
-def _join(device: torch.device | None, timeout: timedelta) -> devices.Choice:
-    """The default process group, from the launcher's environment, and what was chosen for it."""
+_Chosen = tuple[devices.Choice, list[devices.RankFacts]]
+
+
+def _join(device: torch.device | None, timeout: timedelta, hierarchical: bool | None) -> _Chosen:
+    """The default process group, from the launcher's environment; what was chosen for it, from which facts."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    mine = devices.facts(device)
+    mine = devices.facts(device, hierarchical=hierarchical)
     if ranks == 1:
         choice = _use(devices.choose([mine], 0), 0)
         dist.init_process_group(choice.backend, timeout=timeout)
-        return choice
+        return choice, [mine]
     if rendezvous.agent_store():
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         store = _fresh(shared, rank, ranks, timeout)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))  # type: ignore[attr-defined]
-    choice = _use(devices.choose(_exchange("joining", mine, rank, ranks, store), rank), rank)
+    everyone = _exchange("joining", mine, rank, ranks, store)
+    choice = _use(devices.choose(everyone, rank), rank)
     nccl_defaults()
     dist.init_process_group(choice.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    return choice
+    return choice, everyone
 
 
-def _settle(device: torch.device | None) -> devices.Choice:
+def _settle(device: torch.device | None, hierarchical: bool | None) -> _Chosen:
     """What is chosen where the default process group is there already; collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = devices.facts(device, dist.group.WORLD)
+    mine = devices.facts(device, dist.group.WORLD, hierarchical)
     everyone = [mine]
     if ranks > 1:
         shared = dist.distributed_c10d._get_default_store()
@@ -323,7 +339,7 @@ def _settle(device: torch.device | None) -> devices.Choice:
     if choice.backend == "nccl":  # with gloo the caller's group works already
         nccl_defaults()
         rendezvous.settle_gloo_interface(_store_address())
-    return choice
+    return choice, everyone
 
 
 def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: Any) -> list[devices.RankFacts]:
@@ -408,8 +424,8 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _new_groups(backend: str, timeout_s: float, device: torch.device) -> dict[str, Any]:
-    """Those of ``Mesh``, by field; collective ([Note: Groups of NCCL])."""
+def _new_groups(backend: str, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
+    """Those of ``Mesh``, by field; collective ([Note: Groups of NCCL]). count: of nodes."""
     control = {GroupName.CONTROL: _gloo(timeout_s)}
     if backend == "gloo":
         kinds = {GroupName.GATHER: _gloo(timeout_s), GroupName.REDUCE: _gloo(timeout_s)}
@@ -417,7 +433,15 @@ def _new_groups(backend: str, timeout_s: float, device: torch.device) -> dict[st
     else:
         kinds = {GroupName.GATHER: _nccl(timeout_s, device, high_priority=True)}
         kinds |= {GroupName.REDUCE: _nccl(timeout_s, device, high_priority=False)} | control
-    return {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
+    found: dict[str, Any] = {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
+    if count > 1:
+        parts = nodes.members(dist.get_world_size(), count)
+        for name, groups in zip((GroupName.INSIDE, GroupName.ACROSS), parts, strict=True):
+            for ranks in groups:  # every rank takes part in making each
+                group = dist.new_group(ranks, **kinds[GroupName.REDUCE])
+                if dist.get_rank() in ranks:
+                    found[name.value] = group
+    return found
 
 
 def _gloo(timeout_s: float) -> dict[str, Any]:

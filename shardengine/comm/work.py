@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
-from shardengine.comm.mesh import GroupName
+from shardengine.comm.mesh import GroupName, Mesh
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 
@@ -38,16 +38,34 @@ class Work:
         self._works = works
         self._wait_for = wait_for
         self._on_complete = on_complete
+        self._follow: Callable[[], Work] | None = None
+
+    def followed_by(self, follow: Callable[[], Work]) -> Work:
+        """This work, which is then about the data of what ``follow`` begins when this one's is there."""
+        self._follow = follow
+        return self
 
     def done(self) -> bool:
-        """Whether the data is there; ``wait`` may still have the local part to do."""
-        return all(work.is_completed() for work in self._works)
+        """Whether the data is there; ``wait`` may still have the local part to do. What follows is begun."""
+        over = all(work.is_completed() for work in self._works)
+        if not over or self._follow is None:
+            return over
+        self._go_on()
+        return self.done()
 
     def wait_data(self) -> None:
         """Wait until the data is there; the local part is still to be done."""
+        while self._works or self._follow is not None:
+            self._go_on()
+
+    def _go_on(self) -> None:
         if self._works:
             self._wait_for(self._works)
             self._works = ()
+        follow, self._follow = self._follow, None
+        if follow is not None:
+            later = follow()
+            self._works, self._wait_for, self._on_complete = later._works, later._wait_for, later._on_complete
 
     def wait(self) -> None:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
@@ -57,9 +75,14 @@ class Work:
             on_complete()
 
 
+def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:
+    """Whether streams wait for the collective, and the host does not."""
+    return mesh.backend == "nccl" and record.group is not GroupName.CONTROL
+
+
 def wait_for(work: dist.Work, record: CollectiveRecord, failures: Failures) -> None:
     """Until the data of ``work`` may be used; on NCCL the stream waits, and the host goes on."""
-    if failures.mesh.backend != "nccl" or record.group is GroupName.CONTROL:
+    if not ends_on_stream(record, failures.mesh):
         _wait_under_watchdog(work, record, failures)
         return
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from shardengine.config import kinds
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
-from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, timeout_of
+from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, load_or_default
 from shardengine.config.reader import Source
 from shardengine.config.schema import (
     KEYS,
@@ -51,7 +51,7 @@ __all__ = [
     "json_schema",
     "kinds",
     "load_config",
+    "load_or_default",
     "nearest",
     "plain",
-    "timeout_of",
 ]

@@ -121,12 +121,12 @@ def fitting_ranks(total: int, each: int) -> list[int]:
     return sorted({*small, *(portions // number for number in small)})
 
 
-def timeout_of(config: Any, auto: Mapping[str, Any] | None = None) -> float:
-    """The config's timeout; the default where the config is wrong, which is said a moment later on every rank."""
+def load_or_default(config: Any, auto: Mapping[str, Any] | None = None) -> Config:
+    """As ``load_config``; the defaults where the config is wrong, which is said a moment later on every rank."""
     try:
-        return load_config(config, auto).timeout_s
+        return load_config(config, auto)
     except ConfigError:
-        return Config().timeout_s
+        return Config()
 
 
 def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = None) -> Config:

@@ -300,6 +300,12 @@ class TopLevel:
     reproducible: bool | None = key(
         None, optional(BOOL, "true on gloo, false on NCCL"), "Sum over ranks in the declared order on every backend."
     )
+    hierarchical_reduce: bool | None = key(
+        None,
+        optional(BOOL, "true on NCCL, false on gloo"),
+        "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
+        "ranks; never changes a bit. With initialize(mesh=...) the mesh must have been built with it.",
+    )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")
     timeout_s: float = key(

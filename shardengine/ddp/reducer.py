@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -366,8 +367,7 @@ class Reducer:
         all_values, rows = self._collectives.exchange_values(values, sent, "the gradient norm and used parameters")
         digests, payloads, packed = rows.split([8, host.numel(), sent.numel() - 8 - host.numel()], dim=1)
         self._collectives.require_same(digests)
-        union = _unpack(packed, len(flags)).any(dim=0)
-        return all_values, payloads, frozenset(union.nonzero().view(-1).tolist())
+        return all_values, payloads, frozenset(_union(packed, len(flags)))
 
     def _join(self, state: GradientBucket, late: frozenset[int], used: frozenset[int]) -> None:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
@@ -461,6 +461,8 @@ def _pack(flags: Tensor) -> Tensor:
     return (padded << torch.arange(8, dtype=torch.uint8)).sum(dim=1, dtype=torch.uint8)
 
 
-def _unpack(packed: Tensor, count: int) -> Tensor:
-    """Bits, a row per rank → booleans, [rows, count]."""
-    return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).view(len(packed), -1)[:, :count].bool()
+def _union(packed: Tensor, count: int) -> list[int]:
+    """Bits, a row per rank → the numbers below ``count`` whose bit some rank has set."""
+    found = numpy.bitwise_or.reduce(packed.numpy(), axis=0)
+    numbers: list[int] = numpy.flatnonzero(numpy.unpackbits(found, count=count, bitorder="little")).tolist()
+    return numbers

@@ -71,7 +71,14 @@ def build(
     pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
     direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
     direct |= which.reduce is not torch.float32  # the backend would round no sum
-    collectives = Collectives(mesh, pool, overlap=config.overlap_comm, direct=direct, debug=config.debug)
+    options: dict[str, Any] = {"overlap": config.overlap_comm, "direct": direct, "debug": config.debug}
+    hierarchical = config.hierarchical_reduce is not False
+    if config.hierarchical_reduce and mesh.nodes == 1 < mesh.ranks and not mesh.owned and mesh.rank == 0:
+        _log.warning(
+            "hierarchical_reduce: the mesh that initialize was given has no groups of nodes, so gradients are reduced "
+            "in one step; comm.mesh.build(hierarchical_reduce=True) makes them, or says why it cannot"
+        )
+    collectives = Collectives(mesh, pool, reduce_dtype=which.reduce, hierarchical=hierarchical, **options)
     trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), mesh, direct, kind, groups)
 
     found, offer = run_on_all_ranks(
@@ -81,7 +88,7 @@ def build(
     offers = compare(collectives, partition.facts(model, found, settings, groups), offer.packed)
     settle_kernels(collectives, offers, offer.problem)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
-    footprint = _footprint(config, stage, found, plan, states)
+    footprint = _footprint(config, stage, found, plan, states, mesh.nodes)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
@@ -132,7 +139,9 @@ def _assemble(
     return core
 
 
-def _footprint(config: Config, stage: stages.Stage, found: Partition, plan: Layout, states: Sequence[str]) -> Footprint:
+def _footprint(
+    config: Config, stage: stages.Stage, found: Partition, plan: Layout, states: Sequence[str], nodes: int
+) -> Footprint:
     """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
     which = precision.of(config)
     return Footprint(
@@ -144,6 +153,7 @@ def _footprint(config: Config, stage: stages.Stage, found: Partition, plan: Layo
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),
+        nodes=nodes,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardengine import other_engines
 from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
 from shardengine.comm import mesh as mesh_module
-from shardengine.config import NOT_CLIPPED, Config, load_config, timeout_of
+from shardengine.config import NOT_CLIPPED, Config, load_config, load_or_default
 from shardengine.ddp import Phase
 from shardengine.engine import (
     arguments,
@@ -105,8 +105,14 @@ class Engine(Inspection):
         """As ``initialize``."""
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
-        timeout_s = timeout_of(config, _known(optimizer))
-        mesh = mesh or mesh_module.build(timeout_s=timeout_s, owned=True, meet=meeting.meet_before_groups)
+        if mesh is None:
+            said = load_or_default(config, _known(optimizer))
+            mesh = mesh_module.build(
+                timeout_s=said.timeout_s,
+                owned=True,
+                meet=meeting.meet_before_groups,
+                hierarchical_reduce=said.hierarchical_reduce,
+            )
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
         except BaseException:
@@ -405,7 +411,8 @@ class Engine(Inspection):
     def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """What happens inside the ``with`` on all ranks → a Chrome trace (chrome://tracing, Perfetto); collective.
 
-        Lanes: compute, communication, waiting. On NCCL a collective ends where its completion is noticed.
+        Lanes: compute, communication, waiting. On a GPU all of them show when the device did it, which the host asks
+        for when the ``with`` block ends: there it waits for the device.
         """
         return traced(self._need_core().collectives, path)
 

@@ -29,6 +29,7 @@ def footprint_of(
         micro_batches=core.window.size,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found or core.partition, core.precision),
+        nodes=core.mesh.nodes,
     )
 
 
@@ -41,6 +42,7 @@ def predicted_traffic(core: Core, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included."""
     sent, once = 0.0, core.schedule.unsharded_once
     for flat_buffer in core.layout.flat_buffers:
+        wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(
             trainable=flat_buffer.length if flat_buffer.trainable else 0,
             twice=0 if flat_buffer.unit in once else flat_buffer.length,
@@ -51,6 +53,8 @@ def predicted_traffic(core: Core, micro_batches: int) -> float:
             core.mesh.ranks,
             micro_batches=micro_batches,
             weight=flat_buffer.itemsize,
-            gradient=wire_of(core.reducer.rules, flat_buffer).itemsize,
+            gradient=wire.itemsize,
+            nodes=core.collectives.nodes(wire),
+            partial=core.reducer.rules.reduce.itemsize,
         )
     return sent

@@ -175,7 +175,8 @@ class Inspection:
     def traffic(self) -> dict[str, Any]:
         """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
 
-        ``exposed_s_*``: seconds that this rank stood still, waiting for collectives.
+        ``exposed_s_*``: seconds that this rank stood still, waiting for collectives. On a GPU they are counted when
+        the device has come to them, for which this does not wait: so they may be those of an earlier step.
         """
         return {
             "formula_bytes_per_step": formulas.predicted_traffic(

@@ -17,8 +17,10 @@ def traced(collectives: Collectives, path: str | Path) -> Iterator[None]:
     collectives.trace.begin()
     try:
         yield
-    finally:
-        mine = collectives.trace.end()
+    except BaseException:
+        collectives.trace.drop()
+        raise
+    mine = collectives.trace.end()
     ranks = collectives.exchange_objects(mine)
 
     def write() -> None:

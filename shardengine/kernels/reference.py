@@ -155,13 +155,11 @@ def _pairs(lanes: Tensor) -> Tensor:
 
 
 def norm_from_squares(partials: Tensor, loss_scale: float = 1.0) -> Tensor:
-    """fp64 partial sums of squares (one per rank, added in rank order) → the norm, rounded once to fp32 (0-dim).
+    """fp64 partial sums of squares (one per rank, added as lanes are) → the norm, rounded once to fp32 (0-dim).
 
     loss_scale: what the gradients were multiplied with; the norm is of what they are without it.
     """
-    total = partials[0]
-    for partial in partials[1:].unbind():
-        total = total + partial
+    total = _lanes(partials)
     return (total.sqrt() / torch.full_like(total, loss_scale)).float()
 
 

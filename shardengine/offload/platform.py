@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardengine.offload.host_memory import staging
+from shardengine.trace import HostMoment, Moment, now
 
 HOST = torch.device("cpu")
 
@@ -57,6 +58,31 @@ class Done:
         """Return when the copy is over: before the host reads what was copied to it, or writes what is copied from."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class DeviceMoment:
+    """When ``stream`` has done what it was given so far (trace: [Note: Moments])."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    @property
+    def reached(self) -> bool:
+        """As ``Moment``'s."""
+        return bool(self._event.query())
+
+    def since(self, earlier: DeviceMoment) -> int:
+        """As ``Moment``'s."""
+        return round(earlier._event.elapsed_time(self._event) * 1e6)
+
+    def at(self, zero: DeviceMoment, time_of_zero: int) -> int:
+        """As ``Moment``'s."""
+        return time_of_zero + self.since(zero)
+
+    def wait_on_host(self) -> int:
+        """As ``Moment``'s."""
+        self._event.synchronize()
+        return now()
 
 
 class CopyStream:
@@ -156,6 +182,10 @@ class Platform:
             return Done()
         stream = torch.cuda.current_stream(self.device)
         return Done(stream.record_event(), stream)
+
+    def moment(self) -> Moment:
+        """The same, whose time can be asked for."""
+        return HostMoment() if self.device.type != "cuda" else DeviceMoment(torch.cuda.current_stream(self.device))
 
     def come_home(self) -> None:
         """Before memory is let go of that was taken where the engine was made: the stream that was current there, on

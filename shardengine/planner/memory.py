@@ -32,7 +32,8 @@ class Footprint:
     """One layout and what else decides its bytes per rank; padding is included.
 
     state: bytes of optimizer state per element, without master weights · micro_batches: of a window · prefetch:
-    elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer.
+    elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer · nodes: inside of which
+    gradients may be added first.
     """
 
     stage: Stage
@@ -43,6 +44,7 @@ class Footprint:
     micro_batches: int
     prefetch: int
     outside: int
+    nodes: int = 1
 
     def at_rest(self, homes: Homes) -> defaultdict[str, float]:
         """The stage's formula for model state, by tier, at the end of a window of micro-batches.
@@ -87,6 +89,8 @@ class Footprint:
         ranks = self.layout.ranks
         for (length, itemsize), count in lengths.items():
             whole = length * itemsize * (1 if ranks == 1 else 2)
+            if self.nodes > 1:  # what is sent and received between them
+                whole += 2 * self.rules.reduce.itemsize * length * self.nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length // ranks)
         return found
 

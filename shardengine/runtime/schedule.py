@@ -76,7 +76,7 @@ from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.prefetch_order import PrefetchOrders
 from shardengine.runtime.unit import Unit, UnshardState
 from shardengine.stages import Stage
-from shardengine.trace import COMPUTE, now
+from shardengine.trace import COMPUTE, Moment
 
 _FETCHED_AHEAD = 4
 """Units whose shards are brought from their tier before they are unsharded, as far as it has room."""
@@ -109,7 +109,7 @@ class Hold:
         self.fired: set[int] = set()
         self.kept = False
         self.lent = False
-        self.since = 0
+        self.since: Moment | None = None
         self.forward_only = False
 
     def finish(self, calls: set[Call]) -> None:
@@ -267,7 +267,7 @@ class Schedule:
         hold.depth += 1
         if not self.units[index].summoned:
             self._request(index)
-        hold.since = now()
+        hold.since = self._collectives.trace.mark()
         return call
 
     def _begin_call(self, index: int, *, grad: bool, differentiable: bool) -> Call:
@@ -400,7 +400,7 @@ class Schedule:
             hold.fired.clear()
         hold.calls.add(call)
         self._request(index)
-        hold.since = now()
+        hold.since = self._collectives.trace.mark()
 
     def _collects(self, index: int) -> bool:
         """Whether the running backward accumulates a gradient of a parameter of unit ``index``."""
@@ -592,8 +592,8 @@ class Schedule:
 
     def _trace(self, what: str, index: int, hold: Hold) -> None:
         trace = self._collectives.trace
-        if trace.recording:
-            trace.add(COMPUTE, f"{what} {self.units[index].name}", hold.since, now())
+        if trace.recording and hold.since is not None:
+            trace.add(COMPUTE, f"{what} {self.units[index].name}", hold.since, trace.moment())
 
     def _lend(self, index: int, views: Sequence[Tensor]) -> None:
         keys = {view.untyped_storage()._cdata for view in views if view.layout is torch.strided}

@@ -106,14 +106,25 @@ class Stage:
         return weights + gradients + trainable * state * self.state.fraction(ranks)
 
     def bytes_sent(
-        self, volume: Volume, ranks: int, *, micro_batches: int = 1, weight: float = 4, gradient: float = 4
+        self,
+        volume: Volume,
+        ranks: int,
+        *,
+        micro_batches: int = 1,
+        weight: float = 4,
+        gradient: float = 4,
+        nodes: int = 1,
+        partial: float = 4,
     ) -> float:
         """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
 
+        nodes: where gradients are added inside of so many nodes first, then partial: bytes per element of such a sum.
         Control traffic (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
         """
         reductions = micro_batches if self.reduces_every_micro_batch else 1
-        sent = gradient * volume.trainable * reductions * wire_fraction(Operation.REDUCE_SCATTER, ranks)
+        reduced = volume.trainable * reductions
+        sent = gradient * reduced * wire_fraction(Operation.REDUCE_SCATTER, ranks // nodes)
+        sent += (partial * nodes / ranks) * reduced * wire_fraction(Operation.REDUCE_SCATTER, nodes)
         gather = wire_fraction(Operation.ALL_GATHER, ranks)
         if self.gathers_gradients:
             sent += gradient * volume.trainable * gather

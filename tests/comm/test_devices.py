@@ -322,14 +322,15 @@ def test_ranks_that_would_share_a_gpu_are_refused_before_there_is_a_group():
 
 
 class Played:
-    """torch.distributed of rank 0 of two, whose groups of NCCL are only noted; rank 1 has said ``other``."""
+    """torch.distributed of rank 0, whose groups of NCCL are only noted; the other ranks have said ``others``."""
 
-    def __init__(self, other: RankFacts, backends: str = "cuda:nccl") -> None:
+    def __init__(self, *others: RankFacts, backends: str = "cuda:nccl") -> None:
         self.events: list[tuple[Any, ...]] = []
-        self.distributed_c10d, self._backends = self, backends
+        self.distributed_c10d, self._backends, self._ranks = self, backends, 1 + len(others)
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         said = dist.PrefixStore("shardengine/devices/1", self._store)  # type: ignore[attr-defined]
-        said.set("1", other.to_text())
+        for rank, other in enumerate(others, start=1):
+            said.set(str(rank), other.to_text())
         said.set("all have read", "")
         self.ProcessGroupNCCL = self
 
@@ -343,7 +344,7 @@ class Played:
         return 0
 
     def get_world_size(self) -> int:
-        return 2
+        return self._ranks
 
     def get_backend_config(self) -> str:
         return self._backends
@@ -355,8 +356,8 @@ class Played:
         def __init__(self, *, is_high_priority_stream: bool) -> None:
             self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta()
 
-    def new_group(self, **options: Any) -> str:
-        self.events.append(("new", options))
+    def new_group(self, ranks: list[int] | None = None, **options: Any) -> str:
+        self.events.append(("new", options, ranks))
         return f"group {len(self.events)}"
 
     def barrier(self, group: Any, device_ids: list[int] | None = None) -> None:
@@ -369,9 +370,9 @@ class Played:
 @pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
 def test_groups_of_nccl(backends: str, monkeypatch: pytest.MonkeyPatch):
     current: list[torch.device] = []
-    played = Played(host("a", 2)[1], backends)
+    played = Played(host("a", 2)[1], backends=backends)
     monkeypatch.setattr(mesh, "dist", played)
-    monkeypatch.setattr(devices, "facts", lambda device, group: host("a", 2)[0])
+    monkeypatch.setattr(devices, "facts", lambda *_: host("a", 2)[0])
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(os, "environ", clean(MASTER_ADDR="localhost"))
     made = mesh.build(timeout_s=30)
@@ -393,10 +394,30 @@ def test_groups_of_nccl(backends: str, monkeypatch: pytest.MonkeyPatch):
     assert played.events == [("all", 0, 2, 30), *(("end", f"group {number}") for number in (1, 2, 3))]  # no barrier
 
 
-def test_a_group_without_nccl_is_one_of_gloo(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    played = Played(host("a", 2)[1], "cpu:gloo")
+def test_groups_of_nodes(monkeypatch: pytest.MonkeyPatch):
+    """Made by every rank in one order, and warmed up like the others."""
+    first, *others = [replace(each, local_ranks=2) for name in "ab" for each in host(name, 2)]
+    played = Played(*others)
     monkeypatch.setattr(mesh, "dist", played)
-    monkeypatch.setattr(devices, "facts", lambda device, group: host("a", 2)[0])
+    monkeypatch.setattr(devices, "facts", lambda *_: first)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(os, "environ", clean(MASTER_ADDR="localhost"))
+    made: Any = mesh.build(timeout_s=30)
+    assert (made.nodes, made.inside, made.across) == (2, "group 4", "group 6")
+    news = [each for each in played.events if each[0] == "new"][3:]
+    assert [ranks for _, _, ranks in news] == [[0, 1], [2, 3], [0, 2], [1, 3]]
+    assert all(each["backend"] == "nccl" and each["device_id"] == made.device for _, each, _ in news)
+    warmed = [each[1] for each in played.events if each[0] == "barrier"]
+    assert warmed == ["group 1", "group 2", "group 4", "group 6"]
+    played.events.clear()
+    made.destroy(orderly=False)
+    assert [each[1] for each in played.events] == ["group 1", "group 2", "group 3", "group 4", "group 6"]
+
+
+def test_a_group_without_nccl_is_one_of_gloo(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    played = Played(host("a", 2)[1], backends="cpu:gloo")
+    monkeypatch.setattr(mesh, "dist", played)
+    monkeypatch.setattr(devices, "facts", lambda *_: host("a", 2)[0])
     monkeypatch.setattr(os, "environ", clean(TORCH_NCCL_DUMP_ON_TIMEOUT="1"))
     made = mesh.build(timeout_s=30)
     assert (made.device, made.backend) == (CPU, "gloo")

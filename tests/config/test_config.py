@@ -216,6 +216,7 @@ FILES = st.fixed_dictionaries(
             },
         ),
         "reproducible": st.sampled_from([None, True, False, "auto"]),
+        "hierarchical_reduce": st.sampled_from([None, True, False]),
         "steps_per_print": st.sampled_from([None, 0, 5, "inf", "auto"]),
         "torch_autocast": st.fixed_dictionaries({"dtype": st.sampled_from(["half", "torch.bfloat16", "auto"])}),
         "monitor": st.fixed_dictionaries({}, optional={"csv": st.fixed_dictionaries({"enabled": st.booleans()})}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardengine.ddp import Phase, Reducer, Rules, StepState, Window
+from shardengine.ddp import Phase, Reducer, Rules, StepState, Window, reducer
 from shardengine.sharding import layout
 from shardengine.stages import Placement
 from tests.support.parts import PARTIAL, REPLICATED, SHARDED, collectives, make_flat_buffers, spec, trainable_buckets
@@ -19,6 +19,14 @@ Pools = Callable[[int], RankPool]
 # 2 ranks, 32 elements a bucket; it holds d [0, 32) · c [32, 64) · b [64, 96) and a bit of a · a [80, 128)
 SPECS = [spec("a", 40), spec("b", 7), spec("c", 32), spec("d", 4, 5)]
 BUCKET_NAMES = [("d",), ("c",), ("b", "a"), ("a",)]
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 300])
+def test_ranks_agree_on_the_union_of_what_they_used(count: int) -> None:
+    used = torch.rand(5, count) < 0.2
+    packed = torch.stack([reducer._pack(row) for row in used])
+    assert packed.shape == (5, -(-count // 8))
+    assert reducer._union(packed, count) == used.any(dim=0).nonzero().view(-1).tolist()
 
 
 def gradient(rank: int, micro: int, parameter: int) -> Tensor:

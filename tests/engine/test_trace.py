@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardengine import trace
+from shardengine.comm import Collectives, Mesh, Named, Purpose, Wire
+from shardengine.offload import BufferPool, CopyStream, Platform
 from tests.support import cases
+from tests.support.parts import PARTIAL, SHARDED
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -74,12 +82,17 @@ def end(event: dict[str, Any]) -> float:
 def test_a_trace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MAX_EVENTS", 3)
     found = trace.Trace()
-    found.add(trace.COMPUTE, "before", 0, 1)
+    moment = trace.HostMoment()
+    found.add(trace.COMPUTE, "before", moment, moment)
     found.begin()
     for number in range(5):
-        found.add(trace.COMPUTE, str(number), number, number + 1)
+        found.add(trace.COMPUTE, str(number), moment, trace.HostMoment())
     assert [event[1] for event in found.events] == ["0", "1", "2"]
     assert found.end()[1] == 2 and not found.events
+    found.begin()
+    found.add(trace.COMPUTE, "after", moment, moment)
+    found.drop()
+    assert not found.recording and found.end() == ([], 0)
 
 
 def unwritable(folder: str) -> str:
@@ -97,3 +110,141 @@ def unwritable(folder: str) -> str:
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     first, second = pools(2).run(unwritable, str(tmp_path))
     assert first.startswith("FileNotFoundError") and "failed on rank 0" in second
+
+
+# A device whose streams have clocks, and which the host may not wait for
+
+
+class PlayedDevice:
+    """When each stream will have done what it was given; the host learns it when the device has ``come`` so far."""
+
+    def __init__(self) -> None:
+        self.busy_until: dict[str, int] = defaultdict(int)
+        self.current = "compute"
+        self.come = 0
+
+    def run(self, nanoseconds: int) -> None:
+        self.busy_until[self.current] += nanoseconds
+
+
+@dataclass
+class PlayedMoment:
+    device: PlayedDevice
+    time: int
+
+    @property
+    def reached(self) -> bool:
+        return self.time <= self.device.come
+
+    def since(self, earlier: PlayedMoment) -> int:
+        assert self.reached and earlier.reached
+        return self.time - earlier.time
+
+    def at(self, zero: PlayedMoment, time_of_zero: int) -> int:
+        return time_of_zero + self.since(zero)
+
+    def wait_on_host(self) -> int:
+        assert self.reached, "the host waits for the device"
+        return 7_000_000 + self.time  # another clock
+
+
+class PlayedStream(CopyStream):
+    def __init__(self, device: PlayedDevice, name: str) -> None:
+        self._device, self._name = device, name
+
+    @contextmanager
+    def is_current(self) -> Iterator[None]:
+        before, self._device.current = self._device.current, self._name
+        yield
+        self._device.current = before
+
+
+class PlayedPlatform(Platform):
+    def __init__(self, device: PlayedDevice) -> None:
+        super().__init__(torch.device("cpu"))
+        self._played = device
+        self._streams = itertools.count(1)
+
+    def copy_stream(self) -> CopyStream:
+        return PlayedStream(self._played, f"stream {next(self._streams)}")
+
+    def moment(self) -> trace.Moment:
+        return PlayedMoment(self._played, self._played.busy_until[self._played.current])
+
+
+@dataclass
+class PlayedWire(Wire):
+    """A collective takes 30 ns and begins behind the current stream and those before it."""
+
+    device: PlayedDevice
+
+    def all_to_all(self, out: Any, full: Any, group: Any) -> Any:
+        until = self.device.busy_until
+        until[group] = max(until[group], until[self.device.current]) + 30
+        return PlayedWork(self.device, until[group])
+
+
+@dataclass
+class PlayedWork:
+    device: PlayedDevice
+    ends: int
+
+    def wait(self) -> None:
+        until = self.device.busy_until
+        until[self.device.current] = max(until[self.device.current], self.ends)
+
+
+def step_on_a_device(recording: bool) -> tuple[PlayedDevice, trace.Trace]:
+    """Compute 10 ns, begin two reductions with 5 ns between them, compute 20 ns, wait for both, compute 40 ns."""
+    device = PlayedDevice()
+    mesh = Mesh(
+        0, 2, torch.device("cpu"), reduce="reduce", backend="nccl", wire=PlayedWire(device),  # type: ignore[arg-type]
+        platform_of=lambda _: PlayedPlatform(device),
+    )  # fmt: skip
+    link = Collectives(mesh, BufferPool(mesh.platform))
+    works = []
+    if recording:
+        link.trace.begin()
+    with link.trace.span("backward"):
+        device.run(10)
+        for name in ("a", "b"):
+            full = torch.zeros(4)
+            works.append(link.move(full, PARTIAL, SHARDED, Named((), name), Purpose.GRADIENTS, lambda terms: None))
+            device.run(5)
+        device.run(15)
+        for work in works:
+            work.wait()
+        device.run(40)
+    return device, link.trace
+
+
+def test_on_a_device_the_trace_shows_what_streams_do_and_the_host_waits_for_nothing() -> None:
+    device, found = step_on_a_device(recording=True)
+    assert found.waited_ns == 0 and not found.events  # the device has not come so far, and nobody has waited for it
+    device.come = 50  # the first reduction is over at 40
+    assert found.waited_ns == 5
+    device.come = 1000
+    assert found.waited_ns == 5 + 30
+    events, left_out = found.end()
+    shown = [(trace.LANES[lane], name, start - 7_000_000, lasted) for lane, name, start, lasted, _ in events]
+    assert sorted(shown) == [
+        ("communication", "reduce-scatter a", 10, 30),
+        ("communication", "reduce-scatter b", 15, 55),  # it is behind the other one
+        ("compute", "backward", 0, 110),
+        ("waiting", "reduce-scatter a", 35, 5),
+        ("waiting", "reduce-scatter b", 40, 30),
+    ]
+    assert left_out == 0
+
+
+def test_a_trace_does_not_disturb_the_stream_that_computes() -> None:
+    traced, plain = (step_on_a_device(recording)[0].busy_until for recording in (True, False))
+    assert traced.pop("stream 1") == 70  # where the ends are waited for
+    assert traced == plain
+    assert plain["compute"] == 110
+
+
+def test_a_trace_that_ends_with_an_error_waits_for_nothing() -> None:
+    _, found = step_on_a_device(recording=True)
+    found.drop()
+    assert found.end() == ([], 0)

@@ -233,9 +233,11 @@ def test_a_norm_is_rounded_to_fp32_once_at_the_end() -> None:
     assert scaled.item() == torch.tensor(math.sqrt(1e60 + 4e60 + 1e76) / 3).item()
 
 
-def test_partial_sums_of_the_norm_are_added_in_rank_order() -> None:
-    partials = torch.tensor([1.0, 2.0**-53, 2.0**-53], dtype=torch.float64)
-    assert kernels.norm_from_squares(partials * 2.0**106).item() == 2.0**53
+def test_partial_sums_of_the_norm_are_added_pair_by_pair() -> None:
+    """The first one's root lies between two numbers of fp32 and is rounded down; the others count only together."""
+    partials = torch.tensor([(1 + 2.0**-24) ** 2] + [2.0**-53] * 8, dtype=torch.float64)
+    assert kernels.norm_from_squares(partials[:1]).item() == kernels.norm_from_squares(partials[:2]).item() == 1.0
+    assert kernels.norm_from_squares(partials).item() == 1 + 2.0**-23
 
 
 @pytest.mark.parametrize(("norm", "expected"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1 / 1.000001), (4.0, 1 / 4.000001)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardengine.offload import Done, Platform
+from shardengine.trace import now
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -35,9 +36,9 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self.told.append(f"{self.name} waits for {event.after}")
 
-    def record_event(self) -> FakeEvent:
-        self.told.append(f"event on {self.name}")
-        return FakeEvent(f"event on {self.name}", self.told)
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        self.told.append(f"event on {self.name}" if event is None else f"{event.after} on {self.name}")
+        return event or FakeEvent(f"event on {self.name}", self.told)
 
 
 class FakeEvent:
@@ -50,6 +51,10 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.told.append("the host waits")
         self.over = True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.over and later.over
+        return 0.25
 
 
 class Source:
@@ -95,3 +100,26 @@ def test_on_cuda_streams_wait_for_events_and_the_host_for_nothing(monkeypatch: p
     end = Platform(CUDA).mark()
     assert told == ["event on compute"] and not end.reached
     assert Done().reached and Platform(CPU).mark().reached
+
+
+def test_on_cuda_a_moment_is_when_the_current_stream_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    compute = FakeStream("compute", told)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: FakeEvent(f"timed {enable_timing}", told))
+    platform = Platform(CUDA)
+    first, later = platform.moment(), platform.moment()
+    assert told == ["timed True on compute"] * 2 and not first.reached  # the host has waited for nothing
+    before = now()
+    assert before <= first.wait_on_host() <= now()
+    assert not later.reached
+    later.wait_on_host()
+    assert later.since(first) == 250_000 and later.at(first, 7) == 250_007
+
+
+def test_on_a_cpu_a_moment_is_now() -> None:
+    before = now()
+    first, later = Platform(CPU).moment(), Platform(CPU).moment()
+    assert first.reached and before <= first.wait_on_host() <= later.wait_on_host() <= now()
+    assert later.since(first) == later.wait_on_host() - first.wait_on_host()
+    assert later.at(first, 7) == later.wait_on_host()

@@ -122,6 +122,19 @@ def test_bytes_sent_are_the_formulas_of_the_limits(ranks: int, k: int) -> None:
         assert sent == pytest.approx(expected[name])
 
 
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (24, 3), (64, 8)])
+@pytest.mark.parametrize(("gradient", "partial"), [(4, 4), (2, 4), (2, 2)])
+def test_bytes_of_gradients_that_are_added_node_by_node(ranks: int, nodes: int, gradient: int, partial: int) -> None:
+    psi, k = 10_000, 3
+    volume = Volume(trainable=psi)
+    inside, between = gradient * psi * (ranks - nodes) / ranks, partial * psi * (nodes - 1) / ranks
+    plain = {"micro_batches": k, "weight": 0, "gradient": gradient}
+    sent = STAGES["2"].bytes_sent(volume, ranks, nodes=nodes, partial=partial, **plain)
+    assert sent == pytest.approx(k * (inside + between))
+    more = (partial - gradient) * psi * (nodes - 1) / ranks  # docs/limits.md
+    assert sent == pytest.approx(STAGES["2"].bytes_sent(volume, ranks, **plain) + k * more)
+
+
 def select(number: int, reshard: bool = True, **options: Any) -> Stage:
     """What a config with this stage asks for."""
     zero = ZeroConfig(stage=number, stage3_reshard_after_forward=reshard)

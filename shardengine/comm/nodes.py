@@ -1,0 +1,88 @@
+"""Which ranks share a node, and whether their gradients are added there first. Owns: the rules, and [Note: Two steps].
+
+Must not know: process groups, buckets. Like a device it is chosen from the facts of all ranks, by each rank the same.
+
+[Note: Two steps] The declared tree ((0+1)+(2+3))+… (kernels: [Note: One arithmetic]) adds L = 2^k consecutive ranks
+among themselves before any of their sum meets another rank's, if they begin at a multiple of L. So where every node has
+the same 2^k ranks, one after the other, a reduce-scatter may be cut in two: inside of each node, then between the nodes
+for each place in them, with the same bits. A rank sends
+
+    in one step     over the network  g·Ψ·(N−L)/N
+    in two steps    inside of a node  g·Ψ·(N−M)/N,   over the network  s·Ψ·(M−1)/N
+
+of Ψ elements, with N ranks on M = N/L nodes, g bytes per gradient and s per sum: 4, or those of ``reduce_dtype``, to
+which every sum is rounded anyway. Over the network that is s/(g·L) of one step's bytes: with L = 8 an eighth in fp32, a
+quarter in bf16 with sums in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardengine.comm.devices import RankFacts
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """number: how many there are; 1: ranks are not told apart by node, so that nothing is done in two steps · unused:
+    why not, where the config asked for it; "" otherwise."""
+
+    number: int = 1
+    unused: str = ""
+
+
+def choose(ranks: Sequence[RankFacts], backend: str) -> Nodes:
+    """From the facts of all ranks. ``hierarchical_reduce`` null: on NCCL, where it applies.
+
+    What ranks say of that differs only where their configs do, which is an error a moment later.
+    """
+    wishes = {each.hierarchical for each in ranks}
+    wish = wishes.pop() if len(wishes) == 1 else False
+    if wish is False or (wish is None and backend != "nccl"):
+        return Nodes()
+    sizes, reason = _sizes(ranks)
+    size = sizes[0]
+    if not reason and len(set(sizes)) > 1:
+        reason = f"the nodes have {', '.join(map(str, sorted(set(sizes))))} ranks"
+    elif not reason and len(sizes) == 1:
+        reason = "all ranks are on one node"
+    elif not reason and (size == 1 or size & (size - 1)):
+        reason = f"a node has {size} rank(s)"
+    if not reason:
+        return Nodes(len(sizes))
+    told = f"hierarchical_reduce: expected several nodes with 2, 4, 8, ... consecutive ranks each, but {reason}"
+    return Nodes(unused=f"{told}; gradients are reduced in one step" if wish else "")
+
+
+def _sizes(ranks: Sequence[RankFacts]) -> tuple[list[int], str]:
+    """Of the nodes, in the order of their ranks; or why ranks of one node are not consecutive.
+
+    The launcher's word counts (LOCAL_WORLD_SIZE), where all ranks have it, else the names of the hosts.
+    """
+    if any(each.local_ranks is None for each in ranks):
+        runs = [(host, len([*run])) for host, run in itertools.groupby(each.host for each in ranks)]
+        apart = len({host for host, _ in runs}) < len(runs)
+        return [count for _, count in runs], "ranks of one host are not consecutive" if apart else ""
+    sizes, first = list[int](), 0
+    while first < len(ranks):
+        size = max(1, ranks[first].local_ranks or 0)
+        node = ranks[first : first + size]
+        places = [
+            (each.local_ranks, place if each.local_rank is None else each.local_rank) for place, each in enumerate(node)
+        ]
+        if places != [(size, place) for place in range(size)]:
+            return [
+                size
+            ], f"ranks {first} to {first + len(node) - 1} are not, by LOCAL_RANK and LOCAL_WORLD_SIZE, one node"
+        sizes.append(size)
+        first += size
+    return sizes, ""
+
+
+def members(ranks: int, nodes: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of each node, and those that have the same place in theirs."""
+    size = ranks // nodes
+    inside = [[*range(first, first + size)] for first in range(0, ranks, size)]
+    return inside, [[*range(place, ranks, size)] for place in range(size)]

@@ -1,0 +1,237 @@
+"""Gradients added node by node: the bits of the oracle, and the bytes of docs/limits.md inside of nodes and between.
+
+Four ranks of this machine are told that they are two nodes of two. What travels over which group is counted where the
+engine calls torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardengine
+from shardengine.comm import Collectives, Named, Purpose, Wire, mesh
+from shardengine.kernels import ordered_sum
+from shardengine.offload import BufferPool
+from tests.parity.late_cases import Case, run
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.late_streams import DEFAULT, adversary
+from tests.support.parts import PARTIAL, SHARDED
+from tests.support.ranks import RankPool
+from tests.support.sizes import padded
+
+Pools = Callable[[int], RankPool]
+RANKS, NODES, STEPS = 4, 2, 3
+PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "fp32": ({}, {}, 4, 4),
+    "bf16": ({"bf16": {"enabled": True}}, {"low": torch.bfloat16}, 2, 4),
+    "bf16, added in bf16": (
+        {"bf16": {"enabled": True}, "data_types": {"reduce_dtype": "bf16"}},
+        {"low": torch.bfloat16, "reduce": torch.bfloat16},
+        2,
+        2,
+    ),
+}
+"""What the config says, what the oracle is told; bytes of a gradient on the wire, and of a node's sum."""
+
+
+@functools.lru_cache(maxsize=1)
+def mesh_of_two_nodes() -> mesh.Mesh:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(RANKS // NODES))
+        patch.setenv("LOCAL_RANK", str(dist.get_rank() % (RANKS // NODES)))
+        return mesh.build(torch.device("cpu"), 60, hierarchical_reduce=True)
+
+
+@contextmanager
+def two_nodes() -> Iterator[None]:
+    """Engines of ``cases`` are on two nodes inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "mesh_of_this_process", mesh_of_two_nodes)
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Bytes that this rank sends to the members of each group."""
+    found: Counter[str] = Counter()
+    made = mesh_of_two_nodes()
+    names = {id(made.inside): "inside", id(made.across): "across", id(made.reduce): "all at once"}
+    begin = Wire.all_to_all
+
+    def counting(wire: Wire, out: Any, full: Any, group: Any) -> Any:
+        members = dist.get_world_size(group)
+        found[names[id(group)]] += full.nbytes * (members - 1) // members
+        return begin(wire, out, full, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wire, "all_to_all", counting)
+        yield found
+
+
+def train(micros: int, options: dict[str, Any]) -> dict[str, tuple[dict[str, Any], Counter[str], dict[str, Any]]]:
+    """Per stage: what ``cases.run_steps`` gives, the bytes by group, and what the engine says of both."""
+    found = {}
+    for stage in cases.STAGES:
+        config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600}, **options)
+        with two_nodes(), counted() as sent:
+            engine = cases.make_engine(cases.make_mlp(), config)
+            result = cases.run_steps(engine, STEPS)
+            said = {**engine.traffic(), **engine.memory(), "pool": engine._core.pool.device_bytes}
+            found[stage] = (result, sent, said)
+            engine.close()
+    return found
+
+
+def elements(stage: str, itemsize: int) -> int:
+    """Of the MLP's gradients, with padding: at stage 3 a block has a storage of its own."""
+    lengths: dict[str, list[int]] = {}
+    for name, parameter in cases.make_mlp().named_parameters():
+        unit = name[:8] if name.startswith("blocks.") and stage.startswith("3") else ""
+        lengths.setdefault(unit, []).append(parameter.numel())
+    return sum(padded(counts, RANKS, itemsize) for counts in lengths.values())
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bits_and_bytes(pools: Pools, precision: str, micros: int) -> None:
+    said, told, gradient, partial = PRECISIONS[precision]
+    results = pools(RANKS).run(train, micros, said)
+    for stage, letter in cases.LETTER.items():
+        truth = cases.truth("mlp", "AdamW", RANKS, micros, letter, STEPS, **told)
+        assert_equal_to_truth([result[stage][0] for result in results], truth, f"stage {stage}")
+        reduced = elements(stage, gradient) * (micros if letter == "sharded" else 1)
+        for rank, result in enumerate(results):
+            _, sent, told_by_engine = result[stage]
+            where = f"stage {stage}, rank {rank}"
+            assert sent.pop("inside") == STEPS * gradient * reduced * (RANKS - NODES) // RANKS, where
+            assert sent.pop("across") == STEPS * partial * reduced * (NODES - 1) // RANKS, where
+            assert not sent, where
+            assert told_by_engine["measured_bytes_last_step"] == told_by_engine["formula_bytes_per_step"], where
+            if stage == "2" and micros == 1:  # three buckets under way, of which one slice each is at rest
+                assert told_by_engine["pool"] <= told_by_engine["predicted_buffer_bytes"], where
+
+
+@pytest.mark.parametrize("option", [{"overlap_comm": False}, {"debug": True}, {"hierarchical_reduce": False}])
+def test_switches(pools: Pools, option: dict[str, Any]) -> None:
+    results = pools(RANKS).run(train, 1, option)
+    for stage in cases.STAGES:
+        truth = cases.truth("mlp", "AdamW", RANKS, 1, "full", STEPS)
+        assert_equal_to_truth([result[stage][0] for result in results], truth, f"stage {stage}")
+        for result in results:
+            assert result[stage][1].keys() == (
+                {"all at once"} if "hierarchical_reduce" in option else {"inside", "across"}
+            )
+
+
+def asks_in_vain() -> tuple[int, list[str]]:
+    """An engine that asks for it over a mesh without such groups: how many nodes there are, what was logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardengine").addHandler(handler)
+    try:
+        engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", hierarchical_reduce=True))
+    finally:
+        logging.getLogger("shardengine").removeHandler(handler)
+    nodes = engine._core.collectives.nodes(torch.float32)
+    engine.close()
+    return nodes, [text for text in logged if text.startswith("hierarchical_reduce")]
+
+
+def test_a_given_mesh_without_groups_of_nodes_is_told(pools: Pools) -> None:
+    (nodes, told), (_, told_by_rank_1) = pools(2).run(asks_in_vain)
+    assert nodes == 1 and told_by_rank_1 == []
+    assert len(told) == 1 and "comm.mesh.build(hierarchical_reduce=True) makes them" in told[0]
+
+
+def run_late(chosen: list[Case], folder: str) -> list[dict[str, Any]]:
+    with two_nodes(), counted() as sent:
+        found = run(chosen, STEPS, folder)
+    assert sent.keys() == {"inside", "across"}
+    return found
+
+
+LATE = [
+    Case("0", 3, "bf16"),
+    Case("2", 1, "fp32", "states on the host"),
+    Case("3", 3, "bf16", "all on the host", "no overlap"),
+    Case("3", 1, "bf16", stream="the user's stream"),
+]
+
+
+def test_late_streams_change_no_bit(pools: Pools, tmp_path: Any) -> None:
+    """Between the two steps is a sum on a stream of its own."""
+    by_rank = pools(RANKS).run(run_late, LATE, str(tmp_path))
+    for number, case in enumerate(LATE):
+        found = [results[number] for results in by_rank]
+        orders = [result.pop("issued") for result in found]
+        assert all(order == orders[0] for order in orders), f"{case}: ranks issue collectives in different orders"
+        assert all(result.pop("counts")["collectives"] > 0 for result in found), case
+        assert_equal_to_truth(found, case.truth(RANKS, STEPS), str(case))
+
+
+def gives_up() -> tuple[list[float], int]:
+    """Rank 3 raises in backward; all reset, and train on over new groups. The losses, and the number of nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(RANKS // NODES))
+        patch.setenv("LOCAL_RANK", str(dist.get_rank() % (RANKS // NODES)))
+        model = cases.make_mlp()
+        config = cases.config_of("2", hierarchical_reduce=True, zero={"reduce_bucket_size": 600})
+        engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"))
+    losses = [cases.run_micro_batch(engine, cases.loss_of, 0, 0)]
+    try:
+        loss = cases.loss_of(engine, 1, engine.rank, 0)
+        if engine.rank == 3:
+            loss.register_hook(_raise)
+        engine.backward(loss)
+        engine.step()
+    except (ValueError, shardengine.errors.CommunicationError):
+        engine.reset()
+    losses += [cases.run_micro_batch(engine, cases.loss_of, step, 0) for step in (1, 2)]
+    nodes = engine._core.mesh.nodes
+    engine.close()
+    return losses, nodes
+
+
+def _raise(_gradient: Any) -> None:
+    raise ValueError("on purpose")
+
+
+def test_a_rank_that_raises_is_met_again_over_new_groups(pools: Pools) -> None:
+    found = pools(RANKS).run(gives_up)
+    truth = cases.truth("mlp", "AdamW", RANKS, 1, "full", STEPS)
+    assert [nodes for _, nodes in found] == [NODES] * RANKS
+    for rank, (losses, _) in enumerate(found):
+        assert losses == [row[0] for row in (each[rank] for each in truth.losses)]
+
+
+def knows_of(stream: str, foe: Any) -> set[str]:
+    return {agent for agent in foe.judge.clock(stream) if agent.startswith("communicator")}
+
+
+def reduce_one() -> tuple[set[str], set[str]]:
+    """Of what the computation knows before and after it waits for a reduction."""
+    with adversary(mesh_of_two_nodes()) as foe:
+        link = Collectives(foe.mesh, BufferPool(foe.mesh.platform), hierarchical=True)
+        full, out = torch.ones(RANKS * 16), torch.empty(16)
+        work = link.move(full, PARTIAL, SHARDED, Named(["a"]), Purpose.GRADIENTS, lambda terms: ordered_sum(terms, out))
+        before = knows_of(DEFAULT, foe)
+        work.wait()
+        after = knows_of(DEFAULT, foe)
+        assert out.tolist() == [4.0] * 16
+    return before, after
+
+
+def test_the_computation_waits_for_the_second_step_alone_and_late(pools: Pools) -> None:
+    """On NCCL both steps are issued at once, and nothing but their end holds the computation up."""
+    assert pools(RANKS).run(reduce_one) == [(set(), {"communicator 1", "communicator 2"})] * RANKS
