@@ -30,7 +30,8 @@ from torch import Tensor
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
-from shardengine.comm.mesh import GroupName, Mesh
+from shardengine.comm.group_kind import GroupName
+from shardengine.comm.mesh import Mesh
 from shardengine.comm.work import Work, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.offload import BufferPool

@@ -36,9 +36,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from shardengine.comm.mesh import Mesh, await_threads
+from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Departure, Presence, Waiting
 from shardengine.comm.store_board import StoreBoard, Unreachable
+from shardengine.comm.threads import await_threads
 from shardengine.errors import CommunicationError, MismatchError
 
 LINGER_S = 5.0

@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from shardengine.comm.mesh import Mesh, Store, ending_threads
+from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.threads import ending_threads
 
 OPERATION_S = 1.0
 WRITE_LATER_S = 5.0

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from shardengine.comm.failures import FailureReport, Failures
-from shardengine.comm.mesh import GroupName
+from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
-from shardengine.comm.mesh import GroupName
+from shardengine.comm.group_kind import GroupName
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 

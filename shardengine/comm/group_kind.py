@@ -1,0 +1,100 @@
+"""How the process groups of an engine are made and how they end, with gloo and with NCCL.
+
+Must not know: who uses them, when they end, which device a rank should use (devices).
+
+[Note: Groups of NCCL] Each is bound to the rank's GPU, so that torch makes its communicator at once, and has run a
+barrier before ``make`` returns: connections are made by the first collective, which else would be one of the first
+forward, after memory was measured. The default group has no communicator as long as nothing is sent over it, so
+nothing is: at the end ranks wait for each other over the store. Gathers have streams of high priority: their kernels
+start before the rest of a product that fills the GPU, while reductions have until the step.
+NCCL_LAUNCH_ORDER_IMPLICIT=1, by which kernels of two communicators start in the order of their calls, stays the
+user's to set: it is for GPUs on which the kernels of both do not fit at once, and costs every launch some time.
+
+[Note: Who ends a wait] The engine's own error names the rank that is missing, NCCL's watchdog only ends the process.
+So its limit is ``_NCCL_LATER_S`` later than ``timeout_s``. TORCH_NCCL_DUMP_ON_TIMEOUT=0, because what one rank's
+watchdog noticed would else end all others 8 minutes later through a key in the store, also those that trained on with
+new groups. TORCH_NCCL_ASYNC_ERROR_HANDLING stays as it is (3, under torchrun 1: the process ends): a host that waits
+for its GPU, behind a collective that cannot end, is helped by nothing else, and with 2 it would go on with what the
+broken collective left. The heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the
+collectives, so it may be shorter than they. torch reads these variables when a group is made: a default process group
+that the caller has made keeps what was set before.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardengine.comm.wire import Group
+
+_NCCL_LATER_S = 120.0
+
+
+class GroupName(enum.StrEnum):
+    """The fields of ``Mesh`` that are process groups. In each, collectives are numbered as they are issued."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    CONTROL = "control"
+    EVALUATE = "evaluate"
+
+    @property
+    def counts_as(self) -> GroupName:
+        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order."""
+        return GroupName.GATHER if self is GroupName.EVALUATE else self
+
+
+class GroupKind:
+    """Groups of gloo, on the CPU."""
+
+    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+        """Those of a ``Mesh``, by field, ready for use; collective."""
+        return {name.value: dist.new_group(**_gloo(timeout_s)) for name in GroupName}
+
+    def end(self, groups: Mapping[GroupName, Group]) -> None:
+        """They end; in the order of fields. What is in flight on a group of gloo is broken off."""
+        for group in groups.values():
+            dist.destroy_process_group(group)
+
+
+class NcclGroupKind(GroupKind):
+    """Groups of NCCL on the rank's GPU, beside one of gloo for decisions ([Note: Groups of NCCL])."""
+
+    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+        """As ``GroupKind.make``; all on ``device`` but the last."""
+        kinds = {
+            GroupName.GATHER: _nccl(timeout_s, device, high_priority=True),
+            GroupName.REDUCE: _nccl(timeout_s, device, high_priority=False),
+            GroupName.CONTROL: _gloo(timeout_s),
+        }
+        groups = {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
+        for name in (GroupName.GATHER, GroupName.REDUCE):
+            dist.barrier(groups[name], device_ids=[device.index])
+        return groups
+
+
+def kind_of(backend: str) -> GroupKind:
+    """The kind of the groups that ``backend`` has."""
+    return NcclGroupKind() if backend == "nccl" else GroupKind()
+
+
+def nccl_defaults() -> None:
+    """What torch reads when it makes a group ([Note: Who ends a wait]), where the user has not said it."""
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+
+def _gloo(timeout_s: float) -> dict[str, Any]:
+    return {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
+
+
+def _nccl(timeout_s: float, device: torch.device, *, high_priority: bool) -> dict[str, Any]:
+    timeout = timedelta(seconds=timeout_s + _NCCL_LATER_S)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = timeout  # torch warns where it differs from that of the call
+    return {"backend": "nccl", "timeout": timeout, "pg_options": options, "device_id": device}
