@@ -12,6 +12,8 @@ work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
 positions        where each rank is, and which of them wait for each other
+breaking_off     what is in flight ends on all ranks, after a fault
+watcher          a thread that sees to that where the host waits for its GPU
 watchdog         a long wait: which rank is missing, whether the wait can still end, and the sentence about it
 threads          those that may stay inside of torch
 store_board      the texts of ranks in the process group's store

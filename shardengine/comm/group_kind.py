@@ -18,6 +18,13 @@ for its GPU, behind a collective that cannot end, is helped by nothing else, and
 broken collective left. The heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the
 collectives, so it may be shorter than they. torch reads these variables when a group is made: a default process group
 that the caller has made keeps what was set before.
+
+[Note: Aborting] ``destroy_process_group`` waits for the kernels of a group of NCCL, and one whose peer never came does
+not end by itself; everything that the GPU was given behind it waits, too. ``abort`` tells the kernels of one
+communicator to end and then may wait for the whole GPU, on which those of the other may still run. So both are aborted
+at the same time, each from a thread of its own: both are told before either waits. NCCL's group calls, which torch puts
+around the aborts of several groups, hold in the thread that makes them, and torch aborts each group in another one.
+A group that was aborted is aborted never again, and ``destroy_process_group`` then only forgets it.
 """
 
 from __future__ import annotations
@@ -31,9 +38,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardengine.comm.threads import all_at_once
 from shardengine.comm.wire import Group
+from shardengine.errors import CommunicationError
 
 _NCCL_LATER_S = 120.0
+_ABORT_S = 60.0
 
 
 class GroupName(enum.StrEnum):
@@ -51,20 +61,31 @@ class GroupName(enum.StrEnum):
 
 
 class GroupKind:
-    """Groups of gloo, on the CPU."""
+    """Groups of gloo, on the CPU.
+
+    breaks_off: whether what is in flight after a fault has to be broken off before the groups can end, and a watcher
+    has to look after hosts that wait for their device.
+    """
+
+    breaks_off = False
 
     def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
         """Those of a ``Mesh``, by field, ready for use; collective."""
         return {name.value: dist.new_group(**_gloo(timeout_s)) for name in GroupName}
 
     def end(self, groups: Mapping[GroupName, Group]) -> None:
-        """They end; in the order of fields. What is in flight on a group of gloo is broken off."""
+        """They end; in the order of fields. What is in flight on a group of gloo is broken off by that."""
         for group in groups.values():
             dist.destroy_process_group(group)
+
+    def break_off(self, groups: Mapping[GroupName, Group]) -> None:
+        """What is in flight on them ends now, where ``breaks_off``; ``CommunicationError`` where that fails."""
 
 
 class NcclGroupKind(GroupKind):
     """Groups of NCCL on the rank's GPU, beside one of gloo for decisions ([Note: Groups of NCCL])."""
+
+    breaks_off = True
 
     def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
         """As ``GroupKind.make``; all on ``device`` but the last."""
@@ -77,6 +98,16 @@ class NcclGroupKind(GroupKind):
         for name in (GroupName.GATHER, GroupName.REDUCE):
             dist.barrier(groups[name], device_ids=[device.index])
         return groups
+
+    def break_off(self, groups: Mapping[GroupName, Group]) -> None:
+        """Abort the groups of NCCL, all at once ([Note: Aborting])."""
+        aborts = [group.abort for name, group in groups.items() if group is not None and name is not GroupName.CONTROL]
+        problems = all_at_once(aborts, _ABORT_S)
+        if problems:
+            raise CommunicationError(
+                f"expected NCCL's communicators to end when they are aborted, got {'; '.join(problems)}: this process "
+                "cannot use its GPU again. Start the ranks again"
+            )
 
 
 def kind_of(backend: str) -> GroupKind:

@@ -27,7 +27,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -36,8 +35,9 @@ import torch
 import torch.distributed as dist
 
 from shardengine.comm import devices, rendezvous
+from shardengine.comm.breaking_off import TOGETHER_S, BreakingOff, come_together
 from shardengine.comm.group_kind import GroupKind, GroupName, kind_of, nccl_defaults
-from shardengine.comm.threads import ending_threads
+from shardengine.comm.threads import all_at_once, ending_threads
 from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.offload import Platform
@@ -71,7 +71,7 @@ class Mesh:
     channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
     wire: what carries out data operations · platform_of: what makes ``platform`` for the device · kind: what makes and
-    ends the groups.
+    ends the groups · breaking_off: whether they were, of all meshes over these groups.
     """
 
     rank: int
@@ -89,6 +89,7 @@ class Mesh:
     wire: Wire = field(default_factory=Wire, compare=False, repr=False)
     platform_of: Callable[[torch.device], Platform] = field(default=Platform, compare=False, repr=False)
     kind: GroupKind = field(default_factory=GroupKind, compare=False, repr=False)
+    breaking_off: BreakingOff = field(default_factory=BreakingOff, compare=False, repr=False)
 
     @functools.cached_property
     def platform(self) -> Platform:
@@ -102,30 +103,56 @@ class Mesh:
         """
         if not dist.is_initialized():
             return
-        if not orderly:
+        if not orderly or self.breaking_off.reason:
+            orderly = False
             self._hold_until_timeout()
+            self.break_off("an engine of these groups has ended after a failure")
         if orderly and self.made_default_group:
             await_the_others(self)
             _orderly.set()  # not after a failure: a group in the middle of a collective may never come back
         self.kind.end(self._groups())
 
+    def break_off(self, reason: str) -> None:
+        """What is in flight on groups of NCCL ends on all ranks, once (breaking_off, [Note: All ranks at once]).
+
+        Every engine over these groups then raises ``reason`` at its next call. Groups of gloo need nothing of this.
+        ``CommunicationError`` where it cannot be ended.
+        """
+        if self.ranks == 1 or not self.kind.breaks_off:
+            return
+        with self.breaking_off.once(reason) as has_to:
+            if has_to:
+                all_at_once([lambda: come_together(self.store(), self.rank, self.ranks, reason)], 2 * TOGETHER_S)
+                self.kind.break_off(self._groups())
+
     def abandon(self) -> None:
         """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` destroys them."""
         if self.owned:
-            _abandoned.extend(weakref.ref(group) for group in self._groups().values())
+            groups = {name: weakref.ref(group) for name, group in self._groups().items()}
+            _abandoned.append(_Abandoned(self.kind, self.breaking_off, groups))
 
     def renew(self) -> Mesh:
         """The same ranks over new groups of the same default process group, which are owned; collective.
 
-        Owned old groups are nobody else's, so they end, which breaks off what is in flight on them. Others are left
-        alone, and the default process group stays the caller's.
+        Owned old groups are nobody else's, so they end, which breaks off what is in flight on them. Others stay, but
+        what is in flight on those of NCCL is broken off, too: the device could do nothing else before it. The default
+        process group stays the caller's. ``CommunicationError`` where the old groups cannot be ended.
         """
         if self.ranks == 1:
             return replace(self, owned=True)
+        self.break_off("engine.reset() has made new groups")
+        if self.kind.breaks_off:
+            self.platform.synchronize()
         if self.owned:
             self._hold_until_timeout()
             self.kind.end(self._groups())
-        return replace(self, **self.kind.make(self.timeout_s, self.device), channels=itertools.count(), owned=True)
+        return replace(
+            self,
+            **self.kind.make(self.timeout_s, self.device),
+            channels=itertools.count(),
+            owned=True,
+            breaking_off=BreakingOff(),
+        )
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -182,26 +209,47 @@ def await_all(store: Any, rank: int, ranks: int, timeout_s: float) -> None:
             store.wait([f"all {what}"], timedelta(seconds=timeout_s))
 
 
-_abandoned: list[weakref.ref[dist.ProcessGroup]] = []
-"""Groups of engines that were garbage-collected, in the midst of anything, or never came to be. torch holds them."""
+@dataclass(frozen=True)
+class _Abandoned:
+    """Of an engine that was garbage-collected, in the midst of anything, or never came to be; torch holds them."""
+
+    kind: GroupKind
+    breaking_off: BreakingOff
+    groups: dict[GroupName, weakref.ref[dist.ProcessGroup]]
+
+
+_abandoned: list[_Abandoned] = []
 _DESTROYING_S = 2.0
 
 
 def _destroy_abandoned() -> None:
     """The groups that were abandoned end."""
-    held = [group for left in _abandoned if (group := left()) is not None]
+    held: list[dist.ProcessGroup] = []
+    for left in _abandoned:
+        living = {name: group for name, ref in left.groups.items() if (group := ref()) is not None and _lives(group)}
+        with left.breaking_off.once("nobody uses these groups any more") as has_to:
+            if has_to:
+                left.kind.break_off(living)
+        left.kind.end(living)
+        held += living.values()
+        del living
     _abandoned.clear()
-    for group in held:
-        with suppress(ValueError):  # it has ended meanwhile
-            dist.destroy_process_group(group)
     if held:
-        del group
         last = threading.Thread(
             target=held.clear, daemon=True
         )  # who lets go of one may have to wait: see ``_hold_until_timeout``
         ending_threads.add(last)
         last.start()
         last.join(_DESTROYING_S)
+
+
+def _lives(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has ended it meanwhile."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
 
 def build(
