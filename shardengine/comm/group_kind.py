@@ -10,14 +10,15 @@ start before the rest of a product that fills the GPU, while reductions have unt
 NCCL_LAUNCH_ORDER_IMPLICIT=1, by which kernels of two communicators start in the order of their calls, stays the
 user's to set: it is for GPUs on which the kernels of both do not fit at once, and costs every launch some time.
 
-[Note: Who ends a wait] The engine's own error names the rank that is missing, NCCL's watchdog only ends the process.
-So its limit is ``_NCCL_LATER_S`` later than ``timeout_s``. TORCH_NCCL_DUMP_ON_TIMEOUT=0, because what one rank's
-watchdog noticed would else end all others 8 minutes later through a key in the store, also those that trained on with
-new groups. TORCH_NCCL_ASYNC_ERROR_HANDLING stays as it is (3, under torchrun 1: the process ends): a host that waits
-for its GPU, behind a collective that cannot end, is helped by nothing else, and with 2 it would go on with what the
-broken collective left. The heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the
-collectives, so it may be shorter than they. torch reads these variables when a group is made: a default process group
-that the caller has made keeps what was set before.
+[Note: Who ends a wait] The engine's own error names the rank that is missing, NCCL's watchdog only ends the process. So
+its limit is ``_NCCL_LATER_S`` later than ``timeout_s``, when the watcher has broken off what is in flight.
+TORCH_NCCL_DUMP_ON_TIMEOUT=0, because what one rank's watchdog noticed would else end all others 8 minutes later through
+a key in the store, also those that trained on with new groups. TORCH_NCCL_ASYNC_ERROR_HANDLING stays as it is (3, under
+torchrun 1: the process ends): where the watcher cannot run, because the main thread waits for the GPU and holds
+Python's lock, nothing else helps, and with 2 the process would go on with what the broken collective left. The
+heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the collectives, so it may be
+shorter than they. torch reads these variables when a group is made: a default process group that the caller has made
+keeps what was set before.
 
 [Note: Aborting] ``destroy_process_group`` waits for the kernels of a group of NCCL, and one whose peer never came does
 not end by itself; everything that the GPU was given behind it waits, too. ``abort`` tells the kernels of one
