@@ -3,6 +3,7 @@
 devices          which device and which backend a rank uses
 nodes            which ranks share a node
 mesh             process groups
+group_kind       how those of gloo and of NCCL are made, and how they end
 rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
@@ -12,7 +13,10 @@ work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
 positions        where each rank is, and which of them wait for each other
+breaking_off     what is in flight ends on all ranks, after a fault
+watcher          a thread that sees to that where the host waits for its GPU
 watchdog         a long wait: which rank is missing, whether the wait can still end, and the sentence about it
+threads          those that may stay inside of torch
 store_board      the texts of ranks in the process group's store
 agreement        compare facts, and run what fails on all ranks or on none
 meeting          ranks meet before an engine's groups are made, in reset() and in close()

@@ -33,7 +33,9 @@ from torch import Tensor
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
-from shardengine.comm.mesh import GroupName, Mesh
+from shardengine.comm.group_kind import GroupName
+from shardengine.comm.mesh import Mesh
+from shardengine.comm.watcher import Watcher
 from shardengine.comm.work import Work, ends_on_stream, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.kernels import ordered_sum
@@ -101,6 +103,7 @@ class Collectives:
         before: Failures | None = getattr(self, "failures", None)
         self.mesh = mesh
         self.failures = Failures(mesh)
+        self._watcher = Watcher(self.failures) if mesh.kind.breaks_off and mesh.ranks > 1 else None
         if before is not None:
             self.failures.take_over_progress(before)
         self._sequence = 0
@@ -330,6 +333,8 @@ class Collectives:
     ) -> Work:
         """Count it, compare it across ranks in debug mode, start it; without overlap wait for it here."""
         is_data = record.purpose is not Purpose.CONTROL
+        if self.mesh.breaking_off.reason:
+            self.mesh.breaking_off.check(record.describe(self.mesh.rank))
         if self._debug and is_data:
             self._compare(record.debug_text)
         self.sent[record.purpose] += record.sent
@@ -338,6 +343,8 @@ class Collectives:
             works = call()
         except RuntimeError as error:
             raise CommunicationError(f"{record.describe(self.mesh.rank)} failed: {error}") from error
+        if self._watcher is not None and record.group is not GroupName.CONTROL:
+            self._watcher.issued(record, works[-1])
         if start is not None:
             self._trace_end(works, record, start)
         work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)

@@ -36,9 +36,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
-from shardengine.comm.mesh import Mesh, await_threads
+from shardengine.comm.mesh import Mesh
 from shardengine.comm.positions import Departure, Presence, Waiting
 from shardengine.comm.store_board import StoreBoard, Unreachable
+from shardengine.comm.threads import await_threads
 from shardengine.errors import CommunicationError, MismatchError
 
 LINGER_S = 5.0
@@ -80,6 +81,7 @@ class Failures:
         self._reported: FailureReport | None = None
         self._known = 0
         self._calls: Counter[str] = Counter()
+        self._before_close: list[Callable[[], None]] = []
         self._raised: set[tuple[str, int]] = set()
         if mesh.ranks > 1:
             _open.add(self)
@@ -130,7 +132,8 @@ class Failures:
     def give_up(self, reason: str) -> None:
         """A wait has failed, so that something is in flight which may never end."""
         self.gave_up = reason
-        self.report(FailureReport(reason, gave_up=True))
+        if self._reported is None:  # what this rank raised says more
+            self.report(FailureReport(reason, gave_up=True))
 
     def report(self, report: FailureReport) -> None:
         """Say it; silent where the store is gone, since whoever calls has an error of its own to raise."""
@@ -150,8 +153,17 @@ class Failures:
             self.report(replace(self._reported, over=True))
             self._reported = None
 
+    def call_before_close(self, call: Callable[[], None]) -> None:
+        """Call it when this ends, before the connection does."""
+        self._before_close.append(call)
+
+    def _end_companions(self) -> None:
+        while self._before_close and self.is_of_this_process:  # threads of another process are not here
+            self._before_close.pop()()
+
     def close(self) -> None:
         """Nobody speaks here any more: what this rank reported stands no longer, and its connection ends."""
+        self._end_companions()
         self.withdraw()
         self.board.close()
         _open.discard(self)
@@ -193,6 +205,7 @@ class Failures:
 
     def end_with_process(self, error: BaseException | None) -> None:
         """Say that the process ends; no thread is at work afterwards."""
+        self._end_companions()
         self.leave("has ended its process", Presence.ENDED, error=error)
         self.board.close(wait_s=1.0)
 

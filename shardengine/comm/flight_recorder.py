@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardengine.comm.mesh import GroupName
+from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Waiting
 
 

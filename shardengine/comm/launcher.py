@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from shardengine.comm import devices
 from shardengine.comm.failures import leave_all
-from shardengine.comm.mesh import await_all, nccl_defaults
+from shardengine.comm.group_kind import nccl_defaults
+from shardengine.comm.mesh import await_all
 from shardengine.comm.rank_failure import RankFailure
 from shardengine.comm.rendezvous import LAUNCHED, loopback
 from shardengine.errors import ShardEngineError, UsageError

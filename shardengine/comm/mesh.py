@@ -1,6 +1,7 @@
 """Process groups, per axis and purpose, built by one function and passed in.
 
-Must not know: buckets, modules, what is sent over the groups, which device a rank should use (devices).
+Must not know: buckets, modules, what is sent over the groups, which device a rank should use (devices), how the groups
+of a backend are made (group_kind).
 
 One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
@@ -12,29 +13,11 @@ group: then the ranks wait for each other, and that is found and told. Where gra
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
 torchrun with gloo (the new group meets the addresses of the old one in the launcher's store, and hangs).
-
-[Note: Groups of NCCL] Each is bound to the rank's GPU, so that torch makes its communicator at once, and has run a
-barrier before ``build`` returns: connections are made by the first collective, which else would be one of the first
-forward, after memory was measured. The default group has no communicator as long as nothing is sent over it, so
-nothing is: at the end ranks wait for each other over the store. Gathers have streams of high priority: their kernels
-start before the rest of a product that fills the GPU, while reductions have until the step.
-NCCL_LAUNCH_ORDER_IMPLICIT=1, by which kernels of two communicators start in the order of their calls, stays the
-user's to set: it is for GPUs on which the kernels of both do not fit at once, and costs every launch some time.
-
-[Note: Who ends a wait] The engine's own error names the rank that is missing, NCCL's watchdog only ends the process.
-So its limit is ``_NCCL_LATER_S`` later than ``timeout_s``. TORCH_NCCL_DUMP_ON_TIMEOUT=0, because what one rank's
-watchdog noticed would else end all others 8 minutes later through a key in the store, also those that trained on with
-new groups. TORCH_NCCL_ASYNC_ERROR_HANDLING stays as it is (3, under torchrun 1: the process ends): a host that waits
-for its GPU, behind a collective that cannot end, is helped by nothing else, and with 2 it would go on with what the
-broken collective left. The heartbeat (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480) watches torch's own thread and not the
-collectives, so it may be shorter than they. torch reads these variables when a group is made: a default process group
-that the caller has made keeps what was set before.
 """
 
 from __future__ import annotations
 
 import atexit
-import enum
 import functools
 import itertools
 import json
@@ -45,7 +28,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -54,29 +36,14 @@ import torch
 import torch.distributed as dist
 
 from shardengine.comm import devices, nodes, rendezvous
+from shardengine.comm.breaking_off import TOGETHER_S, BreakingOff, come_together
+from shardengine.comm.group_kind import GroupKind, GroupName, kind_of, nccl_defaults
+from shardengine.comm.threads import all_at_once, ending_threads
 from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.offload import Platform
 
 _log = logging.getLogger(__name__)
-_NCCL_LATER_S = 120.0
-
-
-class GroupName(enum.StrEnum):
-    """The fields of ``Mesh`` that are process groups. In each, collectives are numbered as they are issued."""
-
-    GATHER = "gather"
-    REDUCE = "reduce"
-    CONTROL = "control"
-    EVALUATE = "evaluate"
-    INSIDE = "inside"
-    ACROSS = "across"
-
-    @property
-    def counts_as(self) -> GroupName:
-        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order, and both
-        kinds of reductions."""
-        return {GroupName.EVALUATE: GroupName.GATHER, GroupName.INSIDE: GroupName.REDUCE}.get(self, self)
 
 
 class Store(Protocol):
@@ -105,7 +72,8 @@ class Mesh:
     channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
     wire: what carries out data operations · platform_of: what makes ``platform`` for the device · nodes: how many share
-    the ranks, if these have groups of their own: inside, this rank's node's; across, that of its place in each node.
+    the ranks, if these have groups of their own: inside, this rank's node's; across, that of its place in each node ·
+    kind: what makes and ends the groups · breaking_off: whether they were, of all meshes over these groups.
     """
 
     rank: int
@@ -125,6 +93,8 @@ class Mesh:
     nodes: int = 1
     inside: Group = None
     across: Group = None
+    kind: GroupKind = field(default_factory=GroupKind, compare=False, repr=False)
+    breaking_off: BreakingOff = field(default_factory=BreakingOff, compare=False, repr=False)
 
     @functools.cached_property
     def platform(self) -> Platform:
@@ -138,31 +108,56 @@ class Mesh:
         """
         if not dist.is_initialized():
             return
-        if not orderly:
+        if not orderly or self.breaking_off.reason:
+            orderly = False
             self._hold_until_timeout()
+            self.break_off("an engine of these groups has ended after a failure")
         if orderly and self.made_default_group:
             await_the_others(self)
             _orderly.set()  # not after a failure: a group in the middle of a collective may never come back
-        self._destroy_groups()
+        self.kind.end(self._groups())
+
+    def break_off(self, reason: str) -> None:
+        """What is in flight on groups of NCCL ends on all ranks, once (breaking_off, [Note: All ranks at once]).
+
+        Every engine over these groups then raises ``reason`` at its next call. Groups of gloo need nothing of this.
+        ``CommunicationError`` where it cannot be ended.
+        """
+        if self.ranks == 1 or not self.kind.breaks_off:
+            return
+        with self.breaking_off.once(reason) as has_to:
+            if has_to:
+                all_at_once([lambda: come_together(self.store(), self.rank, self.ranks, reason)], 2 * TOGETHER_S)
+                self.kind.break_off(self._groups())
 
     def abandon(self) -> None:
         """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` destroys them."""
         if self.owned:
-            _abandoned.extend(weakref.ref(group) for group in self._groups())
+            groups = {name: weakref.ref(group) for name, group in self._groups().items()}
+            _abandoned.append(_Abandoned(self.kind, self.breaking_off, groups))
 
     def renew(self) -> Mesh:
         """The same ranks over new groups of the same default process group, which are owned; collective.
 
-        Owned old groups are nobody else's, so they end, which breaks off what is in flight on them. Others are left
-        alone, and the default process group stays the caller's.
+        Owned old groups are nobody else's, so they end, which breaks off what is in flight on them. Others stay, but
+        what is in flight on those of NCCL is broken off, too: the device could do nothing else before it. The default
+        process group stays the caller's. ``CommunicationError`` where the old groups cannot be ended.
         """
         if self.ranks == 1:
             return replace(self, owned=True)
+        self.break_off("engine.reset() has made new groups")
+        if self.kind.breaks_off:
+            self.platform.synchronize()
         if self.owned:
             self._hold_until_timeout()
-            self._destroy_groups()
-        groups = _new_groups(self.backend, self.timeout_s, self.device, self.nodes)
-        return replace(self, **groups, channels=itertools.count(), owned=True)
+            self.kind.end(self._groups())
+        return replace(
+            self,
+            **self.kind.make(self.timeout_s, self.device, self.nodes),
+            channels=itertools.count(),
+            owned=True,
+            breaking_off=BreakingOff(),
+        )
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -194,17 +189,16 @@ class Mesh:
             keeper.daemon = True  # the end of the process does not wait
             keeper.start()
 
-    def _destroy_groups(self) -> None:
-        for group in self._groups():
-            dist.destroy_process_group(group)
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        every = (self.gather, self.reduce, self.control, self.evaluate, self.inside, self.across)
-        return [group for group in every if group is not None]
+    def _groups(self) -> dict[GroupName, dist.ProcessGroup]:
+        fields = {name: getattr(self, name) for name in GroupName}
+        return {name: group for name, group in fields.items() if group is not None}
 
 
 def await_the_others(mesh: Mesh) -> None:
-    """Wait, over the default process group, until every rank is at its end; with NCCL see [Note: Groups of NCCL]."""
+    """Wait, over the default process group, until every rank is at its end.
+
+    With NCCL see group_kind, [Note: Groups of NCCL].
+    """
     if mesh.backend == "gloo":
         dist.barrier()
     elif mesh.backend == "nccl":
@@ -220,20 +214,32 @@ def await_all(store: Any, rank: int, ranks: int, timeout_s: float) -> None:
             store.wait([f"all {what}"], timedelta(seconds=timeout_s))
 
 
-_abandoned: list[weakref.ref[dist.ProcessGroup]] = []
-"""Groups of engines that were garbage-collected, in the midst of anything, or never came to be. torch holds them."""
+@dataclass(frozen=True)
+class _Abandoned:
+    """Of an engine that was garbage-collected, in the midst of anything, or never came to be; torch holds them."""
+
+    kind: GroupKind
+    breaking_off: BreakingOff
+    groups: dict[GroupName, weakref.ref[dist.ProcessGroup]]
+
+
+_abandoned: list[_Abandoned] = []
 _DESTROYING_S = 2.0
 
 
 def _destroy_abandoned() -> None:
     """The groups that were abandoned end."""
-    held = [group for left in _abandoned if (group := left()) is not None]
+    held: list[dist.ProcessGroup] = []
+    for left in _abandoned:
+        living = {name: group for name, ref in left.groups.items() if (group := ref()) is not None and _lives(group)}
+        with left.breaking_off.once("nobody uses these groups any more") as has_to:
+            if has_to:
+                left.kind.break_off(living)
+        left.kind.end(living)
+        held += living.values()
+        del living
     _abandoned.clear()
-    for group in held:
-        with suppress(ValueError):  # it has ended meanwhile
-            dist.destroy_process_group(group)
     if held:
-        del group
         last = threading.Thread(
             target=held.clear, daemon=True
         )  # who lets go of one may have to wait: see ``_hold_until_timeout``
@@ -242,18 +248,13 @@ def _destroy_abandoned() -> None:
         last.join(_DESTROYING_S)
 
 
-ending_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Those that will end by themselves, and may be inside of torch until then."""
-
-
-def await_threads(wait_s: float) -> None:
-    """The process ends: wait for ``ending_threads``, for ``wait_s`` at most.
-
-    One that came back from torch during the interpreter's end would abort the process.
-    """
-    deadline = time.monotonic() + wait_s
-    for thread in list(ending_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+def _lives(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has ended it meanwhile."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
 
 def build(
@@ -294,12 +295,10 @@ def build(
     found = nodes.choose(everyone, choice.backend)
     if found.unused and rank == 0:
         _log.warning(found.unused)
-    groups = _new_groups(choice.backend, timeout_s, choice.device, found.number)
-    if choice.backend == "nccl":
-        for name in (each for each in groups if each != GroupName.CONTROL):
-            dist.barrier(groups[name], device_ids=[choice.device.index])
+    kind = kind_of(choice.backend)
+    groups = kind.make(timeout_s, choice.device, found.number)
     options: dict[str, Any] = {"backend": choice.backend, "made_default_group": made, "timeout_s": timeout_s}
-    return Mesh(rank, ranks, choice.device, owned=owned, nodes=found.number, **options, **groups)
+    return Mesh(rank, ranks, choice.device, owned=owned, kind=kind, nodes=found.number, **options, **groups)
 
 
 _Chosen = tuple[devices.Choice, list[devices.RankFacts]]
@@ -373,11 +372,6 @@ def _store_address() -> str:
     return str(getattr(shared, "host", "")) or os.environ.get("MASTER_ADDR", "")
 
 
-def nccl_defaults() -> None:
-    """What torch reads when it makes a group ([Note: Who ends a wait]), where the user has not said it."""
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-
-
 def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
     """A part of ``shared`` in which no earlier ranks of this launch have written; collective.
 
@@ -422,37 +416,6 @@ _orderly = threading.Event()
 def _leave() -> None:
     if _orderly.is_set() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _new_groups(backend: str, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
-    """Those of ``Mesh``, by field; collective ([Note: Groups of NCCL]). count: of nodes."""
-    control = {GroupName.CONTROL: _gloo(timeout_s)}
-    if backend == "gloo":
-        kinds = {GroupName.GATHER: _gloo(timeout_s), GroupName.REDUCE: _gloo(timeout_s)}
-        kinds |= control | {GroupName.EVALUATE: _gloo(timeout_s)}
-    else:
-        kinds = {GroupName.GATHER: _nccl(timeout_s, device, high_priority=True)}
-        kinds |= {GroupName.REDUCE: _nccl(timeout_s, device, high_priority=False)} | control
-    found: dict[str, Any] = {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
-    if count > 1:
-        parts = nodes.members(dist.get_world_size(), count)
-        for name, groups in zip((GroupName.INSIDE, GroupName.ACROSS), parts, strict=True):
-            for ranks in groups:  # every rank takes part in making each
-                group = dist.new_group(ranks, **kinds[GroupName.REDUCE])
-                if dist.get_rank() in ranks:
-                    found[name.value] = group
-    return found
-
-
-def _gloo(timeout_s: float) -> dict[str, Any]:
-    return {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
-
-
-def _nccl(timeout_s: float, device: torch.device, *, high_priority: bool) -> dict[str, Any]:
-    timeout = timedelta(seconds=timeout_s + _NCCL_LATER_S)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-    options._timeout = timeout  # torch warns where it differs from that of the call
-    return {"backend": "nccl", "timeout": timeout, "pg_options": options, "device_id": device}
 
 
 def _use(choice: devices.Choice, rank: int) -> devices.Choice:

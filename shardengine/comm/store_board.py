@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from shardengine.comm.mesh import Mesh, Store, ending_threads
+from shardengine.comm.mesh import Mesh, Store
+from shardengine.comm.threads import ending_threads
 
 OPERATION_S = 1.0
 WRITE_LATER_S = 5.0
@@ -53,6 +54,7 @@ class StoreBoard:
 
     def __init__(self, mesh: Mesh, later: str) -> None:
         self._mesh = mesh
+        self._beginning = threading.Lock()
         self._jobs: _Jobs = SimpleQueue()
         self._end: weakref.finalize[..., StoreBoard] | None = None
         self._unanswered: Future[Any] | None = None
@@ -112,8 +114,9 @@ class StoreBoard:
         ending_threads.add(self._thread)
 
     def _submit(self, job: Callable[[Store], _T]) -> Future[_T]:
-        if self._end is None:
-            self._begin()
+        with self._beginning:  # several threads ask
+            if self._end is None:
+                self._begin()
         answer: Future[_T] = Future()
         self._jobs.put((job, answer))
         return answer

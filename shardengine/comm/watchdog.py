@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from shardengine.comm.failures import FailureReport, Failures
-from shardengine.comm.mesh import GroupName
+from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError
@@ -34,10 +34,15 @@ _EVALUATE = (
 
 
 class Watchdog:
-    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say."""
+    """One long wait of this rank: what it says meanwhile, and what it makes of what the others say.
 
-    def __init__(self, failures: Failures, waiting: Waiting, lasted: float = 0.0) -> None:
+    host_waits: False: the host may be elsewhere, where it does not wait, so nothing is said before the diagnosis, and
+    ``look`` may be called again after it has raised.
+    """
+
+    def __init__(self, failures: Failures, waiting: Waiting, lasted: float = 0.0, *, host_waits: bool = True) -> None:
         self._failures = failures
+        self._host_waits = host_waits
         self._waiting = waiting
         self._started = time.monotonic() - lasted
         self._posted: float | None = None
@@ -56,11 +61,11 @@ class Watchdog:
 
         ``CommunicationError``: it raised, gave up or has left. ``MismatchError``: ranks wait for each other.
         """
-        if time.monotonic() - self._started > POST_AFTER_S:
+        if self._host_waits and time.monotonic() - self._started > POST_AFTER_S:
             self._post()
         try:
             news = self._failures.news()
-            if news == self._news and not self._seen and not self._deadlock:
+            if self._host_waits and news == self._news and not self._seen and not self._deadlock:
                 return
             left = self._left()
             ripe = self.ripe(frozenset(left))

@@ -4,7 +4,8 @@ Must not know: what is sent, why and by which operation.
 
 [Note: Waiting in slices] On gloo a wait is cut into slices; one that ends early leaves the operation running. Between
 slices this rank looks at what the others say (failures: [Note: Failure reports]). On NCCL ``wait`` only orders streams
-and the host never blocks there; it learns of a failure in the next exchange, which is always gloo's.
+and the host never blocks there; it learns of a failure in the next exchange, which is always gloo's, or from the
+watcher.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch.distributed as dist
 
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord
-from shardengine.comm.mesh import GroupName, Mesh
+from shardengine.comm.group_kind import GroupName
+from shardengine.comm.mesh import Mesh
 from shardengine.comm.watchdog import Watchdog
 from shardengine.errors import CommunicationError, MismatchError
 

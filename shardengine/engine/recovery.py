@@ -150,6 +150,7 @@ def _reporting(engine: Inspection, call: str) -> Iterator[None]:
         yield  # closed: the call says so, and nobody waits for it
         return
     core = engine._core
+    core.mesh.breaking_off.check(f"{call} on rank {core.mesh.rank}")
     kind = call if call != "forward" or torch.is_grad_enabled() else "forward without grad"
     where = f"{kind} of step {engine.global_steps + 1}, micro-batch {engine._window.micro_batches + 1}"
     failures = core.collectives.failures

@@ -187,6 +187,11 @@ class Platform:
         """The same, whose time can be asked for."""
         return HostMoment() if self.device.type != "cuda" else DeviceMoment(torch.cuda.current_stream(self.device))
 
+    def synchronize(self) -> None:
+        """Return when the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def come_home(self) -> None:
         """Before memory is let go of that was taken where the engine was made: the stream that was current there, on
         which it is given out again, goes on behind the current one."""

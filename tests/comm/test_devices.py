@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import devices, mesh
+from shardengine.comm import devices, group_kind, mesh
 from shardengine.comm.devices import Gpus, RankFacts, choose
 from shardengine.errors import CommunicationError, UsageError
 from tests.comm.test_rendezvous import MPI, ROOT, STEP, clean
@@ -296,7 +296,7 @@ def test_ranks_agree_over_the_store(pools):
 
 
 SHARED = """
-from shardengine.comm import devices, mesh
+from shardengine.comm import devices, group_kind, mesh
 devices.gpus = lambda: devices.Gpus(("GPU-a",), nccl=True)
 mesh.build(timeout_s=60)
 """
@@ -371,7 +371,8 @@ class Played:
 def test_groups_of_nccl(backends: str, monkeypatch: pytest.MonkeyPatch):
     current: list[torch.device] = []
     played = Played(host("a", 2)[1], backends=backends)
-    monkeypatch.setattr(mesh, "dist", played)
+    for module in (mesh, group_kind):
+        monkeypatch.setattr(module, "dist", played)
     monkeypatch.setattr(devices, "facts", lambda *_: host("a", 2)[0])
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(os, "environ", clean(MASTER_ADDR="localhost"))
@@ -398,7 +399,8 @@ def test_groups_of_nodes(monkeypatch: pytest.MonkeyPatch):
     """Made by every rank in one order, and warmed up like the others."""
     first, *others = [replace(each, local_ranks=2) for name in "ab" for each in host(name, 2)]
     played = Played(*others)
-    monkeypatch.setattr(mesh, "dist", played)
+    for module in (mesh, group_kind):
+        monkeypatch.setattr(module, "dist", played)
     monkeypatch.setattr(devices, "facts", lambda *_: first)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(os, "environ", clean(MASTER_ADDR="localhost"))
@@ -410,13 +412,14 @@ def test_groups_of_nodes(monkeypatch: pytest.MonkeyPatch):
     warmed = [each[1] for each in played.events if each[0] == "barrier"]
     assert warmed == ["group 1", "group 2", "group 4", "group 6"]
     played.events.clear()
-    made.destroy(orderly=False)
+    made.destroy()
     assert [each[1] for each in played.events] == ["group 1", "group 2", "group 3", "group 4", "group 6"]
 
 
 def test_a_group_without_nccl_is_one_of_gloo(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     played = Played(host("a", 2)[1], backends="cpu:gloo")
-    monkeypatch.setattr(mesh, "dist", played)
+    for module in (mesh, group_kind):
+        monkeypatch.setattr(module, "dist", played)
     monkeypatch.setattr(devices, "facts", lambda *_: host("a", 2)[0])
     monkeypatch.setattr(os, "environ", clean(TORCH_NCCL_DUMP_ON_TIMEOUT="1"))
     made = mesh.build(timeout_s=30)

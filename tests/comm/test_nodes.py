@@ -215,7 +215,7 @@ def build_as(sizes: Sequence[int], wish: bool | None) -> tuple[int, list[list[in
     assert again.inside is not made.inside or made.inside is None
     held = again._groups()
     again.destroy()
-    for group in held:
+    for group in held.values():
         with pytest.raises(ValueError, match=r"[Ii]nvalid process group"):
             dist.destroy_process_group(group)
     return made.nodes, found, logged

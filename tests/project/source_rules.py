@@ -40,7 +40,8 @@ GROUP_OPERATIONS = frozenset(
 LIFETIME_OPERATIONS = frozenset("init_process_group destroy_process_group barrier monitored_barrier".split())
 ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "comm/wire.py": DATA_OPERATIONS,
-    "comm/mesh.py": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
+    "comm/mesh.py": LIFETIME_OPERATIONS,
+    "comm/group_kind.py": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
     "comm/launcher.py": LIFETIME_OPERATIONS,
     "app": LIFETIME_OPERATIONS,
 }

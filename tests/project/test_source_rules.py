@@ -173,7 +173,8 @@ def test_distributed_operations_can_fail(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("comm/wire.py", "import torch.distributed as dist\ndist.all_to_all_single(x, y)"),
-        ("comm/mesh.py", "import torch.distributed as dist\ndist.new_group([0])\ndist.init_process_group('gloo')"),
+        ("comm/mesh.py", "import torch.distributed as dist\ndist.init_process_group('gloo')"),
+        ("comm/group_kind.py", "import torch.distributed as dist\ndist.new_group([0])"),
         ("engine.py", "import torch.distributed as dist\ndist.is_initialized()"),
         ("unit.py", "'''calls all_reduce'''\ncollectives.all_reduce(x)"),
     ],

@@ -1,0 +1,160 @@
+"""A thread that looks after the others while this rank's host may wait for its GPU, where it hears nothing.
+
+Owns: when what is in flight over groups of NCCL is broken off, and why. Must not know: what is sent, how it is broken
+off (breaking_off, group_kind).
+
+[Note: The watcher] On NCCL the host waits for no collective, but for the GPU (``loss.item()``, a copy from pageable
+memory), behind a collective whose peer may never come. Nothing but the end of that collective lets it go on. So a
+thread of every engine asks the store once a second whether some rank has said anything. The watchers of all ranks break
+off what is in flight where one collective stays in flight although
+
+- a rank has failed, or left without issuing it. That rank has as long to come back as in a wait over gloo (watchdog),
+  and ``GRACE_S`` more, in which the main thread may notice by itself
+- this rank has issued nothing for ``timeout_s``
+
+The host goes on, with what the broken collective left, and the next call of the engine raises the reason. A rank that
+is only slow says nothing, and nothing follows from that before ``timeout_s``.
+
+The GPU is asked whether a collective is over only where a rank has failed or nothing was issued for ``timeout_s``: a
+question from another thread would spoil the capture of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from shardengine.comm.breaking_off import ASKS
+from shardengine.comm.failures import Failures
+from shardengine.comm.flight_recorder import CollectiveRecord
+from shardengine.comm.group_kind import GroupName
+from shardengine.comm.positions import Presence
+from shardengine.comm.store_board import Unreachable
+from shardengine.comm.threads import ending_threads
+from shardengine.comm.watchdog import Watchdog
+from shardengine.errors import CommunicationError
+
+_log = logging.getLogger(__name__)
+POLL_S = 1.0
+GRACE_S = 3.0
+_END_S = 2.0
+_CURE = "Call engine.reset() on every rank, or start the ranks again"
+
+
+class Watcher:
+    """That thread, from the first collective until the engine ends ([Note: The watcher]). It keeps no engine alive."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = weakref.ref(failures)
+        self._over = threading.Event()
+        self._acting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._latest: dict[GroupName, tuple[CollectiveRecord, dist.Work]] = {}
+        self._seen: tuple[int, ...] = ()
+        self._moved = time.monotonic()
+        self._news = -1
+        self._alarm = False
+        self._watched: tuple[CollectiveRecord, dist.Work] | None = None
+        self._watchdog: Watchdog | None = None
+        self._in_vain_since: float | None = None
+        failures.call_before_close(self.end)
+
+    def issued(self, record: CollectiveRecord, work: dist.Work) -> None:
+        """A collective is in flight; those of one group end in the order in which they were issued."""
+        self._latest[record.group] = (record, work)
+        if self._thread is None:
+            self._begin()
+
+    def end(self) -> None:
+        """It looks no more, and has broken off nothing after this returns that it had not before."""
+        self._over.set()
+        with self._acting:
+            pass
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="shardengine-watcher", daemon=True)
+        ending_threads.add(self._thread)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(POLL_S):
+            failures = self._failures()
+            if failures is None or failures.presence in (Presence.LEFT, Presence.ENDED):
+                return
+            if reason := failures.mesh.breaking_off.reason or self._look(failures):
+                self._break_off(failures, reason)
+                return
+            del failures  # while it sleeps nobody else may need them
+
+    def _break_off(self, failures: Failures, reason: str) -> None:
+        with self._acting:
+            if self._over.is_set():
+                return
+            failures.give_up(reason)
+            try:
+                failures.mesh.break_off(reason)
+            except CommunicationError as error:
+                _log.error("%s", error)  # every later call raises it
+
+    def _look(self, failures: Failures) -> str:
+        """Why what is in flight has to be broken off now; "" where that is not so."""
+        now = time.monotonic()
+        seen = tuple(record.sequence for record, _ in list(self._latest.values()))
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        if asked := self._listen(failures):
+            return asked
+        idle = now - self._moved
+        waited_for = self._outstanding() if self._alarm or idle > failures.mesh.timeout_s else None
+        if waited_for is None:
+            self._watched = self._watchdog = self._in_vain_since = None
+            return ""
+        if self._watchdog is None or waited_for is not self._watched:
+            waiting = waited_for[0].waiting(failures.mesh.rank)
+            self._watched, self._in_vain_since = waited_for, None
+            self._watchdog = Watchdog(failures, waiting, lasted=idle, host_waits=False)
+        return self._judge(failures, self._watchdog, waited_for[0], now)
+
+    def _judge(self, failures: Failures, watchdog: Watchdog, record: CollectiveRecord, now: float) -> str:
+        try:
+            watchdog.look()
+        except CommunicationError as error:
+            if self._in_vain_since is None:
+                self._in_vain_since = now
+            return str(error) if now - self._in_vain_since >= GRACE_S else ""
+        self._in_vain_since = None
+        if not watchdog.overdue:
+            return ""
+        mesh = failures.mesh
+        return f"{record.describe(mesh.rank)} did not end within {mesh.timeout_s:g} s. {watchdog.diagnosis()}. {_CURE}"
+
+    def _listen(self, failures: Failures) -> str:
+        """What a rank says that breaks off what is in flight; "" where none does."""
+        with suppress(Unreachable):
+            news = failures.news()
+            if news != self._news:
+                asking = failures.board.read(ASKS)
+                self._alarm = bool(failures.standing() or failures.departures())
+                self._news = news
+                for rank, text in asking.items():
+                    return f"rank {rank} gave up: {text}"
+        return ""
+
+    def _outstanding(self) -> tuple[CollectiveRecord, dist.Work] | None:
+        """A collective that is in flight: the one that was looked at last as long as it is, then the latest ones."""
+        candidates = [*([self._watched] if self._watched is not None else []), *list(self._latest.values())]
+        return next((each for each in candidates if not _is_over(each[1])), None)
+
+
+def _is_over(work: dist.Work) -> bool:
+    try:
+        return work.is_completed()
+    except RuntimeError:  # the device has failed
+        return False
