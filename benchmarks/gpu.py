@@ -150,6 +150,8 @@ def row_of(block: Block, output: Output, limit: float) -> Row:
         state, why = FAILED, f"exit code {output.code}: {_last(output)}"
     elif unread:
         state, why = FAILED, unread
+    elif found.get("skipped") and not found.get("passed"):
+        state, why = NOT_POSSIBLE, f"all {found['skipped']} tests were skipped"
     else:
         state, why = DONE, None
     tails = {"stdout": output.stdout[-TAIL:], "stderr": output.stderr[-TAIL:]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,7 +20,9 @@ from typing import Any
 Found = dict[str, Any]
 GPU = "cuda"
 
-RESULT = re.compile(r"^(?P<test>\S+::.+?) (?P<how>PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
+HOW = r"(?P<how>PASSED|FAILED|ERROR|SKIPPED|XFAIL)"
+ALONE = re.compile(rf"^(?P<test>\S+::.+?) {HOW}\b")
+BY_WORKER = re.compile(rf"^\[gw\d+\] \[ *\d+%\] {HOW} (?P<test>\S+::.+?)\s*$")
 SUMMARY = re.compile(r"(ERROR|RACECHECK|SYNCCHECK) SUMMARY: (.*)")
 ENVIRONMENT = re.compile(r"^([\w ]+): (.+)$", re.MULTILINE)
 
@@ -31,7 +34,8 @@ def facts(stdout: str) -> Found:
 
 def outcomes(stdout: str) -> Found:
     """How many tests of ``pytest -v`` passed, were skipped, and which ones failed; complete or not."""
-    results = [match.groupdict() for line in stdout.splitlines() if (match := RESULT.match(line))]
+    matches = (ALONE.match(line) or BY_WORKER.match(line) for line in stdout.splitlines())
+    results = [match.groupdict() for match in matches if match]
     count = {how: sum(each["how"] == how.upper() for each in results) for how in ("passed", "skipped")}
     failed = [each["test"] for each in results if each["how"] in ("FAILED", "ERROR")]
     return {**count, "failed": len(failed), "failed_tests": failed}
@@ -151,10 +155,16 @@ class Block:
         return shlex.join([*variables, *self.arguments(there, "build/gpu", "python")])
 
 
-def _pytest(file: str, chosen: str = "") -> tuple[str, ...]:
-    """Its tests with a line for each, so that what was done counts when the time is over."""
+def _pytest(file: str, chosen: str = "", *, workers: int = 1) -> tuple[str, ...]:
+    """Its tests with a line for each, so that what was done counts when the time is over.
+
+    workers: processes that share the GPU, as most of the time compiling or one step after the other is on the CPU; half
+    as many as there are cores, and one where pytest-xdist is not installed.
+    """
     options = ("-v", "--tb=short", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu")
-    return "-m", "pytest", *options, *(("-k", chosen) if chosen else ()), f"tests/gpu/{file}"
+    workers = min(workers, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 1
+    more = [*(("-n", str(workers)) if workers > 1 else ()), *(("-k", chosen) if chosen else ())]
+    return "-m", "pytest", *options, *more, f"tests/gpu/{file}"
 
 
 def _module(name: str, *options: str) -> tuple[str, ...]:
@@ -178,12 +188,12 @@ _OURS = ("--variants", "compute", "ours-2", "ours-3")
 
 BLOCKS = (
     Block("environment", 1, 20, _ENV, facts, _ENV),
-    Block("bits of kernels", 1, 170, _pytest("test_gpu.py", "bits or launched or longer"), outcomes),
-    Block("every stage", 1, 130, _pytest("test_gpu.py", "every_stage_on_cuda"), outcomes),
+    Block("bits of kernels", 1, 170, _pytest("test_gpu.py", "bits or launched or longer", workers=7), outcomes),
+    Block("every stage", 1, 130, _pytest("test_gpu.py", "every_stage_on_cuda", workers=4), outcomes),
     Block("NCCL with one rank", 1, 75, _module("nccl_alone"), lines, _module("nccl_alone", "--device", "cpu")),
-    Block("ranks that share a GPU", 1, 165, _pytest("test_gpu.py", "share_a_gpu"), outcomes),
-    Block("tiers", 2, 180, _pytest("test_gpu_tiers.py"), outcomes),
-    Block("bits of CPU and GPU", 2, 160, _pytest("test_same_bits.py"), outcomes),
+    Block("ranks that share a GPU", 1, 165, _pytest("test_gpu.py", "share_a_gpu", workers=3), outcomes),
+    Block("tiers", 2, 180, _pytest("test_gpu_tiers.py", workers=5), outcomes),
+    Block("bits of CPU and GPU", 2, 160, _pytest("test_same_bits.py", workers=5), outcomes),
     Block("stream races: stages", 2, 50, _pytest("test_gpu.py", "every_stage_on_cuda and fp32 and mlp"), outcomes,
           environment=_RACES),
     Block("stream races: tiers", 2, 50, _pytest("test_gpu_tiers.py", "mlp and bf16"), outcomes, environment=_RACES),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,15 @@ def play(folder: Path, blocks: list[Block], player: Player, *, fresh: bool = Fal
 def test_every_block_is_a_row_whatever_becomes_of_it(tmp_path: Path) -> None:
     player = Player(
         broken=Output(3, '{"n": 2}\n', "noise\nValueError: no such thing\nmore", 2.0), late=Output(None, "", "", 9.0),
-        mute=Output(0, "{not JSON", "", 1.0),
+        mute=Output(0, "{not JSON", "", 1.0), skipped=Output(0, '{"passed": 0, "skipped": 2}', "", 1.0),
     )  # fmt: skip
-    names = ["fine", "broken", "late", "mute", "last"]
+    names = ["fine", "broken", "late", "mute", "skipped", "last"]
     more = [block("gpu alone", tiny=False), block("no package", package="no_such_package")]
     rows = play(tmp_path, [*map(block, names), *more], player)
     states = {name: row["state"] for name, row in rows.items()}
     assert states == {
-        "fine": DONE, "broken": FAILED, "late": TIMED_OUT, "mute": FAILED, "last": DONE, "gpu alone": NOT_POSSIBLE,
+        "fine": DONE, "broken": FAILED, "late": TIMED_OUT, "mute": FAILED, "skipped": NOT_POSSIBLE,
+        "last": DONE, "gpu alone": NOT_POSSIBLE,
         "no package": NOT_POSSIBLE,
     }  # fmt: skip
     assert player.asked == names and rows["broken"]["found"] == {"n": 2}
@@ -247,13 +249,16 @@ def test_a_sanitizer_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) 
 PYTEST = """tests/gpu/test_gpu.py::test_a[1-x] PASSED                [ 10%]
 tests/gpu/test_gpu.py::test_b[Rule(kind='Adam', rate=0.01)] FAILED    [ 20%]
 tests/gpu/test_gpu.py::test_c SKIPPED (needs two GPUs)    [ 30%]
+[gw1] [ 40%] PASSED tests/gpu/test_gpu.py::test_e[Rule(kind='SGD', rate=0.1)]
+[gw0] [ 50%] FAILED tests/gpu/test_gpu.py::test_f
 tests/gpu/test_gpu.py::test_d"""
 
 
 def test_results_of_tests_are_read_line_by_line() -> None:
     found = gpu_blocks.sanitized(PYTEST + "\n========= ERROR SUMMARY: 2 errors\n")
-    assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, 1)
-    assert found["failed_tests"] == ["tests/gpu/test_gpu.py::test_b[Rule(kind='Adam', rate=0.01)]"]
+    assert (found["passed"], found["skipped"], found["failed"]) == (2, 1, 2)
+    names = ["tests/gpu/test_gpu.py::test_b[Rule(kind='Adam', rate=0.01)]", "tests/gpu/test_gpu.py::test_f"]
+    assert found["failed_tests"] == names
     assert found["summaries"] == ["ERROR 2 errors"]
 
 
@@ -295,8 +300,9 @@ def test_a_trace_is_read() -> None:
         *(event("kernel", "gemm", start, 100, stream=7) for start in (100, 200, 600, 1200)),
         event("kernel", "other", 250, 20, stream=9), event("gpu_memset", "Memset", 500, 50, stream=7),
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 150, 300, stream=8, bytes=4000),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 160, 10, stream=8),
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 1250, 100, stream=8, bytes=2000),
-        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1300, 10, stream=8, bytes=9),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1210, 10, stream=8, bytes=9),
         event("cuda_runtime", "cudaStreamSynchronize", 900, 50), event("cuda_runtime", "cudaLaunchKernel", 10, 5),
         event("cuda_driver", "cuStreamSynchronize_ptsz", 1900, 30),
         event("cuda_runtime", "cudaDeviceSynchronize", 2100, 9),
@@ -335,7 +341,7 @@ def test_a_part_is_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     rows = json.loads((tmp_path / "part-1.json").read_text(encoding="utf-8"))["blocks"]
     assert {row["name"]: row["state"] for row in rows} == dict(zip(names, (DONE, DONE, NOT_POSSIBLE), strict=True))
     found = {row["name"]: row["found"] for row in rows}
-    assert found["environment"]["torch"] == torch.__version__ and "end" not in found["NCCL with one rank"]
+    assert found["environment"]["torch"] == version("torch") and "end" not in found["NCCL with one rank"]
     assert found["NCCL with one rank"]["asynchrony"]["right_although_given_back"]
     assert found["NCCL with one rank"]["ends"]["new_group_after_destroy"]
     assert "environment: done" in capfd.readouterr().out
