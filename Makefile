@@ -4,6 +4,7 @@
 #   PYTHON  the interpreter (default: the first python3 on the path that is new enough)
 #   ARGS    passed on to the command, for example: make demo ARGS="--steps 20 --ranks 1"
 #   CONFIG  the config of the demo
+#   PART    of `make gpu`: 1, 2 or 3, else all in turn; FRESH=1 runs again what is done
 #   ALL     `make test ALL=1` runs every test, `make test` the quick ones (tests/support/tiers.py says which these are)
 
 VENV   ?= .venv
@@ -16,7 +17,7 @@ PY      = $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 STAMP   = $(VENV)/.installed-from
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean setup
+.PHONY: help demo test lint bench gpu docs clean setup
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,9 @@ lint: setup  ## ruff and mypy alone
 
 bench: setup  ## step time against DDP, ZeRO-1 and FSDP2 of torch, and DeepSpeed if installed (20 minutes; wants an idle machine)
 	$(PY) -m benchmarks.step $(ARGS)
+
+gpu: setup  ## what one GPU can tell: PART=1, 2 and 3, each in less than 10 minutes
+	$(PY) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(FRESH),--fresh) $(ARGS)
 
 docs: setup  ## build the site of docs/ into build/site; broken links are errors
 ifneq ($(VENV),)

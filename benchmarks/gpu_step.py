@@ -4,10 +4,11 @@
 bf16 weights, fp32 masters and AdamW, world size 1, and asks what the machinery costs where nothing can be gained by it.
 A round is some steps of each competitor between two synchronisations, in an order that rotates; ``overhead`` is the
 median over paired rounds of its time over the plain loop's, less 1, with the 95% bootstrap interval. Competitors run in
-groups of one library, as many as fit into memory, each group a fresh process with its own plain loop. Before, each is
-trained alone for its peak memory and for the calls after which the host waits (``device.py``, [Note: Counting CUDA
-calls]); of these, those beyond the plain loop's own count, as the others belong to the model. Whoever ends more than 2%
-from the plain loop's loss is marked.
+groups of one library, as many as fit into memory, each group a fresh process with its own plain loop. Where nobody fits
+beside it, the plain loop has a process of its own, and ratios are of medians at two times, without an interval and a
+verdict; ``--batch`` makes steps smaller that would not fit. Before, each is trained alone for its peak memory and for
+the calls after which the host waits (``device.py``, [Note: Counting CUDA calls]); of these, those beyond the plain
+loop's own count, as the others belong to the model. Whoever ends more than 2% from the plain loop's loss is marked.
 
 MFU = F / (t · P), with t the median time of a step, P the FLOP/s of a large bf16 matrix product measured in the same
 process, and F = T · (6·N + 12·L·h·s): T tokens per step, N parameters (the tied embedding once: it is the head), L
@@ -27,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -105,12 +106,43 @@ def summarise(found: Mapping[str, Any], setting: Setting, *, targets: bool) -> d
             ratio = paired_ratio(seconds, plain)
             row["ratio"] = asdict(ratio)
             base = found["losses"][LIMIT][-1]
-            row["loss_differs"] = not abs(row["loss"] - base) <= LOSS_TOLERANCE * abs(base)
+            row["loss_differs"] = differs(row["loss"], base)
             if judged:
                 row |= {"target": TARGET, "verdict": verdict(ratio, TARGET)}
                 row["waits_verdict"] = waits_verdict(row["waits"], found["alone"][LIMIT]["waits"])
         rows[name] = row | {"seconds": list(seconds), "losses": found["losses"][name]}
     return rows
+
+
+def compare_apart(rows: Mapping[str, dict[str, Any]]) -> None:
+    """Into rows of groups without the plain loop: × its median of another time, and whether the losses agree."""
+    plain = rows.get(LIMIT)
+    for name, row in rows.items():
+        if plain is not None and name != LIMIT and "ratio" not in row:
+            row["ratio_apart"] = row["median_ms"] / plain["median_ms"]
+            row["loss_differs"] = differs(row["loss"], plain["loss"])
+
+
+def differs(loss: float, base: float) -> bool:
+    """Whether two runs of one training ended too far apart; NaN differs."""
+    return not abs(loss - base) <= LOSS_TOLERANCE * abs(base)
+
+
+def plan_groups(setting: Setting, names: Sequence[str], free: int) -> list[list[str]]:
+    """Groups that fit into ``free`` bytes: with the plain loop in each or, where two do not fit, in one of its own.
+
+    Raises SystemExit where one alone does not fit.
+    """
+    for references in ((LIMIT,), ()):
+        try:
+            return groups_of(
+                setting, names, int(free * MEMORY_SHARE),
+                entries=COMPETITORS, references=references, rank_bytes=room_bytes(setting),
+            )  # fmt: skip
+        except SystemExit:
+            if not references:
+                raise
+    return []
 
 
 def run_or_fail(plan: GpuPlan) -> dict[str, Any]:
@@ -159,6 +191,7 @@ def measure_model(
         references.append({"peak_flops": found["peak_flops"], LIMIT: summary.get(LIMIT)})
         for name, row in summary.items():
             rows.setdefault(name, row | {"group": len(done) - 1})
+    compare_apart(rows)
     return {
         "setting": asdict(model.setting) | {"parameters": model.setting.parameters(), "steps_per_round": model.steps},
         "flops_per_step": flops_per_step(model.setting),
@@ -192,8 +225,9 @@ def print_report(result: Mapping[str, Any]) -> None:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     ratio, waits = row.get("ratio"), row["waits"]
     over = [f"{(ratio[key] - 1) * 100:.1f}" for key in ("median", "low", "high")] if ratio else []
+    apart = f"{(row['ratio_apart'] - 1) * 100:.1f} apart" if "ratio_apart" in row else "-"
     return [
-        f"{over[0]} [{over[1]}, {over[2]}]" if over else "-",
+        f"{over[0]} [{over[1]}, {over[2]}]" if over else apart,
         f"{(row['target'] - 1) * 100:.0f}: {row['verdict']}" if "target" in row else "-",
         f"{row['median_ms']:.1f}",
         f"{row['tokens_per_s']:.0f}",
@@ -221,6 +255,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="a model of some thousand parameters instead")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), metavar="NAME", help=" or ".join(MODELS))
+    parser.add_argument("--batch", type=int, metavar="SEQUENCES", help="instead of a model's own, for less memory")
     parser.add_argument(
         "--variants", nargs="+", choices=list(COMPETITORS), metavar="NAME",
         help="any of: " + ", ".join(COMPETITORS) + f" (default: all that are installed); {LIMIT} always runs",
@@ -239,6 +274,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: torch sees no GPU here; --device cpu --tiny tries the program on a CPU")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.batch is not None and options.batch < 1:
+        parser.error(f"--batch must be at least 1, got {options.batch}")
     if options.tiny and options.models:
         parser.error("--models and --tiny: choose one of them")
     options.own_model = options.own_model or importlib.util.find_spec("transformers") is None
@@ -259,6 +296,8 @@ def write(result: dict[str, Any], options: argparse.Namespace) -> str:
     """Keep a GPU's result if that loses nothing: one with fewer models or competitors does not replace another."""
     if options.tiny or options.device != "cuda":
         return "not written: results are kept for the models on a GPU only"
+    if options.batch:
+        return "not written: results are kept for the models' own batch only"
     path = result_path("gpu_step", result)
     held = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else {}
     lost = [
@@ -277,6 +316,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     end = time.monotonic() + options.budget
     models = TINY if options.tiny else {name: MODELS[name] for name in options.models or MODELS}
+    if options.batch:
+        models = {name: replace(m, setting=replace(m.setting, batch=options.batch)) for name, m in models.items()}
     names = chosen(options.variants)
     free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else available_bytes()
     packages = {"deepspeed" for name in names if COMPETITORS[name].package}
@@ -293,10 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     planned: dict[str, list[list[str]]] = {}
     for name, model in models.items():
         try:
-            planned[name] = groups_of(
-                model.setting, names, int(free * MEMORY_SHARE),
-                entries=COMPETITORS, references=(LIMIT,), rank_bytes=room_bytes(model.setting),
-            )  # fmt: skip
+            planned[name] = plan_groups(model.setting, names, free)
         except SystemExit as error:  # this model needs more memory than is free
             result["models"][name] = {"left_out": str(error)}
     left = sum(len(groups) for groups in planned.values())

@@ -83,10 +83,10 @@ class TorchFSDP2(PlainLoop):
 class DeepSpeed(EngineLoop):
     """DeepSpeed at one ZeRO stage, given torch's fused AdamW (a supported client optimizer at every stage).
 
-    Its config is the documented default except where another value was measured faster here, or as fast: torch's AdamW
-    (DeepSpeed's own CPU Adam was no faster), ``overlap_comm`` on, reduce buckets of 8 million elements (with the
-    default of 500 million this model is one bucket, and nothing overlaps) and at stage 3 no parameters kept whole for
-    being small (instead of those below 100,000 elements).
+    Its config is the documented default with torch's AdamW (DeepSpeed's own CPU Adam was no faster), ``overlap_comm``
+    on and, on a CPU, what was measured faster there: reduce buckets of 8 million elements (with the default of 500
+    million this model is one bucket, and nothing overlaps) and at stage 3 no parameters kept whole for being small
+    (instead of those below 100,000 elements).
     more: further keys of the config · offload: states and step on the CPU, by DeepSpeed's own CPU Adam, as its
     manual wants it. It runs where the model is.
     """
@@ -100,13 +100,10 @@ class DeepSpeed(EngineLoop):
         more: Mapping[str, Any] | None = None,
         offload: bool = False,
     ) -> None:
-        zero: dict[str, Any] = {"stage": stage}
+        device = next(model.parameters()).device.type
+        zero = deepspeed_zero(stage, device)
         if offload:
             zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-        if stage > 0:
-            zero |= {"overlap_comm": True, "reduce_bucket_size": 8_000_000}
-        if stage == 3:
-            zero |= {"stage3_param_persistence_threshold": 0}
         config = {
             "train_micro_batch_size_per_gpu": setting.batch,
             "gradient_accumulation_steps": 1,
@@ -114,7 +111,7 @@ class DeepSpeed(EngineLoop):
             "zero_optimization": zero,
             **(more or {}),
         }
-        deepspeed = import_deepspeed(next(model.parameters()).device.type)
+        deepspeed = import_deepspeed(device)
         optimizer = _cpu_adam(model) if offload else fused_adamw(model)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -127,6 +124,18 @@ class DeepSpeed(EngineLoop):
     def close(self) -> None:
         """Drop its hooks; the process group stays."""
         self.engine.destroy()
+
+
+def deepspeed_zero(stage: int, device: str) -> dict[str, Any]:
+    """Its section "zero_optimization": what was tuned on a CPU is for a CPU, a GPU has the defaults."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage > 0:
+        zero |= {"overlap_comm": True}
+    if stage > 0 and device == "cpu":
+        zero |= {"reduce_bucket_size": 8_000_000}
+    if stage == 3 and device == "cpu":
+        zero |= {"stage3_param_persistence_threshold": 0}
+    return zero
 
 
 def _cpu_adam(model: nn.Module) -> Any:

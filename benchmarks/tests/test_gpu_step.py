@@ -115,6 +115,28 @@ def test_groups_carry_the_plain_loop_and_fit() -> None:
         groups(80 * 10**9)
 
 
+def test_where_two_do_not_fit_the_plain_loop_is_apart() -> None:
+    large = MODELS["1.5B"].setting
+    names = ["compute", "ours-2", "ours-3"]
+    assert gpu_step.plan_groups(large, names, 120 * 10**9) == [["compute", "ours-2"], ["compute", "ours-3"]]
+    assert gpu_step.plan_groups(large, names, 85 * 10**9) == [["compute"], ["ours-2"], ["ours-3"]]
+    assert gpu_step.plan_groups(replace(large, batch=2), names, 85 * 10**9)[0] == ["compute", "ours-2"]
+    with pytest.raises(SystemExit, match="GiB are free"):
+        gpu_step.plan_groups(large, names, 60 * 10**9)
+
+
+def test_apart_a_ratio_is_one_of_medians(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(plan: GpuPlan) -> dict:
+        return found_of(dict.fromkeys(plan.variants, 1.0 if plan.variants == ("compute",) else 1.5), loss=5.2)
+
+    result = run_plans(monkeypatch, run, [["compute"], ["ours-2"]])
+    row = result["variants"]["ours-2"]
+    assert row["ratio_apart"] == 1.5 and row["loss_differs"] and "ratio" not in row and "verdict" not in row
+    assert "ratio_apart" not in result["variants"]["compute"]
+    gpu_step.print_report({"models": {"tiny": result}})
+    assert "50.0 apart" in capsys.readouterr().out
+
+
 def run_plans(monkeypatch: pytest.MonkeyPatch, run: Callable[[GpuPlan], dict], groups: list[list[str]]) -> dict:
     """``measure_model`` with made-up processes."""
     monkeypatch.setattr(gpu_step, "run_group", run)
@@ -228,13 +250,26 @@ def test_a_competitor_that_fails_is_named_and_the_others_go_on(pools: Callable[[
 
 def test_a_tiny_run_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_step, "machine", lambda device: {"name": device})
-    options = ["--device", "cpu", "--tiny", "--own-model", "--rounds", "2", "--variants", "ours-2", "--json"]
+    options = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--own-model",
+        "--rounds",
+        "2",
+        "--variants",
+        "ours-2",
+        "--json",
+        "--batch",
+        "1",
+    ]
     assert main(options) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     assert "not written" in captured.err and result["device"] == "cpu" and result["packages"] == {}
     model = result["models"]["tiny"]
     assert list(model["variants"]) == ["compute", "ours-2"] and model["failed"] == {}
+    assert model["setting"]["batch"] == 1
     row = model["variants"]["ours-2"]
     assert len(row["seconds"]) == 2 and row["ratio"]["rounds"] == 2 and row["mfu"] > 0 and "verdict" not in row
     assert row["waits"] is None and model["why_not_counted"] == "not on CPU"
@@ -246,7 +281,7 @@ def test_a_smaller_run_does_not_replace_a_larger_one(tmp_path: Path, monkeypatch
     path = tmp_path / "gpu_step-x.json"
     monkeypatch.setattr(gpu_step, "result_path", lambda name, result: path)
     monkeypatch.setattr(gpu_step, "write_result", lambda name, result: path)
-    options = Namespace(tiny=False, device="cuda")
+    options = Namespace(tiny=False, device="cuda", batch=None)
     result: dict[str, Any] = {
         "models": {"124M": {"variants": {"compute": {}, "fsdp2": {}}}, "1.5B": {"variants": {"compute": {}}}}
     }
@@ -255,10 +290,19 @@ def test_a_smaller_run_does_not_replace_a_larger_one(tmp_path: Path, monkeypatch
     assert write(result, options).startswith("written to")
     fewer: dict[str, Any] = {"models": {"124M": {"variants": {"compute": {}}}}}
     assert "also holds 124M fsdp2, 1.5B compute" in write(fewer, options)
-    assert "on a GPU only" in write(result, Namespace(tiny=True, device="cuda"))
+    assert "on a GPU only" in write(result, Namespace(tiny=True, device="cuda", batch=None))
+    assert "own batch only" in write(result, Namespace(tiny=False, device="cuda", batch=2))
 
 
-@pytest.mark.parametrize("bad", [["--rounds", "0", "--device", "cpu"], ["--models", "7B"], ["--variants", "none"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--rounds", "0", "--device", "cpu"],
+        ["--batch", "0", "--device", "cpu"],
+        ["--models", "7B"],
+        ["--variants", "none"],
+    ],
+)
 def test_bad_usage_is_refused(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(bad)

@@ -34,7 +34,12 @@ def test_a_training_on_these_kernels_is_the_oracles(
     assert_equal_to_truth([result], cases.truth("mlp", kind, 1, micros, cases.LETTER[stage], STEPS, **told))
 
 
+def train_here(config: dict[str, Any]) -> dict[str, Any]:
+    """One rank's run. Its process imports this package, and so interprets as this one does."""
+    return cases.train_engine("mlp", "AdamW", config, STEPS)
+
+
 def test_two_ranks(pools: Callable[[int], RankPool]) -> None:
     """Their processes inherit the environment: what they receive is summed by these kernels, too."""
-    results = pools(2).run(cases.train_engine, "mlp", "AdamW", cases.config_of("2", 2), STEPS)
+    results = pools(2).run(train_here, cases.config_of("2", 2))
     assert_equal_to_truth(results, cases.truth("mlp", "AdamW", 2, 2, "sharded", STEPS))
