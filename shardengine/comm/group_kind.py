@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +78,7 @@ class GroupKind:
         """Those of a ``Mesh``, by field, ready for use; collective. count: of nodes that have groups of their own."""
         options = _gloo(timeout_s)
         names = (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL, GroupName.EVALUATE)
-        return {name.value: dist.new_group(**options) for name in names} | _of_nodes(count, options)
+        return {name.value: dist.new_group(**options) for name in names} | _of_nodes(count, lambda: options)
 
     def end(self, groups: Mapping[GroupName, Group]) -> None:
         """They end; in the order of fields. What is in flight on a group of gloo is broken off by that."""
@@ -102,7 +102,7 @@ class NcclGroupKind(GroupKind):
             GroupName.CONTROL: _gloo(timeout_s),
         }
         groups = {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
-        groups |= _of_nodes(count, kinds[GroupName.REDUCE])
+        groups |= _of_nodes(count, lambda: _nccl(timeout_s, device, high_priority=False))
         for name in (each for each in groups if each != GroupName.CONTROL):
             dist.barrier(groups[name], device_ids=[device.index])
         return groups
@@ -118,14 +118,17 @@ class NcclGroupKind(GroupKind):
             )
 
 
-def _of_nodes(count: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The groups inside of this rank's node, and across nodes, where there are several; collective."""
+def _of_nodes(count: int, options: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The groups inside of this rank's node, and across nodes, where there are several; collective.
+
+    options: made for each, because torch writes into those of NCCL.
+    """
     found: dict[str, Any] = {}
     if count > 1:
         parts = nodes.members(dist.get_world_size(), count)
         for name, groups in zip((GroupName.INSIDE, GroupName.ACROSS), parts, strict=True):
             for ranks in groups:  # every rank takes part in making each
-                group = dist.new_group(ranks, **options)
+                group = dist.new_group(ranks, **options())
                 if dist.get_rank() in ranks:
                     found[name.value] = group
     return found

@@ -151,12 +151,14 @@ class Mesh:
         if self.owned:
             self._hold_until_timeout()
             self.kind.end(self._groups())
+        platform = self.platform
         return replace(
             self,
             **self.kind.make(self.timeout_s, self.device, self.nodes),
             channels=itertools.count(),
             owned=True,
             breaking_off=BreakingOff(),
+            platform_of=lambda device: platform,  # its streams order what was begun before
         )
 
     def store(self) -> Store | None:

@@ -304,7 +304,8 @@ class TopLevel:
         None,
         optional(BOOL, "true on NCCL, false on gloo"),
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
-        "ranks; never changes a bit. With initialize(mesh=...) the mesh must have been built with it.",
+        "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too. With initialize(mesh=...) the mesh "
+        "must have been built with it.",
     )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")

@@ -51,9 +51,9 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
         last.callback(core.collectives.failures.close)
         last.callback(core.pool.forget)
         last.callback(core.reducer.drop)
-        if alone and ends_groups and core.mesh.owned:
-            core.mesh.break_off(alone)  # before anything here waits for the device
         try:
+            if alone and ends_groups and core.mesh.owned:
+                core.mesh.break_off(alone)  # before anything here waits for the device
             with core.collectives.failures.reports_failure("close", lambda error: "gathering the weights"):
                 if alone and core.stage.moves_weights:
                     raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")

@@ -147,7 +147,6 @@ class Platform:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @property
     def is_apart(self) -> bool:
@@ -192,11 +191,14 @@ class Platform:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def come_home(self) -> None:
-        """Before memory is let go of that was taken where the engine was made: the stream that was current there, on
-        which it is given out again, goes on behind the current one."""
-        if self._home is not None:
-            self._home.wait_stream(torch.cuda.current_stream(self.device))
+    def here(self) -> torch.cuda.Stream | None:
+        """The current stream; memory that is taken now is given out again there."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def come_home(self, home: torch.cuda.Stream | None) -> None:
+        """Before memory is let go of that was taken ``home``: that stream goes on behind the current one."""
+        if home is not None:
+            home.wait_stream(torch.cuda.current_stream(self.device))
 
     def fetch(self, values: Tensor) -> Fetched:
         """Bring ``values`` to the host, behind what the current stream was given so far."""
@@ -210,10 +212,10 @@ class Platform:
         """A flat tensor in host memory with undefined contents. pinned: page-locked where that speeds up copies."""
         return torch.empty(count, dtype=dtype, device=HOST, pin_memory=pinned and self.device.type == "cuda")
 
-    def host_buffer(self, count: int) -> Tensor:
+    def host_buffer(self, count: int, *, pinned: bool) -> Tensor:
         """Zeros in host memory, uint8 [count], for what is on its way between the device and a disk (``staging``);
-        page-locked for a GPU, which else would have the host wait for its copies."""
-        return staging(count, _page_lock if self.device.type == "cuda" else None)
+        pinned: page-locked for a GPU, which else would have the host wait for its copies."""
+        return staging(count, _page_lock if pinned and self.device.type == "cuda" else None)
 
     def free_bytes(self) -> int:
         """Bytes of the device's own memory that nobody holds."""

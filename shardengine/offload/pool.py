@@ -9,6 +9,9 @@ from torch import Tensor
 
 from shardengine.offload.platform import Platform
 
+_ON_HOST = "shardengine_on_host"
+"""Written on the storage of a buffer in host memory, which its device does not tell where that is a CPU, too."""
+
 
 class BufferPool:
     """Transient flat tensors, reused instead of freed: touching fresh pages costs more than the copies into them.
@@ -20,8 +23,6 @@ class BufferPool:
         self._platform = platform
         self._pins = pins
         self._free: dict[tuple[torch.dtype, int, bool], list[Tensor]] = {}
-        self._host: set[int] = set()
-        """Storages of the buffers in host memory, taken and free."""
         self._bytes: Counter[bool] = Counter()
 
     @property
@@ -43,7 +44,7 @@ class BufferPool:
         with torch.inference_mode(False):  # it is used again outside of the caller's
             if on_host:
                 buffer = self._platform.host_empty(length, dtype, pinned=self._pins)
-                self._host.add(buffer.untyped_storage()._cdata)
+                setattr(buffer.untyped_storage(), _ON_HOST, True)
             else:
                 buffer = torch.empty(length, dtype=dtype, device=self._platform.device)
         self._bytes[on_host] += buffer.nbytes
@@ -51,18 +52,16 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Hand a buffer of ``take`` back. On CUDA its users are ordered by the stream that both calls run on."""
-        on_host = buffer.untyped_storage()._cdata in self._host
+        on_host = getattr(buffer.untyped_storage(), _ON_HOST, False)
         self._free.setdefault((buffer.dtype, buffer.numel(), on_host), []).append(buffer)
 
     def forget(self) -> None:
         """Free every buffer, and count no longer those that were taken: their takers are gone."""
         self._free.clear()
-        self._host.clear()
         self._bytes.clear()
 
     def clear(self) -> None:
         """Free every buffer that nobody has taken."""
         for (dtype, length, on_host), free in self._free.items():
             self._bytes[on_host] -= len(free) * length * dtype.itemsize
-            self._host -= {buffer.untyped_storage()._cdata for buffer in free}
         self._free.clear()

@@ -81,7 +81,8 @@ class Tiers:
         folder = Path(wanted.nvme_path).absolute()
         if folder not in self._files:
             self._files[folder] = ExtentFile(folder, self._label, self._aio)
-        return FileTier(self._files[folder], wanted.buffer_count, self._platform)
+        crosses = isinstance(wanted, OffloadParamConfig) and wanted.pin_memory
+        return FileTier(self._files[folder], wanted.buffer_count, self._platform, pinned=crosses)
 
     @property
     def files(self) -> list[Path]:
@@ -99,7 +100,10 @@ class Tiers:
             file.free_reserved()
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the files, once no copy reads the buffers of their tiers."""
+        for tier in (self._state, self._weights):
+            if isinstance(tier, FileTier):
+                tier.take_back_lent()
         for file in self._files.values():
             file.close()
 

@@ -135,12 +135,13 @@ class Unit:
         self._move(UnshardState.UNSHARDING)
         try:
             for bucket in self.buckets():
-                loaded, away = bucket.load_shard(), bucket.weight_store is not None and bucket.weight_store.away
+                self._in_flight.append((bucket.load_shard(), Work()))
+                away = bucket.weight_store is not None and bucket.weight_store.away
                 with collectives.mesh.platform.loads.is_current() if away else nullcontext():
                     whole = collectives.move(
                         bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose
                     )
-                self._in_flight.append((loaded, whole))
+                self._in_flight.append((Done(), whole))
         except BaseException:
             self._abort_unshard()
             raise

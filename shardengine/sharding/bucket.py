@@ -280,6 +280,7 @@ class FlatBuffer:
         self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
 
     def _build(self) -> None:
+        self._home = self.platform.here()
         with torch.inference_mode(False):
             self.flat = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
             self.views = self.views_of(self.flat)
@@ -329,18 +330,18 @@ class FlatBuffer:
 
     def let_go(self) -> None:
         """Of the weights: who still holds a view keeps their memory, nobody may use them here any more."""
-        self.platform.come_home()
+        self.platform.come_home(self._home)
         self.flat = self.flat.new_empty(0)
         self.views = []
         self._cut()
 
     def relocate(self) -> None:
         """The same contents in a new storage; the old one belongs to whoever still holds it."""
-        before = self.flat
+        before, home = self.flat, self._home
         self._build()
         self.flat.copy_(before)
         self._cut()
-        self.platform.come_home()
+        self.platform.come_home(home)
 
     def _cut(self) -> None:
         """Buckets are views of the storage that was built anew."""

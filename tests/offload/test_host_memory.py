@@ -74,7 +74,7 @@ def test_memory_for_a_gpu_is_page_locked_until_it_is_given_back(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     platform = Platform(torch.device("cuda", 0))
-    memory = platform.host_buffer(5000)
+    memory = platform.host_buffer(5000, pinned=True)
     part, address = memory[10:20], memory.data_ptr()
     del memory
     assert locked == {address: HUGE_PAGE}, "a view keeps it"
@@ -82,4 +82,4 @@ def test_memory_for_a_gpu_is_page_locked_until_it_is_given_back(monkeypatch: pyt
     gc.collect()
     assert not locked
     runtime.refuses = 2
-    assert platform.host_buffer(5000).sum() == 0 and not locked, "without it copies are slower, and right"
+    assert platform.host_buffer(5000, pinned=True).sum() == 0 and not locked, "without it copies are slower, and right"

@@ -270,6 +270,11 @@ def _write(engine: Any, _folder: str, _step: int) -> None:
             parameter.mul_(1.0)
 
 
+def _reset(engine: Any, _folder: str, _step: int) -> None:
+    """As after a failure that all ranks have had."""
+    engine.reset()
+
+
 def _free(engine: Any, _folder: str, _step: int) -> None:
     engine.offload_states()
     engine.reload_states()
@@ -283,5 +288,6 @@ _BETWEEN = {
     "states written": _show_states,
     "written": _write,
     "freed": _free,
+    "reset": _reset,
     "loaded": _load,
 }

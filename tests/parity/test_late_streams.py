@@ -71,7 +71,18 @@ def possible(stage: str, micros: int, precision: str, place: str, options: str, 
     return not (around and stream == LEAVES)
 
 
-AROUND = ("", "evaluation", "saved", "saved behind", "loaded", "whole weights", "states written", "written", "freed")
+AROUND = (
+    "",
+    "evaluation",
+    "saved",
+    "saved behind",
+    "loaded",
+    "whole weights",
+    "states written",
+    "written",
+    "freed",
+    "reset",
+)
 STREAMS = (DEFAULT, USER, LEAVES)
 PRODUCT = itertools.product(
     cases.STAGES, (1, 3), PRECISIONS, (*PLACES, *PLACES_OF_WEIGHTS), OPTIONS, STREAMS, AROUND,

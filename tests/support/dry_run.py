@@ -336,9 +336,9 @@ class DryPlatform(Platform):
         made = torch.zeros(count, dtype=dtype)
         return self._pin(made) if pinned else made
 
-    def host_buffer(self, count: int) -> Tensor:
+    def host_buffer(self, count: int, *, pinned: bool) -> Tensor:
         """See ``Platform``."""
-        return self._pin(super().host_buffer(count))
+        return self._pin(super().host_buffer(count, pinned=pinned))
 
     def _pin(self, made: Tensor) -> Tensor:
         storage = made.untyped_storage()

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine.checkpoint import background
 from shardengine.comm import Wire
+from shardengine.comm.group_kind import GroupKind, GroupName
 from shardengine.comm.mesh import Mesh
 from shardengine.kernels import operations, reference, reference_update
 from shardengine.offload import CopyStream, Done, Fetched, Platform, staging
@@ -362,7 +363,7 @@ class LatePlatform(Platform):
 
     def __init__(self, judge: Judge, device: torch.device) -> None:
         super().__init__(device)
-        self._judge, self._made_on = judge, judge.current
+        self._judge = judge
         self._names = (f"copy stream {number}" for number in itertools.count(1))
 
     @property
@@ -376,8 +377,11 @@ class LatePlatform(Platform):
         judge = self._judge
         return LateDone(judge, judge.clock(judge.current), judge.current, lambda: None)
 
-    def come_home(self) -> None:
-        self._judge.wait(self._made_on, self._judge.clock(self._judge.current))
+    def here(self) -> Any:
+        return self._judge.current
+
+    def come_home(self, home: Any) -> None:
+        self._judge.wait(home, self._judge.clock(self._judge.current))
 
     def fetch(self, values: Tensor) -> Fetched:
         here = self.host_empty(values.numel(), values.dtype, pinned=True).view(values.shape)
@@ -387,8 +391,8 @@ class LatePlatform(Platform):
     def host_empty(self, count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         return self._judge.own(torch.empty(count, dtype=dtype), HOST, guarded=pinned)
 
-    def host_buffer(self, count: int) -> Tensor:
-        return self._judge.own(super().host_buffer(count), HOST)
+    def host_buffer(self, count: int, *, pinned: bool) -> Tensor:
+        return self._judge.own(super().host_buffer(count, pinned=pinned), HOST)
 
 
 class _LateWork:
@@ -414,7 +418,7 @@ class LateWire(Wire):
     in the order in which this rank has issued them over all communicators, which must be every rank's."""
 
     def __init__(self, judge: Judge, control: Any) -> None:
-        self._judge, self._control = judge, control
+        self._judge, self.control = judge, control
         self._names: dict[Any, str] = {}
         self.issued: list[tuple[str, str, int]] = []
 
@@ -427,7 +431,7 @@ class LateWire(Wire):
 
     def all_gather(self, out: Tensor, own: Tensor, group: Any) -> Any:
         begin = super().all_gather
-        if group is self._control:
+        if group is self.control:
             for each in (out, own):
                 self._judge.own(each, HOST)
             return begin(out, own, group)
@@ -484,6 +488,18 @@ class LateWire(Wire):
 
         number = line.give(job)
         return _LateWork(judge, judge.clock(agent), lambda: line.finish(number), real)
+
+
+class _LateKind(GroupKind):
+    """Groups of gloo, of which the wire must know which one is for decisions."""
+
+    def __init__(self, wire: LateWire) -> None:
+        self._wire = wire
+
+    def make(self, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
+        made = super().make(timeout_s, device, count)
+        self._wire.control = made[GroupName.CONTROL.value]
+        return made
 
 
 class _LateFuture(Future[Any]):
@@ -626,7 +642,7 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
             patch.setattr(module, "ThreadPoolExecutor", _executor(module.ThreadPoolExecutor))
         late = replace(
             mesh, backend=backend if mesh.ranks > 1 else mesh.backend, wire=wire,
-            platform_of=lambda device: LatePlatform(judge, device),
+            platform_of=lambda device: LatePlatform(judge, device), kind=_LateKind(wire),
         )  # fmt: skip
         made = Adversary(late, judge, wire)
         if watch:

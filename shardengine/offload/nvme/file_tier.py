@@ -71,13 +71,14 @@ class _Part:
 
 
 class FileTier:
-    """A tier in ``file``, with ``buffer_count`` (at least 2) host buffers."""
+    """A tier in ``file``, with ``buffer_count`` (at least 2) host buffers; pinned: page-locked ones."""
 
     name = "nvme"
 
-    def __init__(self, file: ExtentFile, buffer_count: int, platform: Platform) -> None:
+    def __init__(self, file: ExtentFile, buffer_count: int, platform: Platform, *, pinned: bool = False) -> None:
         self.file = file
         self._platform = platform
+        self._pinned = pinned
         self._count = buffer_count
         self._size = 0
         self._free: list[Tensor] = []
@@ -128,7 +129,7 @@ class FileTier:
         if self._free:
             return self._free.pop()
         if self._made < self._count:
-            buffer = self._platform.host_buffer(self._size)
+            buffer = self._platform.host_buffer(self._size, pinned=self._pinned)
             self._made += 1
             return buffer
         if wait:
@@ -145,6 +146,13 @@ class FileTier:
             self._take_back(buffer)
         else:
             self._lent.append((after, buffer))
+
+    def take_back_lent(self) -> None:
+        """Wait for the copies that still read buffers."""
+        while self._lent:
+            end, buffer = self._lent.popleft()
+            end.wait_on_host()
+            self._take_back(buffer)
 
     def _take_back(self, buffer: Tensor) -> None:
         if buffer.numel() == self._size:
