@@ -213,6 +213,8 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("offload/nvme/file_tier.py", "FileStore.add", "self._tier.file.write(part.extent, memory).wait()"): DISK_ITSELF,
     ("offload/nvme/file_tier.py", "FileStore.check_out", "request.wait()"): DISK_ITSELF,
     ("offload/nvme/file_tier.py", "FileStore.land", "request.wait()"): DISK_ITSELF,
+    ("offload/nvme/file_tier.py", "FileTier.take_back_lent", "end.wait_on_host()"):
+        "at the end of the engine, before its buffers are given back to the system",
     ("offload/nvme/io_request.py", "IORequest.wait_quietly", "self._ended.wait()"): DISK_ITSELF,
     ("runtime/hooks.py", "attach_deferred_gather", "deferred_gather.await_all()"): PASSES_ON,
     ("runtime/hooks.py", "attach_deferred_gather", "deferred_gather.await_group(0)"):
