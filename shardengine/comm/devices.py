@@ -162,7 +162,7 @@ def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = 
     if all(each.wish == "cpu" for each in ranks):
         return Choice(_CPU, "gloo", "asked for")
     most = max(len(each.gpus.names) for each in ranks)
-    told = all(each.wish.startswith("cuda") for each in ranks)
+    told = any(each.wish.startswith("cuda") for each in ranks)
     if most == 0 and not told:
         return Choice(_CPU, "gloo", "no GPU is visible")
     nccl = all(each.gpus.nccl for each in ranks) if group_has_nccl is None else group_has_nccl

@@ -129,6 +129,11 @@ def test_the_choice(case: Case):
 
 
 REFUSED = {
+    "a GPU asked for by one rank, none there": (
+        told(host("a", 2, gpus=0), wish=["", "cuda"]),
+        None,
+        r"none is visible to rank 0 \(a\), rank 1",
+    ),
     "two ranks, one GPU": (host("a", 2, gpus=1), None, r"GPU-a-0 of rank 0 \(a, cuda:0\), rank 1 \(a, cuda:0\)"),
     "more ranks than GPUs": (host("a", 3, gpus=2), None, r"1 GPU\(s\) belong to several: GPU-a-0 of rank 0 .*, rank 2"),
     "every rank set the same": (seeing(host("a", 2), current=1), True, "GPU-a-1 of rank 0 .*set_device before"),
