@@ -66,6 +66,8 @@ class Tiers:
         """Where ``device_memory`` comes from, for people."""
         self._label, self._aio = f"rank {rank}", Aio(**vars(aio))
         self._files: dict[Path, ExtentFile] = {}
+        self._state: Tier | None = None
+        self._weights: Tier | None = None
         try:
             self._state, self._weights = self._tier(zero.offload_optimizer), self._tier(zero.offload_param)
         except BaseException:

@@ -151,6 +151,7 @@ START = {
 }
 """At initialize: what rests away goes there."""
 END = {
+    ("offload/nvme/file_tier.py:FileTier.take_back_lent", "wait", ""),
     ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"),
     ("ddp/reducer.py:Reducer.drop", "wait", ""),
     ("offload/shard_store.py:MemoryStore.drop", "wait", ""),
