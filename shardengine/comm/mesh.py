@@ -143,22 +143,22 @@ class Mesh:
         what is in flight on those of NCCL is broken off, too: the device could do nothing else before it. The default
         process group stays the caller's. ``CommunicationError`` where the old groups cannot be ended.
         """
+        platform = self.platform  # its streams order what was begun before
         if self.ranks == 1:
-            return replace(self, owned=True)
+            return replace(self, owned=True, platform_of=lambda device: platform)
         self.break_off("engine.reset() has made new groups")
         if self.kind.breaks_off:
             self.platform.synchronize()
         if self.owned:
             self._hold_until_timeout()
             self.kind.end(self._groups())
-        platform = self.platform
         return replace(
             self,
             **self.kind.make(self.timeout_s, self.device, self.nodes),
             channels=itertools.count(),
             owned=True,
             breaking_off=BreakingOff(),
-            platform_of=lambda device: platform,  # its streams order what was begun before
+            platform_of=lambda device: platform,
         )
 
     def store(self) -> Store | None:

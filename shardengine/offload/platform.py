@@ -117,7 +117,7 @@ class CopyStream:
 
 class Fetched:
     """Values of the device for the host, which waits for what the device was given until they were asked for and for
-    no more. reached: whether it need not wait."""
+    no more."""
 
     def __init__(self, values: Tensor, done: Done) -> None:
         self._values = values
@@ -183,7 +183,7 @@ class Platform:
         return Done(stream.record_event(), stream)
 
     def moment(self) -> Moment:
-        """The same, whose time can be asked for."""
+        """When the current stream has done what it was given so far, for the trace."""
         return HostMoment() if self.device.type != "cuda" else DeviceMoment(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:

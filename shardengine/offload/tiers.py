@@ -75,16 +75,16 @@ class Tiers:
             raise
 
     def _tier(self, wanted: OffloadOptimizerConfig | OffloadParamConfig) -> Tier | None:
-        if wanted.device == "cpu":  # masters and states are stepped where they are: nothing of them crosses
-            crosses = isinstance(wanted, OffloadParamConfig)
-            return HostTier(self._platform, pinned=crosses and wanted.pin_memory)
+        # masters and states are stepped where they are: nothing of them crosses
+        pinned = isinstance(wanted, OffloadParamConfig) and wanted.pin_memory
+        if wanted.device == "cpu":
+            return HostTier(self._platform, pinned=pinned)
         if wanted.device != "nvme" or wanted.nvme_path is None:
             return None
         folder = Path(wanted.nvme_path).absolute()
         if folder not in self._files:
             self._files[folder] = ExtentFile(folder, self._label, self._aio)
-        crosses = isinstance(wanted, OffloadParamConfig) and wanted.pin_memory
-        return FileTier(self._files[folder], wanted.buffer_count, self._platform, pinned=crosses)
+        return FileTier(self._files[folder], wanted.buffer_count, self._platform, pinned=pinned)
 
     @property
     def files(self) -> list[Path]:
@@ -103,11 +103,13 @@ class Tiers:
 
     def close(self) -> None:
         """Remove the files, once no copy reads the buffers of their tiers."""
-        for tier in (self._state, self._weights):
-            if isinstance(tier, FileTier):
-                tier.take_back_lent()
-        for file in self._files.values():
-            file.close()
+        try:
+            for tier in (self._state, self._weights):
+                if isinstance(tier, FileTier):
+                    tier.take_back_lent()
+        finally:
+            for file in self._files.values():
+                file.close()
 
     @property
     def chooses(self) -> bool:

@@ -35,7 +35,7 @@ _FEW = 64
 
 
 class HostBuffers:
-    """Host memory that is used again: uint8 buffers, page-locked.
+    """Host memory that is used again: uint8 buffers, page-locked for a GPU.
 
     Before a new one is made, idle ones of its size together are freed. So it never holds more than twice of what was in
     use at one time, whatever the sizes.

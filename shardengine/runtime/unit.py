@@ -78,7 +78,8 @@ class Unit:
         self._by_slot = [(flat_buffer, _in_slots(flat_buffer, members)) for flat_buffer in flat_buffers]
         self._names = {m.index: layout.parameters[m.index].name for m in members}
         self.state = UnshardState.UNSHARDED
-        self._in_flight: list[tuple[Done, Work]] = []
+        self._loading: list[Done] = []
+        self._in_flight: list[Work] = []
         self._summoned: list[Tensor] | None = None
 
     def name_of(self, parameter: int) -> str:
@@ -135,13 +136,11 @@ class Unit:
         self._move(UnshardState.UNSHARDING)
         try:
             for bucket in self.buckets():
-                self._in_flight.append((bucket.load_shard(), Work()))
-                away = bucket.weight_store is not None and bucket.weight_store.away
-                with collectives.mesh.platform.loads.is_current() if away else nullcontext():
-                    whole = collectives.move(
-                        bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose
+                self._loading.append(bucket.load_shard())
+                with collectives.mesh.platform.loads.is_current() if bucket.weights_away else nullcontext():
+                    self._in_flight.append(
+                        collectives.move(bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose)
                     )
-                self._in_flight.append((Done(), whole))
         except BaseException:
             self._abort_unshard()
             raise
@@ -153,9 +152,11 @@ class Unit:
 
     def wait_for_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: wait, and show the weights to the user's parameters."""
-        for loaded, whole in self._in_flight:
+        for loaded in self._loading:
             loaded.wait()
+        for whole in self._in_flight:
             whole.wait()
+        self._loading.clear()
         self._in_flight.clear()
         self._move(UnshardState.UNSHARDED)
         if not self.summoned:
@@ -178,8 +179,9 @@ class Unit:
 
     def _abort_unshard(self) -> None:
         """The only way back from UNSHARDING."""
-        for loaded, _ in self._in_flight:
+        for loaded in self._loading:
             loaded.wait()  # the memory that is released is used again behind it
+        self._loading.clear()
         self._in_flight.clear()
         self.state = UnshardState.SHARDED
         for flat_buffer in self.flat_buffers:

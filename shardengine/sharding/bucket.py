@@ -207,10 +207,14 @@ class Bucket:
             store.check_in(changed=changed, after=after)
 
     @property
+    def weights_away(self) -> bool:
+        """Whether the shard is kept in another tier than the device."""
+        return self.weight_store is not None and self.weight_store.away
+
+    @property
     def is_stepped_apart(self) -> bool:
         """Whether one of host and device computes the update, and the weights are kept with the other."""
-        weights_away = self.weight_store is not None and self.weight_store.away
-        return self.flat_buffer.platform.is_apart and self.state_store.away != weights_away
+        return self.flat_buffer.platform.is_apart and self.state_store.away != self.weights_away
 
     def load_shard(self) -> Done:
         """Begin to copy the shard to its place in ``full``; its end. It is gathered on the same stream
