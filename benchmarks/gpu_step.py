@@ -36,7 +36,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks.gpu_ranks import GpuPlan, run_group
-from benchmarks.gpu_variants import COMPETITORS, installed
+from benchmarks.gpu_variants import COMPETITORS, USUAL, installed
 from benchmarks.ranks import available_bytes, groups_of
 from benchmarks.reporting import MIN_ROUNDS, Verdict, machine, paired_ratio, result_path, table, verdict, write_result
 from benchmarks.variants import LIMIT
@@ -284,12 +284,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def chosen(named: Sequence[str] | None) -> list[str]:
     """The competitors to run, the plain loop among them. What is not installed is left out, or refused by name."""
-    for name in named or COMPETITORS:
+    for name in named or USUAL:
         if not installed(name):
             if named:
                 raise SystemExit(f"{name} needs {COMPETITORS[name].package}, which is not installed")
             print(f"left out: {name} ({COMPETITORS[name].package} is not installed)", file=sys.stderr)
-    return [name for name in COMPETITORS if installed(name) and (name == LIMIT or name in (named or COMPETITORS))]
+    return [name for name in COMPETITORS if installed(name) and (name == LIMIT or name in (named or USUAL))]
 
 
 def write(result: dict[str, Any], options: argparse.Namespace) -> str:

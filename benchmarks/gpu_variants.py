@@ -69,18 +69,24 @@ def _deepspeed(stage: int) -> Entry:
     return Entry(partial(DeepSpeed, stage=stage, more=BF16), "deepspeed", str(stage), package="deepspeed")
 
 
-def _ours(stage: int) -> Entry:
-    zero: dict[str, Any] = {"stage": stage}
+def _ours(stage: int, **more: Any) -> Entry:
+    """more: keys of the section zero_optimization."""
+    zero = {"stage": stage, **more}
     return Entry(partial(Ours, zero=zero, more=BF16), "shardengine", str(stage))
 
 
-COMPETITORS: dict[str, Entry] = {
+USUAL: dict[str, Entry] = {
     LIMIT: Entry(MasterLoop, "reference", None),
     BASE: Entry(partial(MasterLoop, wrap=_ddp), "torch", "0"),
     "fsdp2": Entry(_fsdp2, "torch", "3"),
     **{f"deepspeed-{stage}": _deepspeed(stage) for stage in (1, 2, 3)},
     **{f"ours-{stage}": _ours(stage) for stage in (0, 1, 2, 3)},
 }
+LARGER_BUCKETS: dict[str, Entry] = {
+    f"ours-2-{millions}M": _ours(2, reduce_bucket_size=millions * 1_000_000) for millions in (50, 200)
+}
+"""Only where they are named: whether the default size of buckets, which was measured on a CPU, suits a GPU."""
+COMPETITORS = USUAL | LARGER_BUCKETS
 
 
 def installed(name: str) -> bool:

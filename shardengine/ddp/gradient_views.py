@@ -291,6 +291,11 @@ class GradientViews:
         if self._again is not None:
             self._again()
 
+    @property
+    def squares(self) -> Tensor | None:
+        """Per parameter the square of its norm as it is now, fp64 [parameters] on the device; None: not known."""
+        return self._squares
+
     def square(self, indices: Sequence[int]) -> Tensor:
         """The square of the norm of the gradients of ``indices`` together, as they are now: fp64 [1]."""
         if self._squares is None:

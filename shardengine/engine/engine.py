@@ -45,6 +45,7 @@ from shardengine.optim import (
     OptimizerForm,
     Settings,
     ShardedOptimizer,
+    Verdict,
     groups_for,
     lend,
     lr_schedules,
@@ -121,7 +122,7 @@ class Engine(Inspection):
         self.global_steps = 0
         self.global_samples = 0
         self._window = self._core.window
-        self._applied = False
+        self._verdict: Verdict | None = None
         self._buffers_sent = False
         self._report = Report()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank, mesh.platform)
@@ -166,7 +167,7 @@ class Engine(Inspection):
                 self.optimizer = ShardedOptimizer(form, core.layout, core.reducer, settings, calls)
                 if isinstance(optimizer, torch.optim.Optimizer):
                     self._give_back = lend(optimizer, self.optimizer)
-            self.lr_scheduler = self._make_scheduler(lr_scheduler)
+            self._lr_scheduler = self._make_scheduler(lr_scheduler)
             if self.optimizer is not None:
                 self.optimizer.begin()
 
@@ -255,7 +256,8 @@ class Engine(Inspection):
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         core.schedule.finish_open_backward()
         core.step_state.require("step()")
-        self._applied = False
+        optimizer.settle()
+        self._verdict = None
         optimizer.watch_rates()
         if not window.is_boundary and not flush:
             window.count()
@@ -268,7 +270,7 @@ class Engine(Inspection):
         if core.reducer.views.changed:
             core.reducer.views.exchange_again()
         if optimizer.note_if_spoiled() and optimizer.settings.scaler is not None:
-            overflow.report(core, optimizer.settings.scaler, taken=True)
+            overflow.report(core, optimizer.settings.scaler, optimizer.verdict(None), taken=True)
         self._report.observe(self._live_bytes())
         core.schedule.reshard_all()
         core.await_weights()
@@ -278,21 +280,49 @@ class Engine(Inspection):
         self._end_step()
 
     def _end_step(self, *, reports: bool = True) -> None:
-        """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told."""
+        """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told.
+
+        Whether it was applied may be known later ([Note: Settled a step later]), but where an error, or a dynamic
+        loss scale, depends on it.
+        """
         core, optimizer = self._core, self._need_optimizer("step()")
         core.note_stepped()
-        scaler, exhausted = optimizer.settings.scaler, optimizer.is_exhausted
-        self._applied = optimizer.conclude()
-        try:
-            if reports and not self._applied and scaler is not None:
-                if exhausted:
-                    overflow.report(core, scaler)
-                elif scaler.skipped == 1 and not scaler.policy.dynamic:
-                    overflow.tell(core, self.global_steps + 1, scaler.policy.limit)
-        finally:
-            self._close_window(core, optimizer)
+        step, scaler, exhausted = self.global_steps + 1, optimizer.settings.scaler, optimizer.is_exhausted
+        before = 0 if scaler is None else scaler.skipped
+        take_back: list[Callable[[], None]] = []
 
-    def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> None:
+        def if_skipped(verdict: Verdict) -> None:
+            for each in take_back:
+                each()
+            if not reports or scaler is None:
+                return
+            if exhausted:
+                overflow.report(core, scaler, verdict)
+            if scaler.skipped == 1 and not scaler.policy.dynamic:
+                overflow.tell(core, verdict, step, scaler.policy.limit)
+
+        verdict = self._verdict = optimizer.conclude(if_skipped)
+        at_once = scaler is not None and (scaler.policy.dynamic or exhausted or not reports)
+        waits = at_once or verdict.reached or not lr_schedules.can_take_back(self._lr_scheduler)
+        applied = verdict.applied if waits else None
+        try:
+            if waits:
+                optimizer.settle()
+        finally:
+            micro_batches = self._close_window(core, optimizer)
+            if self._monitors:
+                values = {"lr": self._rates(optimizer)[0], "samples": self.global_samples}
+                late = {"skipped_steps": lambda: before + (not verdict.applied)}
+                self._monitors.note(step, values, late, optimizer.norm, micro_batches)
+            if self._lr_scheduler is not None and applied is not False:
+                optimizer.mark_stepped(self._lr_scheduler)
+                if applied is None:
+                    take_back.append(lr_schedules.step_for_now(self._lr_scheduler))
+                else:
+                    self._lr_scheduler.step()
+
+    def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> int:
+        """Gradients are forgotten, the step counts. Returns its micro-batches."""
         core.reducer.release()
         optimizer.end_window()
         self._buffers_sent = False
@@ -300,12 +330,7 @@ class Engine(Inspection):
         self.global_steps += 1
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
         self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
-        if self._monitors:
-            values = {"lr": self.get_lr()[0], "skipped_steps": self.skipped_steps, "samples": self.global_samples}
-            self._monitors.note(self.global_steps, values, optimizer.norm, micro_batches)
-        if self.lr_scheduler is not None and self._applied:
-            optimizer.mark_stepped(self.lr_scheduler)
-            self.lr_scheduler.step()
+        return micro_batches
 
     def zero_grad(self) -> None:
         """Forget the gradients of the window; it starts anew.
@@ -337,6 +362,7 @@ class Engine(Inspection):
         """
         core, optimizer = self._need_core(), self.optimizer
         core.step_state.require("reset()")
+        self._settle()
         found = recovery.reset(core, optimizer, self.global_steps)
         if found.finished:
             self._end_step(reports=False)
@@ -433,6 +459,7 @@ class Engine(Inspection):
         from shardengine import checkpoint
 
         self._need_core()
+        self._settle()
         return checkpoint.save(self, directory, tag, client_state)
 
     @reports_failure("wait_for_checkpoint")
@@ -463,6 +490,7 @@ class Engine(Inspection):
         from shardengine import checkpoint
 
         self._need_core()
+        self._settle()
         return checkpoint.load(self, directory, tag, strict=strict, weights_only=weights_only)
 
     # Freeing the device between two phases of a program
@@ -513,6 +541,7 @@ class Engine(Inspection):
         try:
             offload_states.reload(self._core)
             if not alone:
+                self._settle()
                 self.wait_for_checkpoint()
         finally:
             try:
@@ -562,7 +591,7 @@ class Engine(Inspection):
     @reports_failure("add_param_group")
     def _add_param_group(self, group: dict[str, Any]) -> None:
         optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
-        self._core = rebuild.add_group(core, self.module, self.config, optimizer, group, self.lr_scheduler)
+        self._core = rebuild.add_group(core, self.module, self.config, optimizer, group, self._lr_scheduler)
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

@@ -19,7 +19,7 @@ from shardengine.ddp import Window
 from shardengine.engine import formulas
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
-from shardengine.optim import ShardedOptimizer
+from shardengine.optim import ShardedOptimizer, Verdict
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
@@ -58,12 +58,12 @@ class Inspection:
     global_steps: int
     config: Config
     optimizer: ShardedOptimizer | None
-    lr_scheduler: Any
     global_samples: int
     _core: Core
     _window: Window
     _report: Report
-    _applied: bool
+    _verdict: Verdict | None
+    _lr_scheduler: Any
     _buffers_sent: bool
     _saves: Any = None
     """What is written behind training (checkpoint.background.Background), from the first save on."""
@@ -105,8 +105,9 @@ class Inspection:
         return self._window.is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the weights."""
-        return self._applied
+        """Whether the last ``step()`` changed the weights; on a GPU the host waits for it there."""
+        self._settle()
+        return self._verdict is not None and self._verdict.applied
 
     def get_loss_scale(self) -> float:
         """What ``backward`` multiplies the loss of the coming window with; 1 where the loss is not scaled."""
@@ -114,9 +115,17 @@ class Inspection:
 
     @property
     def skipped_steps(self) -> int:
-        """How many of ``global_steps`` were skipped because their gradients were not finite."""
+        """How many of ``global_steps`` were skipped because their gradients were not finite; waits as
+        ``was_step_applied``."""
+        self._settle()
         scaler = None if self.optimizer is None else self.optimizer.settings.scaler
         return 0 if scaler is None else scaler.skipped
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that is stepped with the optimizer; None: there is none."""
+        self._settle()
+        return self._lr_scheduler
 
     def zero_optimization_stage(self) -> int:
         """The configured stage, 0 to 3."""
@@ -125,7 +134,8 @@ class Inspection:
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
         self._open_core()
-        return [float(group["lr"]) for group in self._need_optimizer("get_lr()").param_groups]
+        self._settle()
+        return self._rates(self._need_optimizer("get_lr()"))
 
     def memory(self) -> dict[str, float]:
         """Bytes of model state per rank: the stage's formula beside what is measured.
@@ -201,6 +211,15 @@ class Inspection:
         if self._saves is None:
             self._saves = make()
         return self._saves
+
+    def _settle(self) -> None:
+        """Whether the last step was applied is known afterwards, and nothing counts on another answer."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
+    @staticmethod
+    def _rates(optimizer: ShardedOptimizer) -> list[float]:
+        return [float(group["lr"]) for group in optimizer.param_groups]
 
     def _live_bytes(self) -> Counter[str]:
         """By tier."""

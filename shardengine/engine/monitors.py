@@ -173,6 +173,7 @@ class _Reading:
 
     step: int
     values: dict[str, float]
+    late: Mapping[str, Callable[[], float]]
     names: tuple[str, ...]
     arriving: Fetched
 
@@ -217,15 +218,23 @@ class Monitors:
         """The window was dropped."""
         self._loss = None
 
-    def note(self, step: int, values: dict[str, float], norm: Tensor | None, micro_batches: int) -> None:
-        """A step ended. values: what the host knows · norm: on the device; see [Note: One step late]."""
+    def note(
+        self,
+        step: int,
+        values: dict[str, float],
+        late: Mapping[str, Callable[[], float]],
+        norm: Tensor | None,
+        micro_batches: int,
+    ) -> None:
+        """A step ended. values: what the host knows · late: what it will know · norm: on the device; see [Note: One
+        step late]."""
         if not self._open:
             return
         loss = None if self._loss is None else self._loss / max(1, micro_batches)
         self._loss = None
         try:
             known = {**values, "loss_scale": self._scale}
-            self._pending.append(_read(step, known, {"grad_norm": norm, "loss": loss}, self._platform))
+            self._pending.append(_read(step, known, late, {"grad_norm": norm, "loss": loss}, self._platform))
         except Exception as error:
             self._tell(f"what monitors are given ({', '.join(self._open)})", error)
             self.close()
@@ -242,7 +251,7 @@ class Monitors:
 
     def _write(self, reading: _Reading) -> None:
         arrived = dict(zip(reading.names, reading.arriving.get().tolist(), strict=True))
-        known = {**reading.values, **arrived}
+        known = {**reading.values, **arrived, **{name: value() for name, value in reading.late.items()}}
         values = {name: known[name] for name in VALUES if name in known}
         for name, monitor in list(self._open.items()):
             self._shielded(name, lambda monitor=monitor: monitor.write(reading.step, dict(values)))  # type: ignore[misc]
@@ -263,13 +272,19 @@ class Monitors:
         _log.warning("%s is off from now on, training goes on without it: %s: %s", name, type(error).__name__, error)
 
 
-def _read(step: int, values: dict[str, float], on_device: dict[str, Tensor | None], platform: Platform) -> _Reading:
+def _read(
+    step: int,
+    values: dict[str, float],
+    late: Mapping[str, Callable[[], float]],
+    on_device: dict[str, Tensor | None],
+    platform: Platform,
+) -> _Reading:
     there = {name: value.detach().reshape(()) for name, value in on_device.items() if value is not None}
     if not there:
-        return _Reading(step, values, (), platform.fetch(torch.empty(0)))
+        return _Reading(step, values, late, (), platform.fetch(torch.empty(0)))
     device = next(iter(there.values())).device
     numbers = torch.stack([value.to(device, torch.float64) for value in there.values()])
-    return _Reading(step, values, tuple(there), platform.fetch(numbers))
+    return _Reading(step, values, late, tuple(there), platform.fetch(numbers))
 
 
 def check(given: Sequence[Any]) -> None:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 import torch
 
 from shardengine.engine.core import Core
 from shardengine.errors import LossScaleError, NonfiniteGradientError
-from shardengine.optim import LossScaler
+from shardengine.optim import LossScaler, Verdict
 
 _SHOWN = 5
 _log = logging.getLogger(__name__)
 
 
-def describe(core: Core) -> str:
-    """The first parameters whose complete gradient is not finite, the same text on every rank; collective."""
-    mine = []
-    for state in core.reducer.buckets:
-        if (complete := state.complete) is not None:
-            own = state.own.items()
-            mine += [index for index, (start, end) in own if not bool(torch.isfinite(complete[start:end]).all())]
-    found = sorted({index for rank in core.collectives.exchange_objects(mine) for index in rank})
+def describe(core: Core, verdict: Verdict) -> str:
+    """The first parameters whose complete gradient is not finite, the same text on every rank."""
+    squares = verdict.squares
+    finite = [] if squares is None else torch.isfinite(squares).tolist()
+    found = [index for index, is_finite in enumerate(finite) if not is_finite]
     names = ", ".join(repr(core.layout.parameters[index].name) for index in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"Inf or NaN in {names}{more}" if found else "finite ones whose norm is larger than fp32 holds"
@@ -37,12 +35,12 @@ def _hint(core: Core) -> str:
     )
 
 
-def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
-    """Raise the error that a step with such gradients is, on every rank; collective, before they are forgotten.
+def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = False) -> NoReturn:
+    """Raise the error that a step with such gradients is, on every rank.
 
     taken: buckets may have taken the step already.
     """
-    came = f"rank {core.mesh.rank}: expected finite ones, got {describe(core)}"
+    came = f"rank {core.mesh.rank}: expected finite ones, got {describe(core, verdict)}"
     left = "The step was skipped, the weights are those of the last one"
     if scaler.policy.dynamic:
         raise LossScaleError(
@@ -63,9 +61,9 @@ def report(core: Core, scaler: LossScaler, *, taken: bool = False) -> None:
     )
 
 
-def tell(core: Core, step: int, limit: int) -> None:
-    """Say, on rank 0, that ``step`` was skipped; collective, as ``report``. limit: so many in a row are an error."""
-    found = describe(core)
+def tell(core: Core, verdict: Verdict, step: int, limit: int) -> None:
+    """Say, on rank 0, that ``step`` was skipped. limit: so many in a row are an error."""
+    found = describe(core, verdict)
     if core.mesh.rank == 0:
         end = f"{limit} in a row are an error (max_nonfinite_steps)" if limit else "they are no error"
         _log.warning(

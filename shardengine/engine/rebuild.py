@@ -101,6 +101,7 @@ def add_group(
 ) -> Core:
     """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; then as ``rebuild``. Collective."""
     core.schedule.finish_open_backward()
+    optimizer.settle()
     groups = optimizer.param_groups
     before = dict(group) if isinstance(group, dict) else {}
     count = len(groups)
@@ -176,6 +177,7 @@ def rebuild(core: Core, model: nn.Module, config: Config, optimizer: ShardedOpti
 
 def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> _Planned:
     """What may fail on one rank alone, or differ between ranks; collective. Nothing has changed."""
+    optimizer.settle()
     found = run_on_all_ranks(
         core.collectives,
         "making a new layout",

@@ -18,7 +18,7 @@ from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer, state_names
 from shardengine.optim.resolve import check_options, check_owned, groups_for, lend
-from shardengine.optim.update import Settings
+from shardengine.optim.update import Settings, Verdict
 
 __all__ = [
     "EngineCalls",
@@ -27,6 +27,7 @@ __all__ = [
     "OptimizerForm",
     "Settings",
     "ShardedOptimizer",
+    "Verdict",
     "check_options",
     "check_owned",
     "groups_for",

@@ -11,6 +11,7 @@ WarmupDecayLR leave `warmup_max_lr` out, the peak is each group's own rate.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
@@ -113,6 +114,48 @@ def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Opti
     scheduler = given if isinstance(given, lr_scheduler.LRScheduler) else given(optimizer)
     check_attached(scheduler, optimizer)
     return scheduler
+
+
+def can_take_back(scheduler: Any) -> bool:
+    """Whether ``step_for_now`` can serve ``scheduler`` (None: there is none): torch's own classes, of functions."""
+    if isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
+        return all(map(can_take_back, getattr(scheduler, "_schedulers", (None,))))
+    functions = getattr(scheduler, "lr_lambdas", ())
+    return scheduler is None or (
+        type(scheduler) in (*_TORCH.values(), lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR, _OneCycle)
+        and not isinstance(scheduler, lr_scheduler.CyclicLR)
+        and not any(getattr(function, "__dict__", None) for function in functions)
+    )
+
+
+def step_for_now(scheduler: lr_scheduler.LRScheduler) -> Callable[[], None]:
+    """Step ``scheduler`` → what takes that back. Options that somebody has set since stay as they are."""
+    groups = scheduler.optimizer.param_groups
+    state, before = copy.deepcopy(scheduler.state_dict()), [_options(group) for group in groups]
+    scheduler.step()
+    after = [_options(group) for group in groups]
+
+    def take_back() -> None:
+        scheduler.load_state_dict(state)
+        for group, old, new in zip(groups, before, after, strict=False):
+            for name in old.keys() & group.keys():
+                if _same(group[name], new[name]) and not _same(new[name], old[name]):
+                    if isinstance(group[name], torch.Tensor):
+                        group[name].copy_(old[name])
+                    else:
+                        group[name] = old[name]
+
+    return take_back
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if tensors else bool(one == other)
 
 
 def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

@@ -3,6 +3,12 @@
 Owns: master weights' optimizer state, step counts per parameter, which parameters are stepped.
 Must not know: hooks, modules, how gradients came to be complete.
 
+[Note: Settled a step later] Whether a step is applied, which it is not where its gradients are not finite, the device
+finds and acts on. The host needs it for step counts, the loss scale and the scheduler; waiting for it in ``step()``
+would leave the device without work. So the host goes on as if the step had been applied, and asks when the next one's
+gradients are complete (``settle``), or earlier where somebody reads what depends on it. Where it was skipped, counts
+and the scheduler are taken back. Every rank has settled before options and counts are compared between ranks.
+
 The three parts of a step, repeated as comments below:
   1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
   2. update   per bucket: the segments of one group and step count in one kernel call, which unscales, clips, steps the
@@ -31,7 +37,7 @@ from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.offload import HOST
 from shardengine.optim.in_backward import StepsInBackward
-from shardengine.optim.update import Label, Part, Segments, Settings, Update, step_bucket
+from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
 
@@ -90,6 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.kind = form.kind or ""
         self.norm: Tensor | None = None
         self.update: Update | None = None
+        self._open: tuple[Update, Callable[[Verdict], None]] | None = None
         self.stepped_early = StepsInBackward(reducer.step_state)
         self.settings = settings
         self._rates: list[Any] = []
@@ -106,11 +113,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._layout = layout
         self._reducer = reducer
         self._step_state = reducer.step_state
-        self.steps = steps
+        self._steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         self._segments = Segments(layout, buckets, numbered=self.settings.seed is not None)
         reducer.serve(self)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps taken so far, per parameter of the layout."""
+        self.settle()
+        return self._steps
 
     @property
     def steps_early(self) -> bool:
@@ -136,6 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
+        self.settle()
         if not self.stepped_early:
             self.prefetch(0)
         # 1. norm
@@ -167,12 +181,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of this window was multiplied with."""
+        """What the loss of this window was multiplied with; a dynamic one is settled in each step."""
         return 1.0 if self.settings.scaler is None else self.settings.scaler.scale
 
     @property
     def scaling(self) -> dict[str, Any]:
         """The loss scale and how it came to be, which must be the same on every rank; {} where there is none."""
+        self.settle()
         return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
 
     def _payload(self) -> Payload:
@@ -226,12 +241,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 each.__dict__["_opt_called"] = True
         self.await_reader()
         if not begun:
+            self.settle()
             skip = self._skip()
-            skipped = None if skip is None else self._reducer.platform.fetch(skip)
-            update.begin(self._reducer.touched, factor=self._factor(update), skip=skip, skipped=skipped)
+            verdict = self.verdict(skip)
+            update.begin(self._reducer.touched, factor=self._factor(update), skip=skip, verdict=verdict)
             step.move(Phase.UPDATING)
             for parameter in update.touched:
-                self.steps[parameter] += 1
+                self._steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
         fetches = any(state.bucket.state_store.away for state in self._reducer.buckets)
         rules: dict[Label, tuple[Rule, Noise | None]] = {}
@@ -286,19 +302,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if state.bucket.layout.index not in self.stepped_early:
                 state.bucket.state_store.prefetch()
 
-    def conclude(self) -> bool:
-        """The update is done: whether it was applied, which is where the host learns that it was skipped.
+    def conclude(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
+        """All buckets are done. Counts say that the step was applied, until ``settle``, which may call ``if_skipped``.
 
-        Asked again, after a failure, it says the same and changes nothing.
+        See [Note: Settled a step later].
         """
-        update, scaler = self.update or Update(), self.settings.scaler
-        if update.applied is None:
-            update.conclude()
-            for parameter in () if update.applied else update.touched:
-                self.steps[parameter] -= 1
-            if scaler is not None:
-                scaler.update(not update.applied)
-        return bool(update.applied)
+        update = self.update or Update()
+        self._open = None if update.settled else (update, if_skipped)
+        return update.verdict
+
+    def settle(self) -> None:
+        """The last step's verdict is known to the host afterwards, and what had counted on another one is taken back.
+
+        The host may wait for it. Nothing happens where that was done.
+        """
+        if self._open is None:
+            return
+        (update, if_skipped), scaler = self._open, self.settings.scaler
+        applied = update.settle()
+        self._open = None
+        for parameter in () if applied else update.touched:
+            self._steps[parameter] -= 1
+        if scaler is not None:
+            scaler.update(not applied)
+        if not applied:
+            if_skipped(update.verdict)
 
     def await_reader(self) -> None:
         """Call this before the states are changed: nothing else reads or steps them afterwards."""
@@ -434,6 +462,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.norm is None or (not max_norm and self.loss_scale == 1):
             return None
         return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.loss_scale)
+
+    def verdict(self, skip: Tensor | None) -> Verdict:
+        """Of a step that is skipped where ``skip`` is set on the device; None: where nothing skips it."""
+        skipped = None if skip is None else self._reducer.platform.fetch(skip)
+        return Verdict(skipped, self._reducer.views.squares)
 
     def _skip(self) -> Tensor | None:
         unknown = self.norm is None or self.settings.scaler is None

@@ -6,6 +6,7 @@ Must not know: param_groups, the norm, the order of buckets.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,39 +52,61 @@ Part = tuple[Rule, Noise | None, Spans]
 """The spans of a bucket that have one group and step count."""
 
 
+class Verdict:
+    """Whether a step was applied. The device knows that in the update; the host, when it asks.
+
+    squares: of the norm of each parameter's gradient, fp64 [parameters] on the device; None: not known.
+    """
+
+    def __init__(self, skipped: Fetched | None, squares: Tensor | None) -> None:
+        """skipped: a flag on its way to the host; None: the step was applied."""
+        self._skipped = skipped
+        self.squares = squares
+
+    @property
+    def reached(self) -> bool:
+        """Whether the host knows without waiting."""
+        return self._skipped is None or self._skipped.reached
+
+    @functools.cached_property
+    def applied(self) -> bool:
+        """Whether it was; the host waits for what the device was given before the update, and for no more."""
+        return self._skipped is None or not bool(self._skipped.get())
+
+
 @dataclass
 class Update:
     """The update of the window's step: what it is done with and which buckets are, so that ``reset()`` can finish it.
 
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
-    multiplied with, and "skip", whether it is skipped because the norm is not finite; None: nothing, no · skipped:
-    the latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
-    included · applied: what ``conclude`` found
+    multiplied with, and "skip", whether it is skipped because the norm is not finite; None: nothing, no · verdict: the
+    latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
+    included · settled: whether the host has acted on the verdict
     """
 
     max_norm: float | None = None
     scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
-    skipped: Fetched | None = None
+    verdict: Verdict = field(default_factory=lambda: Verdict(None, None))
     touched: frozenset[int] = frozenset()
-    applied: bool | None = None
     stepped: int = 0
+    settled: bool = False
     _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
 
-    def begin(
-        self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None, skipped: Fetched | None
-    ) -> None:
+    def begin(self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None, verdict: Verdict) -> None:
         """The step begins."""
         self.touched = touched
         self.scalars = {"factor": factor, "skip": skip}
-        self.skipped = skipped
+        self.verdict = verdict
 
     def bucket_stepped(self) -> None:
         """One bucket more is done, weights included."""
         self.stepped += 1
 
-    def conclude(self) -> None:
-        """All buckets are done: the host learns whether the step was applied."""
-        self.applied = self.skipped is None or not bool(self.skipped.get())
+    def settle(self) -> bool:
+        """Whether it was applied; from now on that is acted on."""
+        applied = self.verdict.applied
+        self.settled = True
+        return applied
 
     def clip_to(self, max_norm: float) -> None:
         """Clip this one to ``max_norm``."""

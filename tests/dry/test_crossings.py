@@ -32,6 +32,11 @@ def skips(case: Case) -> bool:
     return case.option != "any gradient"
 
 
+def asked(case: Case) -> bool:
+    """Whether the call after a step asks whether it was skipped, before the next one would."""
+    return case.option in ("saved", "saved behind") and case.precision != "fp16"
+
+
 def is_low(case: Case) -> bool:
     """Whether there are master weights beside the weights wherever those rest."""
     return case.precision in ("bf16", "fp16")
@@ -82,7 +87,7 @@ def inputs(case: Case, facts: Facts) -> int:
 
 TABLE = [
     # once per step: nothing below these is needed without offload, and the first two are one number
-    Line("optim/update.py:Update.conclude", "read", "", lambda case, _: skips(case)),
+    Line("optim/update.py:Verdict.applied", "read", "", lambda case, _: skips(case) and not asked(case)),
     Line("optim/optimizer.py:ShardedOptimizer.note_if_spoiled", "read", "",
          lambda case, _: case.option == "in backward"),
     Line("optim/update.py:Update.scalars_on.<locals>.<dictcomp>", "to host", "blocking", scalars),
@@ -108,6 +113,7 @@ TABLE = [
 ]  # fmt: skip
 
 
+VERDICT = Crossing("optim/update.py:Verdict.applied", "read")
 BUFFER = Crossing("offload/nvme/file_tier.py:FileTier.take_buffer", "wait")
 """For a buffer of what is read from disk: how often depends on the disk, once per load and step at most."""
 
@@ -120,7 +126,7 @@ def expected(case: Case, facts: Facts) -> Counter[Crossing]:
 
 def expected_of_call(case: Case) -> set[Crossing]:
     """What the call after a step crosses, however often."""
-    away = case.weights_on_host
+    away, verdict = case.weights_on_host, (asked(case), (VERDICT.place, VERDICT.what, VERDICT.how))
     stream = ("checkpoint/background.py:_copy.<locals>.<listcomp>", "to host", "stream")
     lines: dict[str, list[tuple[bool, tuple[str, str, str]]]] = {
         "norm read": [(True, ("engine/engine.py:Engine.get_global_grad_norm", "read", ""))],
@@ -131,8 +137,8 @@ def expected_of_call(case: Case) -> set[Crossing]:
             (True, ("engine/export.py:_assemble", "to host", "blocking")),  # a buffer
             (away and case.ranks > 1, ("engine/gathering.py:gathered", "to device", "blocking")),
         ],
-        "saved": [(True, ("checkpoint/tensor_file.py:Stream.put", "to host", "blocking"))],
-        "saved behind": [(True, stream), (True, ("checkpoint/background.py:_copy", "wait", ""))],
+        "saved": [verdict, (True, ("checkpoint/tensor_file.py:Stream.put", "to host", "blocking"))],
+        "saved behind": [verdict, (True, stream), (True, ("checkpoint/background.py:_copy", "wait", ""))],
     }
     return {Crossing(*line) for there, line in lines.get(case.option, []) if there}
 
@@ -141,10 +147,11 @@ FIRST = {
     ("sharding/bucket.py:Bucket.adopt_weights.<locals>.<genexpr>", "read", ""),
     ("sharding/bucket.py:_written", "to host", "blocking"),
     ("optim/update.py:Update.scalars_on.<locals>.<dictcomp>", "to host", "blocking"),
-    ("engine/overflow.py:describe.<locals>.<listcomp>", "read", ""),
 }
 """In the first step alone: weights are compared with their masters, ``step_in_backward`` does not begin before the
-second one, and a skipped step is told once."""
+second one."""
+TOLD = Crossing("engine/overflow.py:describe", "to host", "blocking")
+"""Of a skipped step, once, when the host learns that it was."""
 START = {
     ("offload/shard_store.py:MemoryStore.add", "to host", "blocking"),
     ("offload/nvme/file_tier.py:FileStore.add", "to host", "blocking"),
@@ -156,6 +163,7 @@ END = {
     ("ddp/reducer.py:Reducer.drop", "wait", ""),
     ("offload/shard_store.py:MemoryStore.drop", "wait", ""),
     ("engine/monitors.py:Monitors._write", "read", ""),
+    ("optim/update.py:Verdict.applied", "read", ""),
 }
 """In ``close()``: weights are gathered, and what is under way is waited for."""
 
@@ -180,6 +188,7 @@ def check(case: Case, folder: Path) -> None:
             found, crossed, wanted
         )
     first, *later = found.steps
+    assert later[0].pop(TOLD, 0) == (case.option == "skipped")
     for step in later:
         assert step == wanted, tell(found, step, wanted)
     beyond = set(first - wanted) - {each for each in first if each.what == "wait"}
@@ -208,10 +217,11 @@ PLAIN = [Case(stage, precision=precision) for stage in STAGES for precision in (
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_without_offload_the_host_reads_one_flag(case: Case, tmp_path: Path) -> None:
-    """Whether the step was skipped: where ``nonfinite_gradients`` is "step", nothing."""
+def test_without_offload_the_host_reads_one_flag_of_the_step_before(case: Case, tmp_path: Path) -> None:
+    """Whether that was skipped; where ``nonfinite_gradients`` is "step", nothing."""
     found = run(case, tmp_path)
-    assert found.steps[1:] == [{Crossing("optim/update.py:Update.conclude", "read"): 1}] * 2
+    assert [step[VERDICT] for step in found.steps] == [0, 1, 1] and found.end[VERDICT] == 1
+    assert found.steps[1:] == [{VERDICT: 1}] * 2
     found = run(Case(case.stage, precision=case.precision, option="any gradient"), tmp_path)
     assert found.steps[1:] == [{}, {}]
 
@@ -226,4 +236,4 @@ def test_what_a_step_crosses(case: Case, tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_rank_that_holds_padding_alone(stage: str, tmp_path: Path) -> None:
     found = run(Case(stage, ranks=1024), tmp_path, model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
     assert found.facts.near == 0
-    assert found.steps[1:] == [{Crossing("optim/update.py:Update.conclude", "read"): 1}] * 2
+    assert found.steps[1:] == [{VERDICT: 1}] * 2

@@ -123,7 +123,8 @@ def run(chosen: list[Case], steps: int, folder: str) -> list[dict[str, Any]]:
 
 
 def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
-    """As ``run``, of one case. What is read of losses and norms, the host does not wait for: a user may read none."""
+    """As ``run``, of one case. What is read of losses and norms, the host does not wait for: a user may read none, nor
+    ask whether a step was applied."""
     with adversary(_mesh()) as foe, ExitStack() as stack:
         if case.stream == LEAVES:
             stack.enter_context(_hooks_of_leaves_elsewhere(foe))
@@ -150,15 +151,21 @@ def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
             with foe.unseen():
                 return float(loss.item())
 
-        norm = engine.get_global_grad_norm
+        norm, verdicts = engine.get_global_grad_norm, list[Any]()
 
         def norm_unseen() -> float | None:
             with foe.unseen():
                 return norm()
 
+        def not_asked() -> bool:
+            verdicts.append(engine._verdict)
+            return True
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "get_global_grad_norm", norm_unseen)
+            patch.setattr(engine, "was_step_applied", not_asked)
             result = cases.run_steps(engine, steps, case.special.loss, micro_batch, before)
+        result["skipped"] = [step for step, verdict in enumerate(verdicts) if not verdict.applied]
         for tag, digest in saved.items():
             engine.load_checkpoint(folder, tag)
             assert cases.digest([cases.local_state(engine)]) == digest, f"{tag} has other states than were saved"
@@ -196,7 +203,13 @@ def _at_times() -> nn.Module:
     return special_losses.net(route=special_models.skipping(lambda number, at: number == at.step % 2))
 
 
+def _nan_in_the_middle(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+    loss = cases.loss_of(model, step, rank, micro)
+    return loss * float("nan") if (step, rank, micro) == (1, 0, 0) else loss
+
+
 _MODELS = {
+    "a step skipped": special_losses.Case(cases.make_mlp, _nan_in_the_middle),
     "gradients twice": special_losses.Case(_twice),
     "a block at times": special_losses.Case(_at_times, zero={"reduce_bucket_size": 64}),
 }

@@ -51,6 +51,8 @@ HANDFUL = [
     Case("3", 1, "bf16", "all on the host", "blocks computed again", stream=LEAVES),
     Case("3", 3, "fp32", "weights on disk", around=("evaluation", "whole weights")),
     Case("3k", 1, "bf16", "weights on the host", "no overlap", around=("saved behind",), model="gpt2"),
+    Case("2", 1, "bf16", model="a step skipped"),
+    Case("3", 3, "fp32", model="a step skipped", around=("saved",)),
 ]
 
 
