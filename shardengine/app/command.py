@@ -79,7 +79,7 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
     started_by_us = stopping.CONTROL in os.environ
     owns_group = not dist.is_initialized()
     said = load_or_default(settings.config)  # the batch sizes are worked out later: see job, [Note: The same job]
-    rank_sums = RankSums(mesh.build(timeout_s=said.timeout_s, hierarchical_reduce=said.hierarchical_reduce))
+    rank_sums = RankSums(mesh.build(timeout_s=said.timeout_s))
     try:
         settings = job.settle(options, settings, rank_sums, reserved=started_by_us)
         config = settings.read_config(rank_sums.mesh.ranks)
@@ -132,11 +132,10 @@ def _ranks(wanted: int | None, inside: bool, before: int | None) -> int:
     if not inside:
         if wanted is not None and wanted > MAX_RANKS:
             raise UsageError(f"--ranks {wanted}: expected at most {MAX_RANKS} ranks on one machine")
-        ranks, gpus = wanted or before or default_ranks(), devices.count()
-        if ranks > gpus > 0:
+        ranks = wanted or before or default_ranks()
+        if devices.count() and (few := devices.too_few(ranks)):
             raise UsageError(
-                f"--ranks {ranks}: expected at most {gpus}, one for each GPU of this machine; {devices.WISH}=cpu "
-                "trains on the CPU"
+                f"--ranks {ranks}: expected a GPU for each, but {few}; {devices.WISH}=cpu trains on the CPU"
             )
         return ranks
     there = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])

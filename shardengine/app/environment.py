@@ -20,15 +20,27 @@ from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
-_VARIABLES = (
+ALWAYS = (
     "OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_SOCKET_IFNAME CUDA_VISIBLE_DEVICES "
     "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF"
 ).split()
-_MORE_VARIABLES = (
-    *"RANK WORLD_SIZE LOCAL_WORLD_SIZE SHARDENGINE_DEVICE SHARDENGINE_THREADS NCCL_LAUNCH_ORDER_IMPLICIT".split(),
+WHERE_SET = (
+    *"RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_PORT CXX TRITON_INTERPRET".split(),
+    *"NCCL_LAUNCH_ORDER_IMPLICIT SHARDENGINE_DEVICE SHARDENGINE_ISA SHARDENGINE_KERNELS".split(),
+    *"SHARDENGINE_LAUNCHED_RANK SHARDENGINE_NATIVE SHARDENGINE_THREADS".split(),
+    *"TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE".split(),
+    *"SLURM_JOB_ID SLURM_NODEID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID".split(),
+    *"SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE".split(),
+    *"OMPI_COMM_WORLD_LOCAL_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE".split(),
+    *"MPI_LOCALNRANKS PMI_RANK PMI_SIZE".split(),
     *devices.LOCAL_RANKS,
 )
-"""Named only where they are set, as are all of TORCH_NCCL_."""
+"""As are all of TORCH_NCCL_."""
+PRIVATE = (
+    "MASTER_ADDR SLURM_JOB_NODELIST SLURM_STEP_NODELIST TORCHELASTIC_RUN_ID SHARDENGINE_CACHE SHARDENGINE_CONTROL_DIR "
+    "XDG_CACHE_HOME"
+).split()
+"""Their values may name a machine or its user: only that they are set is told."""
 
 
 def describe() -> str:
@@ -43,8 +55,8 @@ def describe() -> str:
     rows["CPU kernels"] = _kernels()
     rows["CPU capability"] = torch.backends.cpu.get_cpu_capability()
     rows["memory"] = _memory()
-    rows |= {name: os.environ.get(name, "not set") for name in _VARIABLES}
-    rows |= {name: value for name, value in sorted(os.environ.items()) if _tells(name)}
+    rows |= {name: os.environ.get(name, "not set") for name in ALWAYS}
+    rows |= {name: _told(name) for name in sorted(os.environ) if _tells(name)}
     return "\n".join(f"{name}: {value}" for name, value in rows.items())
 
 
@@ -82,7 +94,11 @@ def _device() -> str:
 
 
 def _tells(name: str) -> bool:
-    return name in _MORE_VARIABLES or name.startswith("TORCH_NCCL_")
+    return name in WHERE_SET or name in PRIVATE or name.startswith("TORCH_NCCL_")
+
+
+def _told(name: str) -> str:
+    return "set" if name in PRIVATE else os.environ[name]
 
 
 def _kernels() -> str:

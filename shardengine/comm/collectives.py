@@ -10,7 +10,9 @@ ranks.
 which is the caller's ``on_complete``. It sends (N-1)/N of the bucket like a ring, has one order of summation at any
 bucket size, and sums in fp32 whatever the wire dtype. ``direct=False`` uses the backend's reduce-scatter for fp32
 (faster on NCCL, its order of summation is its own); it would sum other dtypes in themselves, so those always go the
-direct way. Over several nodes it may be cut in two (nodes: [Note: Two steps]). On NCCL both steps are issued at once,
+direct way, and so does all where sums are rounded to another ``reduce_dtype``. Over several nodes it may be cut in two
+(nodes: [Note: Two steps]); groups of nodes, buffers, the formula of traffic and the kernels that are tried follow
+``Collectives.nodes``. On NCCL both steps are issued at once,
 with the sum between them on a stream of its own, so that the computation waits for the end of the second alone. On gloo
 the second is issued when the first is found done or waited for. Either way every rank issues each kind in the order of
 its buckets.
@@ -24,7 +26,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,6 +68,14 @@ class Named(NamedTuple):
     label: str = ""
 
 
+class _HeldUp(NamedTuple):
+    """Who waited for a collective (None: the host), and from when to when."""
+
+    stream: Any
+    start: Moment
+    end: Moment
+
+
 OnComplete = Callable[[Sequence[Tensor]], None]
 """Called with the terms of a reduce-scatter, once they are there."""
 
@@ -73,8 +83,8 @@ OnComplete = Callable[[Sequence[Tensor]], None]
 class Collectives:
     """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum.
 
-    reduce_dtype: to which each sum over ranks is rounded · hierarchical: reduce in two steps where the mesh has groups
-    for that.
+    direct: fp32 is summed here, too · reduce_dtype: to which each sum over ranks is rounded · hierarchical: reduce in
+    two steps where the ranks share nodes and the sums are made here.
     """
 
     def __init__(
@@ -92,7 +102,7 @@ class Collectives:
         self.trace = Trace(mesh.platform.moment)
         self._pool = pool
         self._overlap = overlap and not debug  # comparing needs the same order of issue on every rank
-        self._direct = direct
+        self._direct = direct or reduce_dtype is not torch.float32  # the backend would round no sum
         self._debug = debug
         self.reduce_dtype = reduce_dtype
         self._hierarchical = hierarchical
@@ -108,12 +118,19 @@ class Collectives:
             self.failures.take_over_progress(before)
         self._sequence = 0
         self.flight_recorder = FlightRecorder((GroupName.GATHER, GroupName.REDUCE))
-        self._between_steps = mesh.platform.copy_stream() if mesh.nodes > 1 and self._hierarchical else None
+
+    def is_direct(self, dtype: torch.dtype) -> bool:
+        """Whether gradients that travel in ``dtype`` are summed here and not by the backend."""
+        return self._direct or dtype is not torch.float32
 
     def nodes(self, dtype: torch.dtype) -> int:
-        """Of how many nodes gradients of ``dtype`` are reduced inside first; 1: they are reduced in one step."""
-        direct = self._direct or dtype is not torch.float32
-        return self.mesh.nodes if direct and self._between_steps is not None else 1
+        """Of how many nodes such gradients are reduced inside first; 1: they are reduced in one step."""
+        return self.mesh.nodes.number if self._hierarchical and self.is_direct(dtype) else 1
+
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Gradients will travel in ``dtypes``: make the groups that their reductions need; collective."""
+        if any(self.nodes(dtype) > 1 for dtype in dtypes):
+            self.mesh.make_node_groups()
 
     @property
     def may_poll(self) -> bool:
@@ -177,10 +194,10 @@ class Collectives:
         mesh = self.mesh
         if mesh.ranks == 1:
             return Work(on_complete=lambda: on_complete([full]))
-        if self._between_steps is not None and self.nodes(full.dtype) > 1:
-            return self._reduce_in_two_steps(full, what, purpose, on_complete, self._between_steps)
+        if self.nodes(full.dtype) > 1:
+            return self._reduce_in_two_steps(full, what, purpose, on_complete)
         sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        direct = self._direct or full.dtype is not torch.float32
+        direct = self.is_direct(full.dtype)
         length = full.numel() // mesh.ranks
         received = self._pool.take(full.numel() if direct else length, full.dtype)
 
@@ -195,11 +212,10 @@ class Collectives:
 
         return self._issue(self._record(GroupName.REDUCE, "reduce-scatter", what, sent, purpose), call, sum_terms)
 
-    def _reduce_in_two_steps(
-        self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete, between: CopyStream
-    ) -> Work:
+    def _reduce_in_two_steps(self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete) -> Work:
         """As ``_reduce_scatter``; the terms are the sums of the nodes ([Note: Direct reduce-scatter])."""
-        mesh, nodes = self.mesh, self.mesh.nodes
+        mesh, nodes, between = self.mesh, self.mesh.nodes.number, self._between_steps
+        groups = mesh.node_groups
         size, length = mesh.ranks // nodes, full.numel() // mesh.ranks
         packed = self._pool.take(full.numel(), full.dtype)  # by place in the node, then by node
         summed, received = (self._pool.take(nodes * length, self.reduce_dtype) for _ in range(2))
@@ -211,7 +227,7 @@ class Collectives:
             with between.is_current():
                 started.wait()
                 packed.view(size, nodes, length).copy_(full.view(nodes, size, length).transpose(0, 1))
-                begun.append(mesh.wire.all_to_all(full, packed, mesh.inside))
+                begun.append(mesh.wire.all_to_all(full, packed, groups[GroupName.INSIDE]))
             return begun
 
         def across() -> list[dist.Work]:
@@ -219,7 +235,7 @@ class Collectives:
                 for work in begun:
                     wait_for(work, record, self.failures)  # on this stream, which nobody else waits for
                 ordered_sum(full.chunk(size), summed, reduce_dtype=self.reduce_dtype)
-                return [mesh.wire.all_to_all(received, summed, mesh.across)]
+                return [mesh.wire.all_to_all(received, summed, groups[GroupName.ACROSS])]
 
         def sum_terms() -> None:
             on_complete(received.split(length))
@@ -347,17 +363,26 @@ class Collectives:
             self._watcher.issued(record, works[-1])
         if start is not None:
             self._trace_end(works, record, start)
-        work = Work(works, functools.partial(self._wait, record, self.failures), on_complete)
-        if not self._overlap and is_data:
-            self._wait(record, self.failures, works)  # and once more where it is used, maybe on another stream
-        return work
+        before = None
+        if not self._overlap and is_data:  # and once more where it is used, maybe on another stream
+            before = self._held_up(record, self.failures, works)
+        return Work(works, functools.partial(self._wait, record, self.failures, before), on_complete)
 
-    def _wait(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> None:
-        """Until the data of ``works`` may be used. failures: of the time at which they were issued."""
+    def _wait(
+        self, record: CollectiveRecord, failures: Failures, before: _HeldUp | None, works: Sequence[dist.Work]
+    ) -> None:
+        """Until the data of ``works`` may be used. failures: of the time at which they were issued · before: when they
+        were waited for already, which is what counts if it was the same stream."""
+        now = self._held_up(record, failures, works)
+        exposed = before if before is not None and before.stream == now.stream else now
+        self.trace.waited(record.title, exposed.start, exposed.end)
+
+    def _held_up(self, record: CollectiveRecord, failures: Failures, works: Sequence[dist.Work]) -> _HeldUp:
+        """Wait on the current stream, or on the host; for how long."""
         start = self._moment(record)
         for work in works:
             wait_for(work, record, failures)
-        self.trace.waited(record.title, start, self._moment(record))
+        return _HeldUp(self.mesh.platform.here(), start, self._moment(record))
 
     def _moment(self, record: CollectiveRecord) -> Moment:
         """The present one of whoever waits for the collective: the current stream, or the host."""
@@ -377,6 +402,11 @@ class Collectives:
             for work in works:
                 work.wait()
             ended()
+
+    @functools.cached_property
+    def _between_steps(self) -> CopyStream:
+        """Where the sums of nodes are made."""
+        return self.mesh.platform.copy_stream()
 
     @functools.cached_property
     def _ends(self) -> CopyStream:

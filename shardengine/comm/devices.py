@@ -79,8 +79,7 @@ class RankFacts:
     """What one rank was told and sees.
 
     wish: "", "cpu", "cuda" or "cuda:1" · bound: the GPU to which the caller's process group is bound · local_rank,
-    local_ranks: its number on its node and how many are there, as the launcher says · hierarchical: the config's
-    ``hierarchical_reduce`` (nodes).
+    local_ranks: its number on its node and how many are there, as the launcher says.
     """
 
     host: str
@@ -89,7 +88,6 @@ class RankFacts:
     bound: int | None = None
     local_rank: int | None = None
     local_ranks: int | None = None
-    hierarchical: bool | None = None
 
     def to_text(self) -> str:
         """For ``from_text``."""
@@ -126,10 +124,14 @@ def count() -> int:
     return 0 if wish() == "cpu" else torch.cuda.device_count()
 
 
-def facts(
-    device: torch.device | None = None, group: dist.ProcessGroup | None = None, hierarchical: bool | None = None
-) -> RankFacts:
-    """Those of this rank. device, hierarchical: what was asked for · group: the process group that the caller made."""
+def too_few(ranks: int) -> str:
+    """That ``ranks`` processes of this machine would share GPUs, which NCCL cannot serve; "" where they would not."""
+    visible = count()
+    return f"{visible} GPU(s) are visible for {ranks} ranks" if visible < ranks else ""
+
+
+def facts(device: torch.device | None = None, group: dist.ProcessGroup | None = None) -> RankFacts:
+    """Those of this rank. device: what was asked for · group: the process group that the caller made."""
     seen = gpus()
     asked = os.environ.get(WISH, "")  # checked where every rank hears of it
     if device is not None:
@@ -137,9 +139,7 @@ def facts(
         asked = f"cuda:{index}" if device.type == "cuda" else device.type
     bound = getattr(group, "bound_device_id", None)
     number = bound.index if bound is not None and bound.type == "cuda" else None
-    return RankFacts(
-        socket.gethostname(), seen, asked, number, _number(*LOCAL_RANKS), _number(LOCAL_SIZE), hierarchical
-    )
+    return RankFacts(socket.gethostname(), seen, asked, number, _number(*LOCAL_RANKS), _number(LOCAL_SIZE))
 
 
 def _number(*names: str) -> int | None:

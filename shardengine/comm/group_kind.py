@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +49,7 @@ _ABORT_S = 60.0
 
 
 class GroupName(enum.StrEnum):
-    """The fields of ``Mesh`` that are process groups. In each, collectives are numbered as they are issued."""
+    """The process groups of a ``Mesh``. In each, collectives are numbered as they are issued."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -74,11 +74,14 @@ class GroupKind:
 
     breaks_off = False
 
-    def make(self, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
-        """Those of a ``Mesh``, by field, ready for use; collective. count: of nodes that have groups of their own."""
-        options = _gloo(timeout_s)
+    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+        """Those of a ``Mesh``, by field, ready for use; collective."""
         names = (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL, GroupName.EVALUATE)
-        return {name.value: dist.new_group(**options) for name in names} | _of_nodes(count, lambda: options)
+        return {name.value: dist.new_group(**_gloo(timeout_s)) for name in names}
+
+    def make_of_nodes(self, timeout_s: float, device: torch.device, count: int) -> dict[GroupName, Any]:
+        """Those inside of this rank's node, and across the ``count`` nodes, ready for use; collective."""
+        return _of_nodes(count, lambda: _gloo(timeout_s))
 
     def end(self, groups: Mapping[GroupName, Group]) -> None:
         """They end; in the order of fields. What is in flight on a group of gloo is broken off by that."""
@@ -94,7 +97,7 @@ class NcclGroupKind(GroupKind):
 
     breaks_off = True
 
-    def make(self, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
+    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
         """As ``GroupKind.make``; all on ``device`` but that for decisions."""
         kinds = {
             GroupName.GATHER: _nccl(timeout_s, device, high_priority=True),
@@ -102,9 +105,13 @@ class NcclGroupKind(GroupKind):
             GroupName.CONTROL: _gloo(timeout_s),
         }
         groups = {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
-        groups |= _of_nodes(count, lambda: _nccl(timeout_s, device, high_priority=False))
-        for name in (each for each in groups if each != GroupName.CONTROL):
-            dist.barrier(groups[name], device_ids=[device.index])
+        _warm_up((groups[name] for name in groups if name != GroupName.CONTROL), device)
+        return groups
+
+    def make_of_nodes(self, timeout_s: float, device: torch.device, count: int) -> dict[GroupName, Any]:
+        """As ``GroupKind.make_of_nodes``, on ``device``."""
+        groups = _of_nodes(count, lambda: _nccl(timeout_s, device, high_priority=False))
+        _warm_up(groups.values(), device)
         return groups
 
     def break_off(self, groups: Mapping[GroupName, Group]) -> None:
@@ -118,20 +125,22 @@ class NcclGroupKind(GroupKind):
             )
 
 
-def _of_nodes(count: int, options: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The groups inside of this rank's node, and across nodes, where there are several; collective.
-
-    options: made for each, because torch writes into those of NCCL.
-    """
-    found: dict[str, Any] = {}
-    if count > 1:
-        parts = nodes.members(dist.get_world_size(), count)
-        for name, groups in zip((GroupName.INSIDE, GroupName.ACROSS), parts, strict=True):
-            for ranks in groups:  # every rank takes part in making each
-                group = dist.new_group(ranks, **options())
-                if dist.get_rank() in ranks:
-                    found[name.value] = group
+def _of_nodes(count: int, options: Callable[[], dict[str, Any]]) -> dict[GroupName, Any]:
+    """options: made for each group, because torch writes into those of NCCL."""
+    found: dict[GroupName, Any] = {}
+    parts = nodes.members(dist.get_world_size(), count)
+    for name, groups in zip((GroupName.INSIDE, GroupName.ACROSS), parts, strict=True):
+        for ranks in groups:  # every rank takes part in making each
+            group = dist.new_group(ranks, **options())
+            if dist.get_rank() in ranks:
+                found[name] = group
     return found
+
+
+def _warm_up(groups: Iterable[Any], device: torch.device) -> None:
+    """Each sends once ([Note: Groups of NCCL])."""
+    for group in groups:
+        dist.barrier(group, device_ids=[device.index])
 
 
 def kind_of(backend: str) -> GroupKind:

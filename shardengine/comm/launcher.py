@@ -92,12 +92,12 @@ def rank_environment(ranks: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def host_threads() -> int | None:
+def host_threads(*, offloads: bool) -> int | None:
     """Threads for what this rank's native kernels compute; None: as many as torch has.
 
-    torchrun sets OMP_NUM_THREADS=1 where nobody has set it, for ranks whose work is on a GPU. Then it is cores // ranks
-    of this machine. SHARDENGINE_THREADS says another number, UsageError if it is none. Who wants torch to have more
-    threads as well sets OMP_NUM_THREADS.
+    SHARDENGINE_THREADS says how many, UsageError if it is no such number. offloads: the host steps what is offloaded.
+    Then it is cores // ranks of this machine where torchrun has set OMP_NUM_THREADS=1, as it does where nobody has set
+    it, for ranks whose work is on a GPU. Who wants torch to have more threads as well sets OMP_NUM_THREADS.
     """
     said = os.environ.get(THREADS, "")
     if said:
@@ -105,7 +105,7 @@ def host_threads() -> int | None:
             raise UsageError(f"{THREADS}: expected an integer >= 1, got {said!r}")
         return int(said)
     torchrun = {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} <= set(os.environ)
-    if torchrun and os.environ.get("OMP_NUM_THREADS") == "1" and torch.get_num_threads() == 1:
+    if offloads and torchrun and os.environ.get("OMP_NUM_THREADS") == "1" and torch.get_num_threads() == 1:
         return max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
     return None
 
@@ -161,11 +161,10 @@ def launch(fn: Callable[..., Any], ranks: int = 2, args: Sequence[Any] = ()) -> 
 def _device_environment(ranks: int) -> dict[str, str]:
     """What the ranks are told about devices, and the user, where GPUs are not used."""
     visible = devices.count()
-    if visible >= ranks and dist.is_nccl_available():
+    reason = devices.too_few(ranks)
+    if not reason and dist.is_nccl_available():
         return {}
-    reason = f"{visible} GPU(s) are visible for {ranks} ranks"
-    if visible >= ranks:
-        reason += ", and torch has no NCCL"
+    reason = reason or f"torch has no NCCL for {visible} GPU(s)"
     if devices.wish() == "cuda":
         raise UsageError(f"launch: {devices.WISH}=cuda expects a GPU for every rank, but {reason}")
     if visible:

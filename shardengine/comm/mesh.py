@@ -7,8 +7,8 @@ One axis exists today (shard: all ranks). Its traffic runs over two groups, beca
 the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
 handshakes) use a third group on CPU. gloo ends the process when ranks give a collective different sizes, which happens
 where one rank evaluates alone while the others train. So with gloo the gathers of forwards without grad have a fourth
-group: then the ranks wait for each other, and that is found and told. Where gradients are added node by node first
-(nodes: [Note: Two steps]), each node has a group, and each place in a node.
+group: then the ranks wait for each other, and that is found and told. When an engine adds gradients node by node first
+(nodes: [Note: Two steps]), each node gets a group, and each place in a node.
 
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -38,12 +38,15 @@ import torch.distributed as dist
 from shardengine.comm import devices, nodes, rendezvous
 from shardengine.comm.breaking_off import TOGETHER_S, BreakingOff, come_together
 from shardengine.comm.group_kind import GroupKind, GroupName, kind_of, nccl_defaults
+from shardengine.comm.nodes import Nodes
 from shardengine.comm.threads import all_at_once, ending_threads
 from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.offload import Platform
 
 _log = logging.getLogger(__name__)
+_NAMED = 8
+"""As many ranks an error names."""
 
 
 class Store(Protocol):
@@ -71,9 +74,10 @@ class Mesh:
 
     channels: numbers, one for each engine over these groups; every rank takes them in the same order · evaluate: for
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
-    wire: what carries out data operations · platform_of: what makes ``platform`` for the device · nodes: how many share
-    the ranks, if these have groups of their own: inside, this rank's node's; across, that of its place in each node ·
-    kind: what makes and ends the groups · breaking_off: whether they were, of all meshes over these groups.
+    wire: what carries out data operations · platform_of: what makes ``platform`` for the device · nodes: which ranks
+    share one · node_groups: inside, of this rank's node; across, of its place in each node: none before
+    ``make_node_groups`` · kind: what makes and ends the groups · breaking_off: whether they were, of all meshes over
+    these groups.
     """
 
     rank: int
@@ -90,9 +94,8 @@ class Mesh:
     owned: bool = False
     wire: Wire = field(default_factory=Wire, compare=False, repr=False)
     platform_of: Callable[[torch.device], Platform] = field(default=Platform, compare=False, repr=False)
-    nodes: int = 1
-    inside: Group = None
-    across: Group = None
+    nodes: Nodes = field(default_factory=Nodes)
+    node_groups: dict[GroupName, Any] = field(default_factory=dict, compare=False, repr=False)
     kind: GroupKind = field(default_factory=GroupKind, compare=False, repr=False)
     breaking_off: BreakingOff = field(default_factory=BreakingOff, compare=False, repr=False)
 
@@ -100,6 +103,11 @@ class Mesh:
     def platform(self) -> Platform:
         """The device's streams and memory."""
         return self.platform_of(self.device)
+
+    def make_node_groups(self) -> None:
+        """``node_groups``, unless an engine over these groups has made them; collective. Over several nodes only."""
+        if not self.node_groups:
+            self.node_groups.update(self.kind.make_of_nodes(self.timeout_s, self.device, self.nodes.number))
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Destroy the groups; the default process group stays, until the process ends if ``build`` made it.
@@ -134,7 +142,7 @@ class Mesh:
         """Nobody uses the groups any more, nor was there an orderly end: the next ``build`` destroys them."""
         if self.owned:
             groups = {name: weakref.ref(group) for name, group in self._groups().items()}
-            _abandoned.append(_Abandoned(self.kind, self.breaking_off, groups))
+            _abandoned.append(_Abandoned(self._over({}), groups))
 
     def renew(self) -> Mesh:
         """The same ranks over new groups of the same default process group, which are owned; collective.
@@ -152,14 +160,18 @@ class Mesh:
         if self.owned:
             self._hold_until_timeout()
             self.kind.end(self._groups())
-        return replace(
+        new = replace(
             self,
-            **self.kind.make(self.timeout_s, self.device, self.nodes),
+            **self.kind.make(self.timeout_s, self.device),
+            node_groups={},
             channels=itertools.count(),
             owned=True,
             breaking_off=BreakingOff(),
             platform_of=lambda device: platform,
         )
+        if self.node_groups:
+            new.make_node_groups()
+        return new
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -192,8 +204,18 @@ class Mesh:
             keeper.start()
 
     def _groups(self) -> dict[GroupName, dist.ProcessGroup]:
-        fields = {name: getattr(self, name) for name in GroupName}
-        return {name: group for name, group in fields.items() if group is not None}
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return {name: group for name, group in fields.items() if group is not None} | self.node_groups
+
+    def _over(self, groups: Mapping[GroupName, dist.ProcessGroup]) -> Mesh:
+        """The same over ``groups`` alone."""
+        fields: dict[str, Any] = {name.value: groups.get(name) for name in _FIELDS}
+        of_nodes = {name: group for name, group in groups.items() if name not in _FIELDS}
+        return replace(self, **fields, node_groups=of_nodes)
+
+
+_FIELDS = (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL, GroupName.EVALUATE)
+"""The groups that every mesh of several ranks has."""
 
 
 def await_the_others(mesh: Mesh) -> None:
@@ -218,29 +240,41 @@ def await_all(store: Any, rank: int, ranks: int, timeout_s: float) -> None:
 
 @dataclass(frozen=True)
 class _Abandoned:
-    """Of an engine that was garbage-collected, in the midst of anything, or never came to be; torch holds them."""
+    """Of an engine that was garbage-collected, in the midst of anything, or never came to be. Torch holds the groups.
 
-    kind: GroupKind
-    breaking_off: BreakingOff
+    mesh: without them.
+    """
+
+    mesh: Mesh
     groups: dict[GroupName, weakref.ref[dist.ProcessGroup]]
+
+    def living(self) -> Mesh | None:
+        """The mesh, over the groups that nobody has ended meanwhile; None where there is none."""
+        found = {name: group for name, ref in self.groups.items() if (group := ref()) is not None and _lives(group)}
+        return self.mesh._over(found) if found else None
 
 
 _abandoned: list[_Abandoned] = []
 _DESTROYING_S = 2.0
+_BREAKING_OFF_S = 120.0
 
 
 def _destroy_abandoned() -> None:
-    """The groups that were abandoned end."""
-    held: list[dist.ProcessGroup] = []
-    for left in _abandoned:
-        living = {name: group for name, ref in left.groups.items() if (group := ref()) is not None and _lives(group)}
-        with left.breaking_off.once("nobody uses these groups any more") as has_to:
-            if has_to:
-                left.kind.break_off(living)
-        left.kind.end(living)
-        held += living.values()
-        del living
+    """The groups that were abandoned end; ranks may have abandoned different ones.
+
+    All are broken off at once: the abort of one may wait for the GPU, on which what is in flight on another still runs
+    (group_kind: [Note: Aborting]).
+    """
+    meshes = [mesh for left in _abandoned if (mesh := left.living()) is not None]
     _abandoned.clear()
+    calls = [functools.partial(mesh.break_off, "nobody uses these groups any more") for mesh in meshes]
+    if problems := all_at_once(calls, _BREAKING_OFF_S):
+        raise CommunicationError("; ".join(problems))
+    held: list[dist.ProcessGroup] = []
+    for mesh in meshes:
+        mesh.kind.end(mesh._groups())
+        held += mesh._groups().values()
+    del meshes, calls
     if held:
         last = threading.Thread(
             target=held.clear, daemon=True
@@ -265,14 +299,13 @@ def build(
     *,
     owned: bool = False,
     meet: Callable[[float], None] = lambda timeout_s: None,
-    hierarchical_reduce: bool | None = None,
 ) -> Mesh:
     """The mesh of all ranks of the default process group; initialises that one from the launcher's environment.
 
     Without a process group and without a launcher (see rendezvous) the mesh has one rank and no groups.
     A process group that is there is used as it is: with gloo the ranks compute on the CPU.
     device: this rank's; None: see devices, [Note: Which GPU a rank uses] · meet: called with ``timeout_s`` before the
-    groups are made, for which torch waits without a word · hierarchical_reduce: as the config's key; makes the groups.
+    groups are made, for which torch waits without a word.
     UsageError, the same on every rank, where two ranks would share a GPU, or one has none.
     """
     made = not dist.is_initialized()
@@ -284,74 +317,61 @@ def build(
                 "RANK and WORLD_SIZE are set but MASTER_ADDR is not: expected the environment of a launcher; start the "
                 "program with torchrun or `shardengine train`, or call torch.distributed.init_process_group first"
             )
-        choice, everyone = _join(device, timedelta(seconds=timeout_s), hierarchical_reduce)
+        choice, everyone = _join(device, timedelta(seconds=timeout_s))
         atexit.register(_leave)  # before that of failures, which needs the store and so comes first at the end
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks > 1:
         meet(timeout_s)
     if not made:
-        choice, everyone = _settle(device, hierarchical_reduce)
+        choice, everyone = _settle(device)
     if ranks == 1:
         return Mesh(0, 1, choice.device, made_default_group=made, owned=owned)
     _destroy_abandoned()
-    found = nodes.choose(everyone, choice.backend)
-    if found.unused and rank == 0:
-        _log.warning(found.unused)
     kind = kind_of(choice.backend)
-    groups = kind.make(timeout_s, choice.device, found.number)
+    groups = kind.make(timeout_s, choice.device)
     options: dict[str, Any] = {"backend": choice.backend, "made_default_group": made, "timeout_s": timeout_s}
-    return Mesh(rank, ranks, choice.device, owned=owned, kind=kind, nodes=found.number, **options, **groups)
+    return Mesh(rank, ranks, choice.device, owned=owned, kind=kind, nodes=nodes.find(everyone), **options, **groups)
 
 
 _Chosen = tuple[devices.Choice, list[devices.RankFacts]]
 
 
-def _join(device: torch.device | None, timeout: timedelta, hierarchical: bool | None) -> _Chosen:
+def _join(device: torch.device | None, timeout: timedelta) -> _Chosen:
     """The default process group, from the launcher's environment; what was chosen for it, from which facts."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    mine = devices.facts(device, hierarchical=hierarchical)
-    if ranks == 1:
-        choice = _use(devices.choose([mine], 0), 0)
-        dist.init_process_group(choice.backend, timeout=timeout)
-        return choice, [mine]
-    if rendezvous.agent_store():
+    if rendezvous.agent_store() and ranks > 1:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         store = _fresh(shared, rank, ranks, timeout)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))  # type: ignore[attr-defined]
-    everyone = _exchange("joining", mine, rank, ranks, store)
+    everyone = _exchange("joining", devices.facts(device), rank, ranks, store)
     choice = _use(devices.choose(everyone, rank), rank)
-    nccl_defaults()
     dist.init_process_group(choice.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     return choice, everyone
 
 
-def _settle(device: torch.device | None, hierarchical: bool | None) -> _Chosen:
+def _settle(device: torch.device | None) -> _Chosen:
     """What is chosen where the default process group is there already; collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = devices.facts(device, dist.group.WORLD, hierarchical)
-    everyone = [mine]
-    if ranks > 1:
-        shared = dist.distributed_c10d._get_default_store()
-        number = shared.add(f"shardengine/devices/of/{rank}", 1)
-        everyone = _exchange(str(number), mine, rank, ranks, shared)
+    shared: Any = dist.distributed_c10d._get_default_store() if ranks > 1 else None
+    key = str(shared.add(f"shardengine/devices/of/{rank}", 1)) if ranks > 1 else ""
+    everyone = _exchange(key, devices.facts(device, dist.group.WORLD), rank, ranks, shared)
     choice = _use(devices.choose(everyone, rank, devices.has_nccl(dist.get_backend_config())), rank)
     if choice.backend == "nccl":  # with gloo the caller's group works already
-        nccl_defaults()
         rendezvous.settle_gloo_interface(_store_address())
     return choice, everyone
 
 
 def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: Any) -> list[devices.RankFacts]:
     """The facts of every rank, over the store: there may be no group yet. Each reads one text, whatever ``ranks``."""
+    if ranks == 1:
+        return [mine]
     store = dist.PrefixStore(f"shardengine/devices/{key}", shared)  # type: ignore[attr-defined]
-    awaited, texts = 0, list[str]()
     try:
         store.set(str(rank), mine.to_text())
         if rank == 0:
-            for awaited in range(ranks):
-                texts.append(store.get(str(awaited)).decode())
+            texts = [store.get(str(each)).decode() for each in range(ranks)]
             store.set("all", json.dumps(texts))
         texts = json.loads(store.get("all"))
         if rank and store.add("read", 1) == ranks - 1:
@@ -360,10 +380,24 @@ def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: 
             store.wait(["all have read"])  # its process may host the store, and what comes of this may end it
     except RuntimeError as error:
         raise CommunicationError(
-            f"initialize on rank {rank}: rank {awaited} does not answer where ranks say which GPUs they see: "
+            f"initialize on rank {rank}: {_missing(store, ranks)} where ranks say which GPUs they see: "
             f"{str(error).splitlines()[0]}. Call it on every rank, or start the ranks again"
         ) from error
     return [devices.RankFacts.from_text(text) for text in texts]
+
+
+def _missing(store: Any, ranks: int) -> str:
+    """Who does not answer in ``_exchange``."""
+    try:
+        silent = [each for each in range(ranks) if not store.check([str(each)])]
+        if not silent and not store.check(["all"]):
+            silent = [0]  # it would have put that there
+    except RuntimeError:
+        return "the store over which ranks meet does not answer"
+    if not silent:  # each one counts when it has read, without a name
+        return "a rank does not answer, it is not known which,"
+    named = ", ".join(map(str, silent[:_NAMED])) + (" and others" if len(silent) > _NAMED else "")
+    return f"rank {named} does not answer" if len(silent) == 1 else f"ranks {named} do not answer"
 
 
 def _store_address() -> str:
@@ -421,9 +455,11 @@ def _leave() -> None:
 
 
 def _use(choice: devices.Choice, rank: int) -> devices.Choice:
-    """Make its device the current one; rank 0 says which GPUs are not used."""
+    """Make its device the current one, and NCCL ready for its first group; rank 0 says which GPUs are not used."""
     if choice.unused and rank == 0:
         _log.warning(choice.unused)
     if choice.device.type == "cuda":
         torch.cuda.set_device(choice.device)
+    if choice.backend == "nccl":
+        nccl_defaults()
     return choice

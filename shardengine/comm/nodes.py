@@ -1,6 +1,7 @@
-"""Which ranks share a node, and whether their gradients are added there first. Owns: the rules, and [Note: Two steps].
+"""Which ranks share a node, and whether gradients can be added there first. Owns: the rules, and [Note: Two steps].
 
-Must not know: process groups, buckets. Like a device it is chosen from the facts of all ranks, by each rank the same.
+Must not know: process groups, buckets, whether they are added there first (collectives). Like a device it is found from
+the facts of all ranks, by each rank the same.
 
 [Note: Two steps] The declared tree ((0+1)+(2+3))+… (kernels: [Note: One arithmetic]) adds L = 2^k consecutive ranks
 among themselves before any of their sum meets another rank's, if they begin at a multiple of L. So where every node has
@@ -26,22 +27,14 @@ from shardengine.comm.devices import RankFacts
 
 @dataclass(frozen=True)
 class Nodes:
-    """number: how many there are; 1: ranks are not told apart by node, so that nothing is done in two steps · unused:
-    why not, where the config asked for it; "" otherwise."""
+    """number: how many there are; 1: nothing can be done in two steps · problem: why not; "" otherwise."""
 
     number: int = 1
-    unused: str = ""
+    problem: str = ""
 
 
-def choose(ranks: Sequence[RankFacts], backend: str) -> Nodes:
-    """From the facts of all ranks. ``hierarchical_reduce`` null: on NCCL, where it applies.
-
-    What ranks say of that differs only where their configs do, which is an error a moment later.
-    """
-    wishes = {each.hierarchical for each in ranks}
-    wish = wishes.pop() if len(wishes) == 1 else False
-    if wish is False or (wish is None and backend != "nccl"):
-        return Nodes()
+def find(ranks: Sequence[RankFacts]) -> Nodes:
+    """From the facts of all ranks."""
     sizes, reason = _sizes(ranks)
     size = sizes[0]
     if not reason and len(set(sizes)) > 1:
@@ -52,8 +45,7 @@ def choose(ranks: Sequence[RankFacts], backend: str) -> Nodes:
         reason = f"a node has {size} rank(s)"
     if not reason:
         return Nodes(len(sizes))
-    told = f"hierarchical_reduce: expected several nodes with 2, 4, 8, ... consecutive ranks each, but {reason}"
-    return Nodes(unused=f"{told}; gradients are reduced in one step" if wish else "")
+    return Nodes(problem=f"expected several nodes with 2, 4, 8, ... consecutive ranks each, but {reason}")
 
 
 def _sizes(ranks: Sequence[RankFacts]) -> tuple[list[int], str]:

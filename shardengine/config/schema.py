@@ -298,14 +298,16 @@ class TopLevel:
         False, "Stages 1 and 2: step() does not wait for the stepped weights, the next forward does, block by block."
     )
     reproducible: bool | None = key(
-        None, optional(BOOL, "true on gloo, false on NCCL"), "Sum over ranks in the declared order on every backend."
+        None,
+        optional(BOOL, "true on gloo, false on NCCL"),
+        "Sum over ranks in the declared order on every backend; false leaves gradients that are sent in fp32 to the "
+        "backend.",
     )
     hierarchical_reduce: bool | None = key(
         None,
         optional(BOOL, "true on NCCL, false on gloo"),
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
-        "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too. With initialize(mesh=...) the mesh "
-        "must have been built with it.",
+        "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too.",
     )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")

@@ -6,7 +6,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import BufferPool, Platform, Tiers
-from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window
+from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 from shardengine.runtime import (
     ActivationStore,
     Attachments,
@@ -42,6 +42,12 @@ def _look(
     model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, trial: KernelTrial
 ) -> tuple[Partition, kernels.Offers]:
     """What one rank alone finds out about the model and the machine, or refuses."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and trial.device.type != "meta":
+            raise UsageError(
+                f"buffer {name!r} is on the meta device, it has no values: expected one with values; to_empty does not "
+                "fill it, so compute it anew as the model's __init__ does (from_pretrained does that)"
+            )
     units = config.zero_optimization.units
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
@@ -69,17 +75,17 @@ def build(
     stage = stages.select(config)
     which = precision.of(config)
     pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
-    direct = config.reproducible if config.reproducible is not None else mesh.backend != "nccl"
-    direct |= which.reduce is not torch.float32  # the backend would round no sum
-    options: dict[str, Any] = {"overlap": config.overlap_comm, "direct": direct, "debug": config.debug}
-    hierarchical = config.hierarchical_reduce is not False
-    if config.hierarchical_reduce and mesh.nodes == 1 < mesh.ranks and not mesh.owned and mesh.rank == 0:
-        _log.warning(
-            "hierarchical_reduce: the mesh that initialize was given has no groups of nodes, so gradients are reduced "
-            "in one step; comm.mesh.build(hierarchical_reduce=True) makes them, or says why it cannot"
-        )
-    collectives = Collectives(mesh, pool, reduce_dtype=which.reduce, hierarchical=hierarchical, **options)
-    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), mesh, direct, kind, groups)
+    on_nccl = mesh.backend == "nccl"
+    collectives = Collectives(
+        mesh,
+        pool,
+        overlap=config.overlap_comm,
+        debug=config.debug,
+        direct=not on_nccl if config.reproducible is None else config.reproducible,
+        hierarchical=on_nccl if config.hierarchical_reduce is None else config.hierarchical_reduce,
+        reduce_dtype=which.reduce,
+    )
+    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups)
 
     found, offer = run_on_all_ranks(
         collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, trial)
@@ -88,7 +94,9 @@ def build(
     offers = compare(collectives, partition.facts(model, found, settings, groups), offer.packed)
     settle_kernels(collectives, offers, offer.problem)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
-    footprint = _footprint(config, stage, found, plan, states, mesh.nodes)
+    footprint = _footprint(config, stage, found, plan, states, collectives)
+    if mesh.rank == 0:
+        _tell_sums(config, collectives, _sent(footprint.rules, plan))
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
@@ -139,8 +147,46 @@ def _assemble(
     return core
 
 
+def _sent(rules: Rules, plan: Layout) -> set[torch.dtype]:
+    """The dtypes in which gradients are sent."""
+    return {wire_of(rules, each) for each in plan.flat_buffers if each.trainable}
+
+
+def _tell_sums(config: Config, collectives: Collectives, sent: Collection[torch.dtype]) -> None:
+    """Warn where the config asks in vain for sums in two steps, or for the backend's own. sent: as ``_sent``."""
+    mesh = collectives.mesh
+    if mesh.ranks == 1:
+        return
+    ours = sorted(str(dtype).removeprefix("torch.") for dtype in sent if collectives.is_direct(dtype))
+    if config.hierarchical_reduce and mesh.nodes.problem:
+        _log.warning("hierarchical_reduce: %s; gradients are reduced in one step", mesh.nodes.problem)
+    elif config.hierarchical_reduce and not all(map(collectives.is_direct, sent)):
+        _log.warning(
+            "hierarchical_reduce: %s adds fp32 gradients up by itself, in one step, so true changes nothing for them; "
+            'set "reproducible": true beside it, or leave it out',
+            mesh.backend,
+        )
+    if config.reproducible is False and ours:
+        rounds = collectives.reduce_dtype is not torch.float32
+        cures = ['"data_types": {"reduce_dtype": "fp32"}'] * rounds
+        cures += ['"communication_data_type": "fp32"'] * (ours != ["float32"])
+        _log.warning(
+            '"reproducible": false changes nothing for gradients that are sent in %s%s: they are added here, in the '
+            "declared order; %s lets %s add them",
+            " and ".join(ours),
+            ", of which sums are rounded" if rounds else "",
+            " with ".join(cures),
+            mesh.backend,
+        )
+
+
 def _footprint(
-    config: Config, stage: stages.Stage, found: Partition, plan: Layout, states: Sequence[str], nodes: int
+    config: Config,
+    stage: stages.Stage,
+    found: Partition,
+    plan: Layout,
+    states: Sequence[str],
+    collectives: Collectives,
 ) -> Footprint:
     """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
     which = precision.of(config)
@@ -153,7 +199,7 @@ def _footprint(
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),
-        nodes=nodes,
+        nodes=collectives.nodes,
     )
 
 
@@ -179,8 +225,7 @@ def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfi
     measures = wanted.ratio == "auto" and wanted.device_memory is None
 
     def open_tiers() -> tuple[Tiers, int]:
-        if wanted.device != "none":
-            _give_threads(mesh.rank)
+        _give_threads(mesh.rank, offloads=wanted.device != "none")
         free = _free_bytes(mesh.platform, found) if measures else 0
         return unfinished.enter_context(closing(Tiers(zero, config.aio, mesh.rank, mesh.platform))), free
 
@@ -190,12 +235,15 @@ def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfi
     return tiers
 
 
-def _give_threads(rank: int) -> None:
-    """The host steps: its kernels take the cores that torchrun's OMP_NUM_THREADS=1 would leave idle."""
-    threads = host_threads()
+def _give_threads(rank: int, *, offloads: bool) -> None:
+    """If the host steps, its kernels take the cores that torchrun's OMP_NUM_THREADS=1 would leave idle."""
+    threads = host_threads(offloads=offloads)
     kernels.use_threads(threads)
     if threads is not None and rank == 0:
-        _log.info("steps on the host take %d thread(s) on this rank; SHARDENGINE_THREADS says another number", threads)
+        _log.info(
+            "native kernels take %d thread(s) of the host on this rank; SHARDENGINE_THREADS says another number",
+            threads,
+        )
 
 
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
@@ -246,6 +294,7 @@ def _drive(
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = _rules(config, stage, collectives.mesh.ranks)
+    collectives.prepare(_sent(rules, plan))
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, prefetch)

@@ -112,7 +112,6 @@ class Engine(Inspection):
                 timeout_s=said.timeout_s,
                 owned=True,
                 meet=meeting.meet_before_groups,
-                hierarchical_reduce=said.hierarchical_reduce,
             )
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)

@@ -29,7 +29,7 @@ def footprint_of(
         micro_batches=core.window.size,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found or core.partition, core.precision),
-        nodes=core.mesh.nodes,
+        nodes=core.collectives.nodes,
     )
 
 

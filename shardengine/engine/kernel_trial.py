@@ -9,7 +9,7 @@ that is ended early, clipping by hand, parameters that are unfrozen), and a slic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardengine import kernels
-from shardengine.comm import Mesh
+from shardengine.comm import Collectives
 from shardengine.config import Config
 from shardengine.ddp import Rules
 from shardengine.kernels import Noise, Spans
@@ -33,13 +33,14 @@ _MANY = 65_537
 class KernelTrial:
     """What decides the kernels of one engine.
 
-    terms: what a sum over ranks adds, if it is fp32 · several: micro-batches in a window · leaves: gradients may be
+    is_direct, nodes: of ``Collectives`` · several: micro-batches in a window · leaves: gradients may be
     summed for another device · clips: gradients are multiplied in the update · options: of each optimizer group.
     """
 
     device: torch.device
     ranks: int
-    terms: int
+    is_direct: Callable[[torch.dtype], bool]
+    nodes: Callable[[torch.dtype], int]
     rules: Rules
     precision: Precision
     several: bool
@@ -53,18 +54,18 @@ class KernelTrial:
         cls,
         config: Config,
         rules: Rules,
-        mesh: Mesh,
-        direct: bool,
+        collectives: Collectives,
         kind: str | None,
         groups: Sequence[dict[str, Any]],
     ) -> KernelTrial:
-        """direct: sums over ranks are ours, also in fp32 · kind: the optimizer's name, None for none."""
+        """kind: the optimizer's name, None for none."""
+        mesh = collectives.mesh
         which = precision.of(config)
         leaves = config.zero_optimization.offload_optimizer.device != "none" and mesh.platform.is_apart
         clips = bool(config.gradient_clipping) or which.scales_loss
         several = (config.gradient_accumulation_steps or 1) > 1
-        terms = mesh.ranks if direct else 1
-        return cls(mesh.device, mesh.ranks, terms, rules, which, several, leaves, clips, kind, groups)
+        summed = (collectives.is_direct, collectives.nodes)
+        return cls(mesh.device, mesh.ranks, *summed, rules, which, several, leaves, clips, kind, groups)
 
     def run(self, specs: Iterable[ParameterSpec]) -> None:
         """Launch them. specs: the model's parameters."""
@@ -90,15 +91,14 @@ class KernelTrial:
             kernels.flatten([self._zeros(dtype)], [0], whole, add=True)
         if begun is not wire:
             kernels.flatten([whole], [0], self._zeros(wire))
-        count = self.terms if wire is torch.float32 else self.ranks
-        terms = list(self._zeros(wire, count * _FEW).view(count, _FEW))
+        terms = self._terms(wire)
         total = None
         if self.several and rules.sharded:
             total = self._zeros(rules.accumulate)
             kernels.ordered_sum(terms, total, reduce_dtype=rules.reduce)
             kernels.ordered_sum(terms, total, total=total, reduce_dtype=rules.reduce)
         if leaves and total is not None:
-            here = self._zeros(torch.float32 if count > 1 else wire)
+            here = self._zeros(torch.float32 if len(terms) > 1 else wire)
             kernels.ordered_sum(terms, here, reduce_dtype=rules.reduce)
             return wire
         rests = rules.accumulate if self.several and not leaves else wire
@@ -107,6 +107,17 @@ class KernelTrial:
             terms, complete, total=total, divisor=rules.divisor, rounded=wire, reduce_dtype=rules.reduce
         )
         return wire if rules.gathers else complete.dtype
+
+    def _terms(self, wire: torch.dtype) -> list[Tensor]:
+        """Of a sum over ranks of gradients that travel in ``wire``: what comes, or the sums of the nodes."""
+        nodes = self.nodes(wire)
+        if nodes > 1:
+            summed = self._zeros(self.rules.reduce, nodes * _FEW)
+            inside = self._zeros(wire, self.ranks * _FEW).chunk(self.ranks // nodes)
+            kernels.ordered_sum(inside, summed, reduce_dtype=self.rules.reduce)
+            return list(summed.chunk(nodes))
+        count = self.ranks if self.is_direct(wire) else 1
+        return list(self._zeros(wire, count * _FEW).chunk(count))
 
     def _update(self, dtype: torch.dtype, gradient: torch.dtype) -> None:
         """Of weights in ``dtype``, in the first step and in later ones."""

@@ -130,6 +130,8 @@ def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[O
         try:
             trial()
         except Exception as error:
+            if _named() and isinstance(error, UsageError):
+                raise  # it says itself what is missing
             problem = f"{type(error).__name__}: {error}"
             if _named():
                 raise UsageError(

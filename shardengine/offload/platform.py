@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -138,6 +138,8 @@ def _page_lock(address: int, size: int) -> Callable[[], None] | None:
     """Let CUDA copy from and to this memory beside the computation; what ends that. None where it cannot be had."""
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, size, 0)):
+        with suppress(RuntimeError):  # CUDA keeps what went wrong for the next kernel's launch, which torch then fails
+            torch.ones(1, device="cuda")
         return None
     return lambda: runtime.cudaHostUnregister(address)
 

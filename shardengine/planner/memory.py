@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,8 @@ class Footprint:
     """One layout and what else decides its bytes per rank; padding is included.
 
     state: bytes of optimizer state per element, without master weights · micro_batches: of a window · prefetch:
-    elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer · nodes: inside of which
-    gradients may be added first.
+    elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer · nodes: as
+    ``Collectives.nodes``.
     """
 
     stage: Stage
@@ -44,7 +44,7 @@ class Footprint:
     micro_batches: int
     prefetch: int
     outside: int
-    nodes: int = 1
+    nodes: Callable[[torch.dtype], int] = lambda dtype: 1
 
     def at_rest(self, homes: Homes) -> defaultdict[str, float]:
         """The stage's formula for model state, by tier, at the end of a window of micro-batches.
@@ -81,16 +81,16 @@ class Footprint:
 
     def buffers(self, homes: Homes) -> float:
         """Bytes on the device beside ``at_rest``, at most ([Note: Buffers])."""
-        found, lengths = self._window_bytes(homes), Counter[tuple[int, int]]()
+        found, lengths = self._window_bytes(homes), Counter[tuple[int, torch.dtype]]()
         for flat_buffer in self.layout.flat_buffers:
             for bucket in flat_buffer.buckets if flat_buffer.trainable else ():
                 found += self._held_beyond_rest(flat_buffer, bucket, away=bucket.index in homes.state)
-                lengths[bucket.length, wire_of(self.rules, flat_buffer).itemsize] += 1
+                lengths[bucket.length, wire_of(self.rules, flat_buffer)] += 1
         ranks = self.layout.ranks
-        for (length, itemsize), count in lengths.items():
-            whole = length * itemsize * (1 if ranks == 1 else 2)
-            if self.nodes > 1:  # what is sent and received between them
-                whole += 2 * self.rules.reduce.itemsize * length * self.nodes // ranks
+        for (length, wire), count in lengths.items():
+            whole = length * wire.itemsize * (1 if ranks == 1 else 2)
+            if (nodes := self.nodes(wire)) > 1:  # what is sent and received between them
+                whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length // ranks)
         return found
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardengine.app import inspect_checkpoint
+from shardengine.app import environment, inspect_checkpoint
 from shardengine.app.cli import main
 from shardengine.comm import devices
 from shardengine.config import json_schema, load_config
@@ -91,7 +93,7 @@ def test_more_ranks_than_gpus_are_refused_before_they_start(capsys: pytest.Captu
     monkeypatch.setattr("shardengine.app.command.require", lambda *packages, extra: None)
     monkeypatch.setattr(devices, "count", lambda: 2)
     assert main(["train", "--config", str(CONFIGS / "zero2.json"), "--ranks", "3"]) == 2
-    assert "--ranks 3: expected at most 2, one for each GPU of this machine" in capsys.readouterr().err
+    assert "--ranks 3: expected a GPU for each, but 2 GPU(s) are visible for 3 ranks" in capsys.readouterr().err
 
 
 def test_a_batch_that_does_not_fit_the_ranks_shows_the_equation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -135,6 +137,7 @@ def test_env_names_the_versions(capsys: pytest.CaptureFixture[str]):
         (("a",), {"SHARDENGINE_DEVICE": "cpu"}, "cpu (asked for), gloo between ranks; `train` starts 2 rank(s)"),
         ((), {"SHARDENGINE_DEVICE": "cuda"}, "expected a GPU on every rank, but none is visible"),
         ((), {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "cpu (no GPU is visible)"),
+        ((), {"SHARDENGINE_KERNELS": "native", "SHARDENGINE_ISA": "scalar"}, "cpu (no GPU is visible)"),
     ],
 )
 def test_env_says_which_device_and_why(gpus, variables: dict[str, str], device: str, capsys, monkeypatch):
@@ -147,6 +150,42 @@ def test_env_says_which_device_and_why(gpus, variables: dict[str, str], device: 
     rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["device"].startswith(device)
     assert variables.items() <= rows.items()
+
+
+VARIABLE = re.compile(
+    "CXX|RANK|WORLD_SIZE|(CUDA|GLOO|GROUP|LOCAL|MASTER|MPI|MV2|NCCL|OMP|OMPI|PALS|FLUX|PMI|PYTORCH|SHARDENGINE|SLURM|"
+    "TORCH_NCCL|TORCHELASTIC|TRITON|XDG)_[A-Z0-9_]+"
+)
+
+
+def read_variables() -> set[str]:
+    """Whatever the source names that looks like a variable of the environment, or is looked up there."""
+    found: set[str] = set()
+    for path in (Path(__file__).parents[2] / "shardengine").rglob("*.py"):
+        if path.name == "environment.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            texts = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+            found |= {text for text in texts if VARIABLE.fullmatch(text)}
+            looked_up = ast.unparse(node) if isinstance(node, ast.Call | ast.Subscript) else ""
+            found |= set(re.findall(r"^(?:os\.)?environ(?:\.get\(|\.setdefault\(|\[)'(\w+)'", looked_up))
+    return found
+
+
+def test_env_tells_every_variable_that_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    read = read_variables()
+    assert {"SHARDENGINE_KERNELS", "SHARDENGINE_CACHE", "MASTER_ADDR", "SLURM_PROCID", "CXX", "XDG_CACHE_HOME"} <= read
+    monkeypatch.setattr(environment, "_kernels", lambda: "")  # would be built where SHARDENGINE_CACHE says
+    for name in environment.PRIVATE:
+        monkeypatch.setenv(name, str(tmp_path / "a name"))
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    rows = dict(line.split(": ", 1) for line in text.splitlines())
+    assert all(rows[name] == "set" for name in environment.PRIVATE) and "a name" not in text
+    told = {*environment.ALWAYS, *environment.WHERE_SET, *environment.PRIVATE}
+    assert not {name for name in read - told if not name.startswith("TORCH_NCCL_")}
 
 
 def test_help_and_config_import_no_heavy_optional_package():

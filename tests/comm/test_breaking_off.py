@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from shardengine.comm import breaking_off, group_kind
+from shardengine.comm import Mesh, breaking_off, group_kind, mesh
 from shardengine.comm.breaking_off import BreakingOff, come_together
 from shardengine.comm.group_kind import GroupKind, GroupName, NcclGroupKind
 from shardengine.errors import CommunicationError
@@ -105,3 +107,53 @@ def test_one_that_is_dead_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatc
     for thread in [come(store, rank, 3, gone) for rank in range(2)]:
         thread.join(HANG_S)
     assert sorted(gone) == [0, 1]
+
+
+@dataclass(frozen=True)
+class Left(Mesh):
+    """Of an engine that nobody has any more, on rank 0 of 2."""
+
+    board: Any = None
+
+    def store(self) -> Any:
+        return self.board
+
+
+class Kind(NcclGroupKind):
+    """ended: the names of the groups that were."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def end(self, groups: Any) -> None:
+        self.ended += [group.name for group in groups.values()]
+
+
+def test_what_two_engines_have_left_is_broken_off_at_once_when_the_other_ranks_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The abort of one engine's groups waits for the GPU, on which those of the other one still run."""
+    monkeypatch.setattr(group_kind, "_ABORT_S", HANG_S)
+    monkeypatch.setattr(breaking_off, "TOGETHER_S", HANG_S)
+    monkeypatch.setattr(mesh, "_lives", lambda group: True)
+    monkeypatch.setattr(mesh, "_abandoned", [])
+    device, kind, gone, stores, groups = PlayedDevice(), Kind(), list[int](), list[Any](), list[Any]()
+    for engine in "ab":
+        stores.append(dist.HashStore())  # type: ignore[attr-defined]
+        names = (f"gather {engine}", f"reduce {engine}")
+        made: list[Any] = [PlayedGroup(name, None, device, lambda at=stores[-1]: at) for name in names]  # type: ignore[misc]
+        for group in made:
+            PlayedWork(group, Endless(), lambda: None)
+        groups += made
+        of_rank: dict[str, Any] = {"gather": made[0], "reduce": made[1], "backend": "nccl", "kind": kind}
+        Left(0, 2, torch.device("cpu"), **of_rank, owned=True, board=stores[-1]).abandon()
+    destroying = threading.Thread(target=mesh._destroy_abandoned)
+    destroying.start()
+    destroying.join(0.2)
+    assert not device.events  # rank 1 is not there yet
+    others = [come(store, 1, 2, gone) for store in stores]
+    for thread in (destroying, *others):
+        thread.join(HANG_S)
+    assert not destroying.is_alive() and all(group.aborted for group in groups)
+    assert device.came == [2] * 4 and not device.in_flight
+    assert sorted(kind.ended) == ["gather a", "gather b", "reduce a", "reduce b"] and not mesh._abandoned

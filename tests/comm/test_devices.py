@@ -410,15 +410,16 @@ def test_groups_of_nodes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(os, "environ", clean(MASTER_ADDR="localhost"))
     made: Any = mesh.build(timeout_s=30)
-    assert (made.nodes, made.inside, made.across) == (2, "group 4", "group 6")
+    made.make_node_groups()
+    assert made.nodes.number == 2 and [*made.node_groups.values()] == ["group 6", "group 8"]
     news = [each for each in played.events if each[0] == "new"][3:]
     assert [ranks for _, _, ranks in news] == [[0, 1], [2, 3], [0, 2], [1, 3]]
     assert all(each["backend"] == "nccl" and each["device_id"] == made.device for _, each, _ in news)
     warmed = [each[1] for each in played.events if each[0] == "barrier"]
-    assert warmed == ["group 1", "group 2", "group 4", "group 6"]
+    assert warmed == ["group 1", "group 2", "group 6", "group 8"]
     played.events.clear()
     made.destroy()
-    assert [each[1] for each in played.events] == ["group 1", "group 2", "group 3", "group 4", "group 6"]
+    assert [each[1] for each in played.events] == ["group 1", "group 2", "group 3", "group 6", "group 8"]
 
 
 def test_a_group_without_nccl_is_one_of_gloo(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
@@ -442,6 +443,31 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mesh, "dist", played)
     with pytest.raises(CommunicationError, match="rank 1 does not answer where ranks say which GPUs"):
         mesh.build(CPU, 30)
+
+
+def say_who_is_missing(store: Any, rank: int, ranks: int) -> str:
+    with pytest.raises(CommunicationError) as raised:
+        mesh._exchange("joining", RankFacts("a"), rank, ranks, store)
+    return str(raised.value).removeprefix(f"initialize on rank {rank}: ").partition(" where ranks say")[0]
+
+
+def test_every_rank_names_those_that_are_missing():
+    """Not whom it waits for itself: rank 0, which waits for them."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(milliseconds=10))
+    assert say_who_is_missing(store, 1, 4) == "ranks 0, 2, 3 do not answer"
+    assert say_who_is_missing(store, 0, 4) == "ranks 2, 3 do not answer"
+    assert say_who_is_missing(store, 3, 4) == "rank 2 does not answer"
+    assert say_who_is_missing(store, 2, 4) == "rank 0 does not answer"  # all have said what they see, and it is gone
+    assert say_who_is_missing(store, 0, 4) == "a rank does not answer, it is not known which,"  # one has not read
+
+
+def test_a_store_that_is_gone_is_no_rank():
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    assert mesh._missing(Gone(), 2) == "the store over which ranks meet does not answer"
 
 
 def test_ranks_end_together_without_a_collective():

@@ -173,13 +173,15 @@ def test_threads_of_the_host(values: dict[str, str], torchs: int, threads: int |
     monkeypatch.setattr(os, "environ", clean(**values))
     monkeypatch.setattr(launcher, "cores", lambda: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
-    assert launcher.host_threads() == threads
+    assert launcher.host_threads(offloads=True) == threads
+    said = int(values["SHARDENGINE_THREADS"]) if "SHARDENGINE_THREADS" in values else None
+    assert launcher.host_threads(offloads=False) == said
 
 
 def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHARDENGINE_THREADS", "all")
     with pytest.raises(UsageError, match="SHARDENGINE_THREADS: expected an integer >= 1, got 'all'"):
-        launcher.host_threads()
+        launcher.host_threads(offloads=False)
 
 
 THREADS_UNDER_TORCHRUN = """
@@ -217,7 +219,7 @@ def test_the_step_on_the_host_under_torchrun(tmp_path: Path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0: [1, 3] 1", "rank 1: [1, 3] 1"]
-    assert done.stderr.count("steps on the host take 3 thread(s)") == 1
+    assert done.stderr.count("native kernels take 3 thread(s) of the host") == 1
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch):

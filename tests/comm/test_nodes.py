@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from shardengine.comm import Collectives, Mesh, Named, Purpose, Wire, Work, mesh, nodes
 from shardengine.comm.devices import LOCAL_RANKS, LOCAL_SIZE, RankFacts
+from shardengine.comm.group_kind import GroupName
 from shardengine.kernels import ordered_sum
 from shardengine.offload import BufferPool
 from tests import oracle
@@ -24,56 +24,48 @@ from tests.support.parts import CPU, PARTIAL, SHARDED
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-ASKED = "hierarchical_reduce: expected several nodes with 2, 4, 8, ... consecutive ranks each, but "
+ASKED = "expected several nodes with 2, 4, 8, ... consecutive ranks each, but "
 
 
-def told(*sizes: int, wish: bool | None = True, numbered: bool = True) -> list[RankFacts]:
+def told(*sizes: int, numbered: bool = True) -> list[RankFacts]:
     """Ranks of nodes of these sizes, one node after another, as torchrun tells them; on one host."""
     return [
-        RankFacts("a", local_rank=place if numbered else None, local_ranks=size, hierarchical=wish)
+        RankFacts("a", local_rank=place if numbered else None, local_ranks=size)
         for size in sizes
         for place in range(size)
     ]
 
 
-def hosts(*names: str, wish: bool | None = True) -> list[RankFacts]:
+def hosts(*names: str) -> list[RankFacts]:
     """Ranks of which no launcher says anything."""
-    return [RankFacts(name, hierarchical=wish) for name in names]
+    return [RankFacts(name) for name in names]
 
 
-CASES: dict[str, tuple[list[RankFacts], str, int, str]] = {
-    "two nodes of two": (told(2, 2), "gloo", 2, ""),
-    "three nodes of eight": (told(8, 8, 8), "gloo", 3, ""),
-    "no number on the node": (told(4, 4, numbered=False), "gloo", 2, ""),
-    "by hosts": (hosts("a", "a", "b", "b"), "gloo", 2, ""),
-    "null on NCCL": (told(2, 2, wish=None), "nccl", 2, ""),
-    "null on gloo": (told(2, 2, wish=None), "gloo", 1, ""),
-    "false": (told(2, 2, wish=False), "nccl", 1, ""),
-    "null on NCCL, where it does not apply": (told(3, 3, wish=None), "nccl", 1, ""),
-    "configs that differ": ([*told(2, wish=None), *told(2)], "nccl", 1, ""),
-    "three ranks": (told(3, 3), "gloo", 1, "a node has 3 rank(s)"),
-    "one rank": (told(1, 1), "gloo", 1, "a node has 1 rank(s)"),
-    "one node": (told(4), "gloo", 1, "all ranks are on one node"),
-    "one host": (hosts("a", "a"), "gloo", 1, "all ranks are on one node"),
-    "uneven": (told(4, 2), "gloo", 1, "the nodes have 2, 4 ranks"),
-    "uneven hosts": (hosts("a", "a", "b", "b", "b"), "gloo", 1, "the nodes have 2, 3 ranks"),
-    "in turn, by hosts": (hosts("a", "b", "a", "b"), "gloo", 1, "ranks of one host are not consecutive"),
+CASES: dict[str, tuple[list[RankFacts], int, str]] = {
+    "two nodes of two": (told(2, 2), 2, ""),
+    "three nodes of eight": (told(8, 8, 8), 3, ""),
+    "no number on the node": (told(4, 4, numbered=False), 2, ""),
+    "by hosts": (hosts("a", "a", "b", "b"), 2, ""),
+    "three ranks": (told(3, 3), 1, "a node has 3 rank(s)"),
+    "one rank": (told(1, 1), 1, "a node has 1 rank(s)"),
+    "one node": (told(4), 1, "all ranks are on one node"),
+    "one host": (hosts("a", "a"), 1, "all ranks are on one node"),
+    "uneven": (told(4, 2), 1, "the nodes have 2, 4 ranks"),
+    "uneven hosts": (hosts("a", "a", "b", "b", "b"), 1, "the nodes have 2, 3 ranks"),
+    "in turn, by hosts": (hosts("a", "b", "a", "b"), 1, "ranks of one host are not consecutive"),
     "in turn": (
-        [RankFacts("a", local_rank=place, local_ranks=2, hierarchical=True) for place in (0, 0, 1, 1)],
-        "gloo",
+        [RankFacts("a", local_rank=place, local_ranks=2) for place in (0, 0, 1, 1)],
         1,
         "ranks 0 to 1 are not, by LOCAL_RANK and LOCAL_WORLD_SIZE, one node",
     ),
-    "too few": (told(2, 2)[:3], "gloo", 1, "ranks 2 to 2 are not, by LOCAL_RANK and LOCAL_WORLD_SIZE, one node"),
+    "too few": (told(2, 2)[:3], 1, "ranks 2 to 2 are not, by LOCAL_RANK and LOCAL_WORLD_SIZE, one node"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_which_ranks_share_a_node(name: str) -> None:
-    ranks, backend, number, reason = CASES[name]
-    found = nodes.choose(ranks, backend)
-    assert found.number == number
-    assert found.unused == (f"{ASKED}{reason}; gradients are reduced in one step" if reason else "")
+    ranks, number, reason = CASES[name]
+    assert nodes.find(ranks) == nodes.Nodes(number, f"{ASKED}{reason}" if reason else "")
 
 
 # Over a played network
@@ -140,8 +132,8 @@ def play(ranks: int, count: int, wire: torch.dtype, reduce: torch.dtype, length:
             ("across", tuple(across[rank % (ranks // count)])),
         ]
         made = Mesh(
-            rank, ranks, CPU, backend="gloo", wire=PlayedWire(network, rank), nodes=count,
-            inside=groups[0], across=groups[1],  # type: ignore[arg-type]
+            rank, ranks, CPU, backend="gloo", wire=PlayedWire(network, rank), nodes=nodes.Nodes(count),
+            node_groups={GroupName.INSIDE: groups[0], GroupName.ACROSS: groups[1]},
         )  # fmt: skip
         link = Collectives(made, BufferPool(made.platform), reduce_dtype=reduce, hierarchical=True)
         outs.append([torch.empty(length) for _ in range(2)])
@@ -195,44 +187,36 @@ def test_two_steps_give_the_bits_of_the_declared_tree(
 # Groups of processes
 
 
-def build_as(sizes: Sequence[int], wish: bool | None) -> tuple[int, list[list[int]], list[str]]:
-    """``mesh.build`` on nodes of these sizes: how many there are, the members of both groups, what was logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+def build_as(sizes: Sequence[int]) -> tuple[nodes.Nodes, list[list[int]]]:
+    """``mesh.build`` on nodes of these sizes: which are found, the members of both groups."""
     places = [(str(size), str(place)) for size in sizes for place in range(size)]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip((LOCAL_SIZE, LOCAL_RANKS[0]), places[dist.get_rank()], strict=True):
             patch.setitem(os.environ, name, value)
-        logging.getLogger("shardengine").addHandler(handler)
-        try:
-            made = mesh.build(CPU, 60, owned=True, hierarchical_reduce=wish)
-        finally:
-            logging.getLogger("shardengine").removeHandler(handler)
-    again = made.renew()  # ends the groups, and makes others
-    found = [dist.get_process_group_ranks(group) for group in (again.inside, again.across) if group is not None]
-    assert made.nodes == again.nodes and (made.inside is None) is (again.inside is None)
-    assert again.inside is not made.inside or made.inside is None
-    held = again._groups()
-    again.destroy()
-    for group in held.values():
+        made = mesh.build(CPU, 60, owned=True)
+    assert not made.node_groups  # before an engine reduces over them
+    before = made.renew()
+    assert not before.node_groups
+    if made.nodes.number > 1:
+        before.make_node_groups()
+    members = [dist.get_process_group_ranks(group) for group in before.node_groups.values()]
+    after = before.renew()  # ends the groups, and makes others
+    assert [dist.get_process_group_ranks(group) for group in after.node_groups.values()] == members
+    held = after._groups()
+    if members:
+        after.make_node_groups()  # they are there
+    assert held == after._groups() and len(held) == 4 + len(members)
+    after.destroy()
+    for group in [*before.node_groups.values(), *held.values()]:
         with pytest.raises(ValueError, match=r"[Ii]nvalid process group"):
             dist.destroy_process_group(group)
-    return made.nodes, found, logged
+    return made.nodes, members
 
 
 def test_each_node_has_a_group_and_each_place(pools: Pools) -> None:
-    found = pools(4).run(build_as, (2, 2), True)
-    assert found == [
-        (2, [[0, 1], [0, 2]], []), (2, [[0, 1], [1, 3]], []), (2, [[2, 3], [0, 2]], []), (2, [[2, 3], [1, 3]], []),
+    two = nodes.Nodes(2)
+    assert pools(4).run(build_as, (2, 2)) == [
+        (two, [[0, 1], [0, 2]]), (two, [[0, 1], [1, 3]]), (two, [[2, 3], [0, 2]]), (two, [[2, 3], [1, 3]]),
     ]  # fmt: skip
-    assert pools(4).run(build_as, (2, 2), None) == [(1, [], [])] * 4
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"), [((3,), "all ranks are on one node"), ((2, 1), "the nodes have 1, 2 ranks")]
-)
-def test_where_it_does_not_apply_rank_0_says_why(pools: Pools, sizes: tuple[int, ...], reason: str) -> None:
-    first, *others = pools(3).run(build_as, sizes, True)
-    assert first[:2] == (1, []) and others == [(1, [], [])] * 2
-    assert first[2] == [f"{ASKED}{reason}; gradients are reduced in one step"]
+    one = nodes.Nodes(1, f"{ASKED}all ranks are on one node")
+    assert pools(3).run(build_as, (3,)) == [(one, [])] * 3

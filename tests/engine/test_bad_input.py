@@ -136,6 +136,17 @@ def test_half_precision_and_meta_parameters_are_refused_by_name(stage: str) -> N
         empty = Block()
     with pytest.raises(UsageError, match=r"'up\.weight' is on the meta device"):
         engine_of(stage, empty)
+    model = CASE.make()
+    model.blocks[1].register_buffer("angles", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(UsageError, match=r"buffer 'blocks\.1\.angles' is on the meta device.*compute it anew"):
+        engine_of(stage, model)
+
+
+@BOTH
+def test_variables_that_are_no_number_are_refused_also_without_offload(stage: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SHARDENGINE_THREADS", "all")
+    with pytest.raises(UsageError, match="SHARDENGINE_THREADS: expected an integer >= 1, got 'all'"):
+        engine_of(stage, CASE.make())
 
 
 @ALL

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardengine import trace
-from shardengine.comm import Collectives, Mesh, Named, Purpose, Wire
+from shardengine.comm import Collectives, Mesh, Named, Purpose, Wire, Work
 from shardengine.offload import BufferPool, CopyStream, Platform
 from tests.support import cases
 from tests.support.parts import PARTIAL, SHARDED
@@ -168,6 +168,9 @@ class PlayedPlatform(Platform):
     def copy_stream(self) -> CopyStream:
         return PlayedStream(self._played, f"stream {next(self._streams)}")
 
+    def here(self) -> Any:
+        return self._played.current
+
     def moment(self) -> trace.Moment:
         return PlayedMoment(self._played, self._played.busy_until[self._played.current])
 
@@ -194,13 +197,22 @@ class PlayedWork:
         until[self.device.current] = max(until[self.device.current], self.ends)
 
 
-def step_on_a_device(recording: bool) -> tuple[PlayedDevice, trace.Trace]:
-    """Compute 10 ns, begin two reductions with 5 ns between them, compute 20 ns, wait for both, compute 40 ns."""
-    device = PlayedDevice()
-    mesh = Mesh(
+def played(device: PlayedDevice) -> Mesh:
+    """One of two ranks."""
+    return Mesh(
         0, 2, torch.device("cpu"), reduce="reduce", backend="nccl", wire=PlayedWire(device),  # type: ignore[arg-type]
         platform_of=lambda _: PlayedPlatform(device),
     )  # fmt: skip
+
+
+def reduction(link: Collectives, name: str) -> Work:
+    return link.move(torch.zeros(4), PARTIAL, SHARDED, Named((), name), Purpose.GRADIENTS, lambda terms: None)
+
+
+def step_on_a_device(recording: bool) -> tuple[PlayedDevice, trace.Trace]:
+    """Compute 10 ns, begin two reductions with 5 ns between them, compute 20 ns, wait for both, compute 40 ns."""
+    device = PlayedDevice()
+    mesh = played(device)
     link = Collectives(mesh, BufferPool(mesh.platform))
     works = []
     if recording:
@@ -208,8 +220,7 @@ def step_on_a_device(recording: bool) -> tuple[PlayedDevice, trace.Trace]:
     with link.trace.span("backward"):
         device.run(10)
         for name in ("a", "b"):
-            full = torch.zeros(4)
-            works.append(link.move(full, PARTIAL, SHARDED, Named((), name), Purpose.GRADIENTS, lambda terms: None))
+            works.append(reduction(link, name))
             device.run(5)
         device.run(15)
         for work in works:
@@ -248,3 +259,17 @@ def test_a_trace_that_ends_with_an_error_waits_for_nothing() -> None:
     _, found = step_on_a_device(recording=True)
     found.drop()
     assert found.end() == ([], 0)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_without_overlap_what_is_waited_for_on_two_streams_is_exposed_once(elsewhere: bool) -> None:
+    """A gather of weights that are away begins on another stream, which computes nothing and may wait."""
+    device = PlayedDevice()
+    link = Collectives(mesh := played(device), BufferPool(mesh.platform), overlap=False)
+    with mesh.platform.loads.is_current() if elsewhere else nullcontext():
+        work = reduction(link, "a")
+    device.run(10)
+    work.wait()
+    device.come = 1000
+    assert link.trace.waited_ns == (20 if elsewhere else 30)
+    assert device.busy_until["compute"] == (30 if elsewhere else 40)

@@ -96,6 +96,17 @@ def test_without_the_interpreter_kernels_on_a_cpu_are_refused() -> None:
     assert done.returncode == 1 and "UsageError: Triton kernels were asked for on a CPU" in done.stderr
 
 
+def test_an_engine_on_a_cpu_says_what_kernels_of_triton_need_there() -> None:
+    code = (
+        "import torch, shardengine\n"
+        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'AdamW', 'params': {'lr': 0.1}}}\n"
+        "shardengine.initialize(torch.nn.Linear(4, 4), config)"
+    )
+    done = run(code, TRITON_INTERPRET="0")
+    assert done.returncode == 1 and "UsageError: Triton kernels were asked for on a CPU" in done.stderr
+    assert "C compiler" not in done.stderr
+
+
 def test_ordinary_use_on_a_cpu_imports_no_triton() -> None:
     code = (
         "import sys, torch, shardengine.kernels as k\n"

@@ -59,11 +59,18 @@ def test_memory_for_a_gpu_is_page_locked_until_it_is_given_back(monkeypatch: pyt
     locked: dict[int, int] = {}
 
     class Runtime:
-        refuses = 0
+        refuses = last_error = 0
 
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
             locked.update({} if self.refuses else {address: size})
+            self.last_error = self.refuses
             return self.refuses
+
+        def launch(self, *_: Any, device: str) -> None:
+            """A kernel of torch, after which it looks for errors: there is one at most once."""
+            error, self.last_error = self.last_error, 0
+            if error:
+                raise RuntimeError(f"CUDA error {error}")
 
         def cudaHostUnregister(self, address: int) -> None:
             assert address in locked
@@ -73,6 +80,7 @@ def test_memory_for_a_gpu_is_page_locked_until_it_is_given_back(monkeypatch: pyt
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
     platform = Platform(torch.device("cuda", 0))
     memory = platform.host_buffer(5000, pinned=True)
     part, address = memory[10:20], memory.data_ptr()
@@ -83,3 +91,4 @@ def test_memory_for_a_gpu_is_page_locked_until_it_is_given_back(monkeypatch: pyt
     assert not locked
     runtime.refuses = 2
     assert platform.host_buffer(5000, pinned=True).sum() == 0 and not locked, "without it copies are slower, and right"
+    assert not runtime.last_error, "what the user launches next does not fail for it"

@@ -44,12 +44,37 @@ PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
 """What the config says, what the oracle is told; bytes of a gradient on the wire, and of a node's sum."""
 
 
+@contextmanager
+def on_nodes(count: int) -> Iterator[None]:
+    """Meshes that are built inside are of ranks that share ``count`` nodes."""
+    size = dist.get_world_size() // count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(size))
+        patch.setenv("LOCAL_RANK", str(dist.get_rank() % size))
+        yield
+
+
 @functools.lru_cache(maxsize=1)
 def mesh_of_two_nodes() -> mesh.Mesh:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(RANKS // NODES))
-        patch.setenv("LOCAL_RANK", str(dist.get_rank() % (RANKS // NODES)))
-        return mesh.build(torch.device("cpu"), 60, hierarchical_reduce=True)
+    with on_nodes(NODES):
+        made = mesh.build(torch.device("cpu"), 60)
+    made.make_node_groups()
+    return made
+
+
+class Logged(logging.Handler):
+    """What shardengine logs inside."""
+
+    def __enter__(self) -> Logged:
+        self.texts: list[str] = []
+        logging.getLogger("shardengine").addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("shardengine").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 @contextmanager
@@ -65,7 +90,7 @@ def counted() -> Iterator[Counter[str]]:
     """Bytes that this rank sends to the members of each group."""
     found: Counter[str] = Counter()
     made = mesh_of_two_nodes()
-    names = {id(made.inside): "inside", id(made.across): "across", id(made.reduce): "all at once"}
+    names = {id(group): name.value for name, group in made._groups().items()}
     begin = Wire.all_to_all
 
     def counting(wire: Wire, out: Any, full: Any, group: Any) -> Any:
@@ -82,6 +107,7 @@ def train(micros: int, options: dict[str, Any]) -> dict[str, tuple[dict[str, Any
     """Per stage: what ``cases.run_steps`` gives, the bytes by group, and what the engine says of both."""
     found = {}
     for stage in cases.STAGES:
+        options = {"hierarchical_reduce": True, **options}
         config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600}, **options)
         with two_nodes(), counted() as sent:
             engine = cases.make_engine(cases.make_mlp(), config)
@@ -128,30 +154,61 @@ def test_switches(pools: Pools, option: dict[str, Any]) -> None:
         truth = cases.truth("mlp", "AdamW", RANKS, 1, "full", STEPS)
         assert_equal_to_truth([result[stage][0] for result in results], truth, f"stage {stage}")
         for result in results:
-            assert result[stage][1].keys() == (
-                {"all at once"} if "hierarchical_reduce" in option else {"inside", "across"}
-            )
+            assert result[stage][1].keys() == ({"reduce"} if "hierarchical_reduce" in option else {"inside", "across"})
 
 
-def asks_in_vain() -> tuple[int, list[str]]:
-    """An engine that asks for it over a mesh without such groups: how many nodes there are, what was logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardengine").addHandler(handler)
-    try:
-        engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", hierarchical_reduce=True))
-    finally:
-        logging.getLogger("shardengine").removeHandler(handler)
-    nodes = engine._core.collectives.nodes(torch.float32)
+def initialized(nodes: int, options: dict[str, Any]) -> tuple[list[str], float, list[str]]:
+    """Of a stage 2 engine on ``nodes`` nodes: its groups of nodes, the bytes of its buffers, what is told of sums."""
+    with on_nodes(nodes), Logged() as log:
+        model = cases.make_mlp()
+        config = cases.config_of("2", zero={"reduce_bucket_size": 600}, **options)
+        engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"))
+    found = [name.value for name in engine._core.mesh.node_groups], engine.memory()["predicted_buffer_bytes"]
     engine.close()
-    return nodes, [text for text in logged if text.startswith("hierarchical_reduce")]
+    return *found, [text for text in log.texts if "hierarchical_reduce" in text or "reproducible" in text]
 
 
-def test_a_given_mesh_without_groups_of_nodes_is_told(pools: Pools) -> None:
-    (nodes, told), (_, told_by_rank_1) = pools(2).run(asks_in_vain)
-    assert nodes == 1 and told_by_rank_1 == []
-    assert len(told) == 1 and "comm.mesh.build(hierarchical_reduce=True) makes them" in told[0]
+def test_groups_and_buffers_are_those_of_the_sums_that_are_made(pools: Pools) -> None:
+    """What the backend adds up itself takes no groups of nodes and no buffers, and the user hears of it once."""
+    asked = {"hierarchical_reduce": True}
+    of_backend: dict[str, Any] = {"reproducible": False}
+    pool = pools(RANKS)
+    (_, plain, _), *_ = pool.run(initialized, NODES, {})
+    (made, two_steps, told), *_ = pool.run(initialized, NODES, asked)
+    assert (made, told) == (["inside", "across"], []) and two_steps > plain
+    first, *others = pool.run(initialized, NODES, asked | of_backend)
+    assert first[:2] == ([], plain)
+    assert first[2] == [
+        "hierarchical_reduce: gloo adds fp32 gradients up by itself, in one step, so true changes nothing for them; "
+        'set "reproducible": true beside it, or leave it out'
+    ]
+    assert others == [([], plain, [])] * (RANKS - 1)
+    assert pool.run(initialized, NODES, of_backend) == [([], plain, [])] * RANKS
+
+
+def test_where_the_ranks_are_no_such_nodes_rank_0_says_why(pools: Pools) -> None:
+    first, *others = pools(RANKS).run(initialized, 1, {"hierarchical_reduce": True})
+    assert first[0] == [] and [(made, told) for made, _, told in others] == [([], [])] * (RANKS - 1)
+    assert first[2] == [
+        "hierarchical_reduce: expected several nodes with 2, 4, 8, ... consecutive ranks each, but all ranks are on "
+        "one node; gradients are reduced in one step"
+    ]
+
+
+def test_a_backend_that_may_add_what_is_not_sent_in_fp32_is_told_how(pools: Pools) -> None:
+    bf16: dict[str, Any] = {"bf16": {"enabled": True}, "reproducible": False}
+    rounded: dict[str, Any] = {"data_types": {"reduce_dtype": "bf16"}, "reproducible": False}
+    pool = pools(2)
+    (_, _, [of_wire]), (*_, of_rank_1) = pool.run(initialized, 1, bf16)
+    assert of_rank_1 == []
+    assert of_wire == (
+        '"reproducible": false changes nothing for gradients that are sent in bfloat16: they are added here, in the '
+        'declared order; "communication_data_type": "fp32" lets gloo add them'
+    )
+    (_, _, [of_sums]), _ = pool.run(initialized, 1, rounded)
+    assert '"data_types": {"reduce_dtype": "fp32"} lets gloo add them' in of_sums
+    for options in (bf16 | {"communication_data_type": "fp32"}, {**bf16, "reproducible": None}):
+        assert [told for _, _, told in pool.run(initialized, 1, options)] == [[], []], options
 
 
 def run_late(chosen: list[Case], folder: str) -> list[dict[str, Any]]:
@@ -181,10 +238,8 @@ def test_late_streams_change_no_bit(pools: Pools, tmp_path: Any) -> None:
 
 
 def gives_up() -> tuple[list[float], int]:
-    """Rank 3 raises in backward; all reset, and train on over new groups. The losses, and the number of nodes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(RANKS // NODES))
-        patch.setenv("LOCAL_RANK", str(dist.get_rank() % (RANKS // NODES)))
+    """Rank 3 raises in backward; all reset, and train on over new groups. The losses; how many groups are of nodes."""
+    with on_nodes(NODES):
         model = cases.make_mlp()
         config = cases.config_of("2", hierarchical_reduce=True, zero={"reduce_bucket_size": 600})
         engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"))
@@ -198,9 +253,9 @@ def gives_up() -> tuple[list[float], int]:
     except (ValueError, shardengine.errors.CommunicationError):
         engine.reset()
     losses += [cases.run_micro_batch(engine, cases.loss_of, step, 0) for step in (1, 2)]
-    nodes = engine._core.mesh.nodes
+    count = len(engine._core.mesh.node_groups)
     engine.close()
-    return losses, nodes
+    return losses, count
 
 
 def _raise(_gradient: Any) -> None:
@@ -210,7 +265,7 @@ def _raise(_gradient: Any) -> None:
 def test_a_rank_that_raises_is_met_again_over_new_groups(pools: Pools) -> None:
     found = pools(RANKS).run(gives_up)
     truth = cases.truth("mlp", "AdamW", RANKS, 1, "full", STEPS)
-    assert [nodes for _, nodes in found] == [NODES] * RANKS
+    assert [count for _, count in found] == [2] * RANKS  # groups
     for rank, (losses, _) in enumerate(found):
         assert losses == [row[0] for row in (each[rank] for each in truth.losses)]
 

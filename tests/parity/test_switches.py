@@ -77,6 +77,15 @@ def test_what_is_not_sent_in_fp32_is_summed_directly_all_the_same(pools: Pools) 
         assert all(result[stage][1] == 0 for result in results)
 
 
+def test_sent_in_fp32_they_are_the_backends(pools: Pools) -> None:
+    """What bf16 models are told to set where they want that."""
+    results = pools(2).run(train_natively, "SGD", 1, {"reproducible": False, "communication_data_type": "fp32", **BF16})
+    truth = cases.truth("mlp", "SGD", 2, 1, "full", STEPS, low=torch.bfloat16, wire=torch.float32)
+    for stage in cases.STAGES:
+        assert_equal_to_truth([result[stage][0] for result in results], truth, stage)
+        assert all(result[stage][1] > 0 for result in results), stage
+
+
 def train_with_buffers(broadcast: bool) -> dict[str, dict[str, Any]]:
     """Per stage: as ``cases.run_steps``. The buffers of a rank reach its next loss."""
     case, found = CASES["buffers"], {}

@@ -496,8 +496,8 @@ class _LateKind(GroupKind):
     def __init__(self, wire: LateWire) -> None:
         self._wire = wire
 
-    def make(self, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
-        made = super().make(timeout_s, device, count)
+    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+        made = super().make(timeout_s, device)
         self._wire.control = made[GroupName.CONTROL.value]
         return made
 

@@ -119,8 +119,8 @@ class PlayedKind(NcclGroupKind):
     def __init__(self, device: PlayedDevice) -> None:
         self.device = device
 
-    def make(self, timeout_s: float, device: torch.device, count: int = 1) -> dict[str, Any]:
-        groups = GroupKind().make(timeout_s, device, count)
+    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+        groups = GroupKind().make(timeout_s, device)
         del groups[GroupName.EVALUATE.value]
         control = groups[GroupName.CONTROL.value]
         store = Mesh(dist.get_rank(), dist.get_world_size(), device, control=control).store

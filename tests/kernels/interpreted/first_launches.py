@@ -15,6 +15,7 @@ from torch import Tensor
 from shardengine.comm import agreement
 from shardengine.kernels import operations, reference, reference_update, triton
 from shardengine.kernels.triton import compressing, copies, sums, updating
+from tests.parity.test_hierarchical_reduce import two_nodes
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankFailure, RankPool
@@ -110,6 +111,19 @@ def test_a_training_compiles_nothing_that_initialize_has_not(
         for run, keys, launched in late:
             assert launched > 3, run
             assert not keys, (run, keys)
+
+
+def compiled_late_on_nodes(*given: Any) -> list[tuple[Any, list[Key], int]]:
+    with two_nodes():
+        return compiled_late(*given)
+
+
+@pytest.mark.parametrize("said", [{}, BF16, {**BF16, "data_types": {"reduce_dtype": "bf16"}}], ids=str)
+def test_nor_what_adds_gradients_node_by_node(said: dict[str, Any], pools: Callable[[int], RankPool]) -> None:
+    runs = [(stage, micros, {"hierarchical_reduce": True, **said}) for stage, micros in (("0", 1), ("2", 1), ("2", 3))]
+    for late in pools(4).run(compiled_late_on_nodes, runs, "AdamW"):
+        for run, keys, launched in late:
+            assert launched > 3 and not keys, (run, keys)
 
 
 def without_compiler(*_: Any, **__: Any) -> None:
