@@ -75,6 +75,17 @@ def fetched_to_step(case: Case, facts: Facts) -> int:
     return sent_home(case, facts) * (not is_low(case))
 
 
+def is_read_back(case: Case) -> bool:
+    """Whether the call after a step reads, on the host, weights that went home; it waits for those still under way."""
+    saved = case.option.startswith("saved") and not is_low(case)
+    return case.tier == "weights" and (saved or case.option in ("full_params", "state_dict"))
+
+
+def waits_to_send(case: Case, facts: Facts) -> int:
+    """For buffers of stepped weights. Two buckets are still under way when a step ends."""
+    return sent_on(case, facts) + sent_home(case, facts) - 2 * is_read_back(case)
+
+
 def loads(case: Case, facts: Facts) -> int:
     """Shards on their way to be gathered."""
     return facts.loads * case.weights_on_host
@@ -102,7 +113,7 @@ TABLE = [
     Line("optim/update.py:step_bucket", "to device", "stream", fetched_to_step),
     Line("optim/update.py:send", "to device", "stream", sent_on),
     Line("optim/update.py:send", "to host", "stream", sent_home),
-    Line("optim/update.py:send", "wait", "", lambda case, facts: sent_on(case, facts) + sent_home(case, facts)),
+    Line("optim/update.py:send", "wait", "", waits_to_send),
     # weights that rest on the host
     Line("sharding/bucket.py:Bucket.load_shard", "to device", "stream", loads),
     Line("offload/shard_store.py:MemoryStore.check_out", "wait", "",
@@ -132,14 +143,15 @@ def expected_of_call(case: Case) -> set[Crossing]:
         "evaluation": [(away, ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"))],
         "full_params": [(away, ("runtime/unit.py:Unit.summon", "to device", "blocking"))],
         "state_dict": [
-            (True, ("sharding/flat_slices.py:join", "to host", "blocking")),
+            (not away or case.ranks > 1, ("sharding/flat_slices.py:join", "to host", "blocking")),
             (True, ("engine/export.py:_assemble", "to host", "blocking")),  # a buffer
             (away and case.ranks > 1, ("engine/gathering.py:gathered", "to device", "blocking")),
         ],
         "saved": [(True, ("checkpoint/tensor_file.py:Stream.put", "to host", "blocking"))],
         "saved behind": [(True, stream), (True, ("checkpoint/background.py:_copy", "wait", ""))],
     }
-    return {Crossing(*line) for there, line in lines.get(case.option, []) if there}
+    found = {Crossing(*line) for there, line in lines.get(case.option, []) if there}
+    return found | ({Crossing("offload/shard_store.py:MemoryStore.tensors", "wait")} if is_read_back(case) else set())
 
 
 FIRST = {
