@@ -199,6 +199,7 @@ BLOCKS = (
     Block("stream races: tiers", 2, 50, _pytest("test_gpu_tiers.py", "mlp and bf16"), outcomes, environment=_RACES),
     Block("memcheck", 2, 60, _CHECKED, sanitized, environment=_UNCACHED, under=(*_SANITIZER, "memcheck")),
     Block("racecheck", 2, 60, _CHECKED, sanitized, under=(*_SANITIZER, "racecheck")),
+    Block("ratio auto", 2, 35, _module("ratio_auto", "--budget", "20"), lines, _module("ratio_auto", *_CPU)),
     Block("profile", 3, 110, _module("gpu_profile", "--traces", "FOLDER"), lines,
           _module("gpu_profile", *_CPU, "--traces", "FOLDER")),
     Block("step, 124M", 3, 110, _benchmark("gpu_step", "--models", "124M", "--budget", "80"), steps,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from _pytest.mark.expression import Expression
 
-from benchmarks import finetune, gpu, gpu_blocks, gpu_profile
+from benchmarks import finetune, gpu, gpu_blocks, gpu_profile, ratio_auto
 from benchmarks import kernels as kernels_benchmark
 from benchmarks.gpu import DONE, FAILED, NOT_POSSIBLE, TIMED_OUT, Output, Report, run_part
 from benchmarks.gpu_blocks import BLOCKS, GPU, PARTS, Block
@@ -210,7 +210,7 @@ def test_benchmarks_understand_their_commands(device: str, monkeypatch: pytest.M
             options = parser_of(words)(words[2:])
             assert options.device == device
             checked += 1
-    assert checked == 7
+    assert checked == 8
 
 
 def is_in(test: str, word: str, /, **_: object) -> bool:
@@ -332,6 +332,16 @@ def test_a_step_is_traced_and_a_llama_learns(tmp_path: Path) -> None:
         assert found["steps"] == 3 and found["step_ms"] > 0 and (tmp_path / found["trace"]).stat().st_size > 0
     learnt = finetune.finetune("cpu", finetune.TINY, finetune.TINY_LENGTH, 4, time.monotonic())
     assert learnt["loss_fell"] and len(learnt["losses"]) == 4 and learnt["peak_allocated_bytes"] is None
+
+
+def test_a_ratio_is_found_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    (each,) = [each for each in BLOCKS if each.name == "ratio auto"]
+    assert ratio_auto.main(list((each.tiny or ())[2:])) == 0
+    small, large = each.read(capsys.readouterr().out).values()
+    assert 0 < small["ratio"] < 1 and large["ratio"] == 0
+    for row in (small, large):
+        assert row["need_bytes"] <= row["share_bytes"] < row["free_bytes"] and "left_bytes" not in row
+        assert row["losses"][-1] < row["losses"][0] and row["median_s"] > 0
 
 
 def test_a_part_is_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

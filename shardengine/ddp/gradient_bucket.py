@@ -24,7 +24,8 @@ what is complete lies in memory of its own unless that is the wire's dtype, too.
 
 [Note: Away] Where the optimizer's state rests in another tier, ``total`` and ``complete`` are in host memory, except
 where every rank needs the whole gradient. From another device a micro-batch's sum over ranks is copied there as soon as
-it is made, in the wire's dtype where that is all there is to send, and added on the host when it has arrived.
+it is made, in the wire's dtype where that is all there is to send, and added on the host when it has arrived. Where
+every rank needs the whole gradient it stays on the device, and is copied for its step, a bucket ahead (``fetch``).
 
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
 module that is called twice), and its bucket may be under way by then. So that the result does not depend on buckets,
@@ -36,6 +37,7 @@ was complete before it waits in ``earlier``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ from torch import Tensor
 
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, ordered_sum
-from shardengine.offload import BufferPool, CopyQueue
+from shardengine.offload import BufferPool, CopyQueue, Done
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 from shardengine.stages import Placement
 
@@ -170,8 +172,8 @@ class GradientBucket:
     """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent.
 
     own: parameter → where its elements begin and end in this rank's slice, if any are there · leaves: what is summed
-    over ranks rests with the optimizer's state, which is away · spill: brings it there, where that is another device
-    ([Note: Away]).
+    over ranks rests with the optimizer's state, which is away · spill: brings there what is stepped with, where that is
+    another device ([Note: Away]).
     """
 
     def __init__(
@@ -200,7 +202,9 @@ class GradientBucket:
         self.earlier: Tensor | None = None
         self.leaves = leaves
         self._pool = pool
-        self._spill = spill
+        self._spill = spill if leaves else None
+        self._to_step = spill
+        self._fetched: tuple[Tensor, Done] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -215,6 +219,32 @@ class GradientBucket:
     def gradient(self) -> Tensor | None:
         """What the optimizer steps with: the whole complete gradient where there is one, else this rank's slice."""
         return self.complete if self.whole is None else self.whole
+
+    def fetch(self) -> None:
+        """It is stepped soon: begin to bring it where that is done. Until then nothing changes it."""
+        if self._to_step is not None and self.whole is not None and self._fetched is None:
+            self._fetched = self._to_step.bring(self.whole)
+
+    @contextmanager
+    def gradient_to_step(self) -> Iterator[Tensor]:
+        """Inside, ``gradient`` where it is stepped with."""
+        if (gradient := self.gradient) is None:
+            raise InternalError(f"the bucket of {self.names} is stepped before its gradient is complete")
+        self.fetch()
+        if self._fetched is not None:
+            gradient, end = self._fetched
+            end.wait_on_host()
+        try:
+            yield gradient
+        finally:
+            self._give_fetched()
+
+    def _give_fetched(self) -> None:
+        if self._fetched is not None and self._to_step is not None:
+            there, end = self._fetched
+            end.wait_on_host()
+            self._to_step.give(there)
+            self._fetched = None
 
     @property
     def gradient_interval(self) -> tuple[int, int]:
@@ -366,6 +396,7 @@ class GradientBucket:
     def release(self) -> None:
         """Forget the window."""
         self.ready.clear()
+        self._give_fetched()
         self.drop_complete()
         self.late.drop()
         self.earlier = None

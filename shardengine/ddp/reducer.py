@@ -181,8 +181,8 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
 
     def _new_state(self, bucket: Bucket, layout: Layout, pool: BufferPool) -> GradientBucket:
-        leaves = bucket.state_store.away and not self.rules.gathers
-        spill = self._spill if leaves and self.platform.is_apart else None
+        away = bucket.state_store.away
+        leaves, spill = away and not self.rules.gathers, self._spill if away and self.platform.is_apart else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
     def serve(self, consumer: Consumer) -> None:

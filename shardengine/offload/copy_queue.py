@@ -29,8 +29,13 @@ class CopyQueue:
         self.settle(len(self._under_way))
         return self._pool.take(length, dtype, on_host=on_host)
 
+    def bring(self, source: Tensor) -> tuple[Tensor, Done]:
+        """Begin to copy ``source`` to a buffer in host memory, which is the caller's until ``give``; its end."""
+        buffer = self.buffer(source.numel(), source.dtype, on_host=True)
+        return buffer, self._copies.copy(source, buffer)
+
     def give(self, buffer: Tensor) -> None:
-        """Back to the pool, unsent."""
+        """Back to the pool."""
         self._pool.give(buffer)
 
     def send(

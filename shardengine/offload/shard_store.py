@@ -67,8 +67,8 @@ class ShardStore(ABC):
     @abstractmethod
     def check_out(self, *, blank: bool = False, to_copy: bool = False) -> dict[str, Tensor]:
         """The tensors, to be read and written until ``check_in``. blank: what is in them may be void, all of it will be
-        written · to_copy: they will be read by a copy behind ``pending``, and by nobody else. What is checked out
-        already is given again."""
+        written · to_copy: they will be read and written by copies behind ``pending``, and by nobody else. What is
+        checked out already is given again."""
 
     @abstractmethod
     def check_in(self, *, changed: bool = True, after: Done = Done()) -> None:  # noqa: B008  (it has no state)

@@ -263,6 +263,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for label in spans_of.keys() - rules.keys():
                     rules[label] = self._rule(label)
                 parts = [(*rules[label], spans) for label, spans in spans_of.items()]
+                for soon in self._reducer.buckets[index : index + 2]:
+                    soon.fetch()
                 step_bucket(state, parts, update, way, lambda: step.move(Phase.TORN))
             step.move(Phase.UPDATING)
             update.bucket_stepped()

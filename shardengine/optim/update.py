@@ -17,7 +17,6 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.config import Config
 from shardengine.ddp import GradientBucket
-from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Span, Spans
 from shardengine.offload import HOST, CopyQueue, Done, Fetched
 from shardengine.optim.loss_scale import LossScaler
@@ -125,34 +124,33 @@ def step_bucket(
 ) -> None:
     """Step what this rank holds of a bucket, part by part, where its states are computed on; then the weights follow.
 
-    way: of weights that are kept on another device than that · tear: called when the first element is about to be
+    way: back, of weights that are kept on another device than that · tear: called when the first element is about to be
     written.
     """
-    bucket, gradient, store = state.bucket, state.gradient, state.bucket.state_store
-    if gradient is None:
-        raise InternalError(f"the bucket of {state.names} is stepped before its gradient is complete")
-    with store.checkout() as held:
-        flats = {**held, "gradient": gradient.to(store.device)}
+    bucket, store = state.bucket, state.bucket.state_store
+    with state.gradient_to_step() as gradient, store.checkout() as held:
+        flats, apart, low = {**held, "gradient": gradient}, bucket.is_stepped_apart, None
+        weights = near = bucket.begin_weights(blank=bucket.has_master)
+        if apart:
+            near = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
         if bucket.has_master:
-            flats["weight"] = flats.pop(MASTER)
-            weights = low = bucket.begin_weights(blank=True)
-            if bucket.is_stepped_apart:
-                low = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
+            flats["weight"], low = flats.pop(MASTER), near
             if bucket.writes_file:
-                weights.copy_(flats["weight"])  # what no group steps stays as it was
+                near.copy_(flats["weight"])  # what no group steps stays as it was
         else:
-            weights, low = bucket.begin_weights(), None
-            flats["weight"] = weights.to(store.device)
+            flats["weight"] = near
+            if apart:
+                bucket.flat_buffer.platform.loads.copy(weights, near).wait()
         if parts:
             tear()
         compute(flats, parts, low, update.scalars_on(store.device))
         changed, end = True, Done()
-        if low is not None and (low is not weights or bucket.writes_file):
+        if low is not None and (apart or bucket.writes_file):
             changed = not is_set(update.scalars_on(HOST)["skip"])
-        if low is not None and low is not weights:
-            end = send(written(low, weights, parts if changed else ()), low, way, from_host=store.away)
-        elif low is None and weights.device != store.device:
-            weights.copy_(flats["weight"])
+        if apart:
+            whole = low is None or bucket.writes_file
+            pairs = [(near, weights)] if whole else written(near, weights, parts)
+            end = send(pairs if changed else (), near, way, from_host=store.away)
         bucket.end_weights(changed=changed, after=end)
 
 

@@ -196,10 +196,14 @@ class Bucket:
         return store is not None and store.in_file
 
     def begin_weights(self, *, blank: bool = False) -> Tensor:
-        """The weights of what this rank steps, to be read and written until ``end_weights``. blank: what is in them may
-        be void, all of it will be written."""
-        store = self._store_of_stepped
-        return self.stepped_weights() if store is None else store.check_out(blank=blank)[SHARD]
+        """The weights of what this rank steps, to be read and written until ``end_weights``; where they are stepped
+        apart, by copies behind the current stream. blank: what is in them may be void, all of it will be written."""
+        store, apart = self._store_of_stepped, self.is_stepped_apart
+        if store is None:
+            return self.stepped_weights()
+        if apart:
+            store.pending.wait()
+        return store.check_out(blank=blank, to_copy=apart)[SHARD]
 
     def end_weights(self, *, changed: bool, after: Done) -> None:
         """They are written, if they ``changed`` at all, at the end of ``after``."""

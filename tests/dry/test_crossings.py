@@ -55,6 +55,11 @@ def spills(case: Case, facts: Facts) -> int:
     return (case.stage != "0") * facts.away * each
 
 
+def fetched(case: Case, facts: Facts) -> int:
+    """Whole gradients, to be stepped on the host."""
+    return (case.stage == "0") * facts.away
+
+
 def squares(case: Case, facts: Facts) -> int:
     """Parts of the norm that were summed on the host: together, or one by one where some are on the device."""
     return (case.stage != "0") * (facts.pieces if facts.near else facts.pieces > 0)
@@ -66,13 +71,24 @@ def sent_on(case: Case, facts: Facts) -> int:
 
 
 def sent_home(case: Case, facts: Facts) -> int:
-    """Weights that rest on the host, stepped on the device as their masters are."""
-    return facts.buckets * (case.tier == "weights" and is_low(case))
+    """Weights that rest on the host, stepped on the device."""
+    return facts.buckets * (case.tier == "weights")
 
 
 def fetched_to_step(case: Case, facts: Facts) -> int:
-    """Weights that rest on the host and are stepped on the device themselves."""
-    return facts.buckets * (case.tier == "weights" and not is_low(case))
+    """Those that have no masters there, and are stepped themselves."""
+    return sent_home(case, facts) * (not is_low(case))
+
+
+def is_read_back(case: Case) -> bool:
+    """Whether the call after a step reads, on the host, weights that went home; it waits for those still under way."""
+    saved = case.option.startswith("saved") and not is_low(case)
+    return case.tier == "weights" and (saved or case.option in ("full_params", "state_dict"))
+
+
+def waits_to_send(case: Case, facts: Facts) -> int:
+    """For buffers of stepped weights. Two buckets are still under way when a step ends."""
+    return sent_on(case, facts) + sent_home(case, facts) - 2 * is_read_back(case)
 
 
 def loads(case: Case, facts: Facts) -> int:
@@ -95,18 +111,18 @@ TABLE = [
     # gradients that leave, bucket by bucket
     Line("ddp/gradient_bucket.py:GradientBucket._sum", "to host", "stream", spills),
     Line("ddp/reducer.py:Reducer._finish", "wait", "", spills),
+    Line("ddp/gradient_bucket.py:GradientBucket.fetch", "to host", "stream", fetched),
+    Line("ddp/gradient_bucket.py:GradientBucket.gradient_to_step", "wait", "", fetched),
     Line("optim/optimizer.py:ShardedOptimizer._payload", "to device", "blocking", squares),
     # stepped weights
-    Line("optim/update.py:step_bucket", "to host", "blocking",
-         lambda case, facts: facts.away * (case.stage == "0") + fetched_to_step(case, facts)),
-    Line("optim/update.py:step_bucket", "to device", "blocking", fetched_to_step),
+    Line("optim/update.py:step_bucket", "to device", "stream", fetched_to_step),
     Line("optim/update.py:send", "to device", "stream", sent_on),
     Line("optim/update.py:send", "to host", "stream", sent_home),
-    Line("optim/update.py:send", "wait", "", lambda case, facts: sent_on(case, facts) + sent_home(case, facts)),
+    Line("optim/update.py:send", "wait", "", waits_to_send),
     # weights that rest on the host
     Line("sharding/bucket.py:Bucket.load_shard", "to device", "stream", loads),
     Line("offload/shard_store.py:MemoryStore.check_out", "wait", "",
-         lambda case, facts: facts.buckets * (case.weights_on_host and not case.in_files)),
+         lambda case, facts: facts.buckets * (case.tier == "both")),
     # activations
     Line("runtime/activation_offload.py:_Stretch.__init__", "to host", "stream", inputs),
     Line("runtime/activation_offload.py:_Stretch.fetch", "to device", "stream", inputs),
@@ -133,14 +149,15 @@ def expected_of_call(case: Case) -> set[Crossing]:
         "evaluation": [(away, ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"))],
         "full_params": [(away, ("runtime/unit.py:Unit.summon", "to device", "blocking"))],
         "state_dict": [
-            (True, ("sharding/flat_slices.py:join", "to host", "blocking")),
+            (not away or case.ranks > 1, ("sharding/flat_slices.py:join", "to host", "blocking")),
             (True, ("engine/export.py:_assemble", "to host", "blocking")),  # a buffer
             (away and case.ranks > 1, ("engine/gathering.py:gathered", "to device", "blocking")),
         ],
         "saved": [verdict, (True, ("checkpoint/tensor_file.py:Stream.put", "to host", "blocking"))],
         "saved behind": [verdict, (True, stream), (True, ("checkpoint/background.py:_copy", "wait", ""))],
     }
-    return {Crossing(*line) for there, line in lines.get(case.option, []) if there}
+    found = {Crossing(*line) for there, line in lines.get(case.option, []) if there}
+    return found | ({Crossing("offload/shard_store.py:MemoryStore.tensors", "wait")} if is_read_back(case) else set())
 
 
 FIRST = {

@@ -208,10 +208,22 @@ def _nan_in_the_middle(model: Any, step: int, rank: int, micro: int) -> torch.Te
     return loss * float("nan") if (step, rank, micro) == (1, 0, 0) else loss
 
 
+def _first_at_times() -> nn.Module:
+    """Two blocks alone are trained, the first one in the second step alone: it is stepped last."""
+    route = special_models.skipping(lambda number, at: number == 0 and at.step != 1)
+    model = special_losses.net(route=route, count=2)
+    model.requires_grad_(False)
+    model.blocks.requires_grad_(True)
+    return model
+
+
 _MODELS = {
     "a step skipped": special_losses.Case(cases.make_mlp, _nan_in_the_middle),
     "gradients twice": special_losses.Case(_twice),
     "a block at times": special_losses.Case(_at_times, zero={"reduce_bucket_size": 64}),
+    "the first block at times": special_losses.Case(
+        _first_at_times, zero={"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 0}
+    ),
 }
 _ALONE = shardengine.comm.Mesh(0, 1, torch.device("cpu"))
 
