@@ -23,6 +23,7 @@ from shardengine.checkpoint.background import Background, Meet
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.engine import Inspection
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.offload import HOST, Platform
 from shardengine.sharding import BUFFER, WEIGHT
 
 
@@ -32,7 +33,7 @@ class Job:
 
     tensors: what is written, by its key in the file · behind: how many, from the end, are the optimizer's states
     parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
-    ready: returns when the tensors hold what is saved
+    ready: returns when the tensors hold what is saved · platform: of the device on which they are, if any is
     """
 
     folder: Path
@@ -45,6 +46,7 @@ class Job:
     parts: list[tuple[str, str, str, int, int]]
     random: list[str]
     keep_last: int | None
+    platform: Platform
     ready: Callable[[], None] = lambda: None
 
 
@@ -75,7 +77,7 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
     copies, copying = run_on_all_ranks(
         collectives, "copying a checkpoint to host memory", lambda: saves.copy(job.tensors, job.behind, core.mesh)
     )
-    copied = replace(job, tensors=copies, ready=copying.result)
+    copied = replace(job, tensors=copies, platform=Platform(HOST), ready=copying.result)
     if engine.optimizer is not None:
         engine.optimizer.let_read(copying)
     rows = collectives.exchange_objects([sum(tensor.nbytes for _, tensor in copies), saves.failures()])
@@ -141,6 +143,7 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> J
         parts=[(p.name, p.key, str(p.values.dtype).removeprefix("torch."), p.first, p.end) for p in parts],
         random=[key for key, _ in random],
         keep_last=engine.config.checkpoint.keep_last,
+        platform=core.mesh.platform,
     )
 
 
@@ -191,7 +194,7 @@ def _write_file(job: Job) -> None:
         )
     file = index.file_of(job.rank)
     job.ready()
-    done = tensor_file.write(work / file, job.tensors)
+    done = tensor_file.write(work / file, job.tensors, job.platform)
     sizes = {key: values.numel() for key, values in job.tensors}
     entry = {
         "file": {"bytes": done.bytes, "chunks": done.chunks},

@@ -7,7 +7,8 @@ needs a part of a file verifies that part, and no more. A checksum finds damage;
 
 [Note: Streaming] A few blocks: while some are on their way to the disk, past the page cache where the file system can
 do that (O_DIRECT), the next is filled and its checksums are taken. So the disk does not wait for the processor, unless
-its checksums are the slower of the two.
+its checksums are the slower of the two. What is on a device with a memory of its own is copied straight to the blocks,
+which are page-locked then, one chunk ahead: while a chunk arrives, the checksum of the one before is taken.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
 from shardengine.kernels import crc32
-from shardengine.offload import direct_io, staging
+from shardengine.offload import HOST, Done, Platform, direct_io
 
 CHUNK_BYTES = 1 << 20
 _BLOCK_CHUNKS = 4
 _BLOCKS = 6
 """Of a writer: one is filled, the others are being written."""
+_ON_HOST = Platform(HOST)
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -73,24 +76,44 @@ def header_of(
     return len(text).to_bytes(8, "little") + text, offsets, start + offset
 
 
-def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Written:
-    """Write a new safetensors file and fsync it. The tensors may be views of anything and lie on any device."""
+def write(path: Path, tensors: Sequence[tuple[str, Tensor]], platform: Platform = _ON_HOST) -> Written:
+    """Write a new safetensors file and fsync it. The tensors may be views of anything, on ``platform``'s device or the
+    host."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())  # every tensor then starts aligned
     head, offsets, total = header_of([(key, tensor.dtype, tensor.shape) for key, tensor in ordered])
-    with Stream(path, total) as stream:
+    with Stream(path, total, platform) as stream:
         stream.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for _, tensor in ordered:
             stream.put(tensor.detach().reshape(-1).contiguous().view(torch.uint8))
     return Written(total, stream.chunks, offsets)
 
 
+class _Chunk(NamedTuple):
+    """Bytes [start, end) of ``block``. copies: the ends of those that bring it, with what they copy."""
+
+    block: Tensor
+    start: int
+    end: int
+    copies: list[tuple[Done, Tensor]]
+
+
 class Stream:
     """A new file that bytes are appended to ([Note: Streaming]); whole and durable when its ``with`` ends."""
 
-    def __init__(self, path: Path, size: int = 0) -> None:
-        """size: bytes that will be appended, where that is known: their room on the disk is taken at once."""
+    def __init__(self, path: Path, size: int = 0, platform: Platform = _ON_HOST) -> None:
+        """size: bytes that will be appended, where that is known: their room on the disk is taken at once.
+
+        platform: of the device that holds what will be appended.
+        """
         self.chunks: list[int] = []
-        self._blocks = list(staging(_BLOCKS * _BLOCK_CHUNKS * CHUNK_BYTES).chunk(_BLOCKS))
+        self._ahead = int(platform.is_apart)
+        count = _BLOCKS + self._ahead
+        self._blocks = list(platform.host_buffer(count * _BLOCK_CHUNKS * CHUNK_BYTES, pinned=True).chunk(count))
+        self._stream = platform.saves
+        self._copies: list[tuple[Done, Tensor]] = []
+        """Of the chunk that is being filled."""
+        self._arriving: deque[_Chunk] = deque()
+        """Chunks whose checksums are still to be taken."""
         self._file = direct_io.open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             direct_io.take_room(self._file, size)
@@ -109,44 +132,68 @@ class Stream:
         try:
             if kind is None:
                 if self._filled % CHUNK_BYTES:
-                    self._sum(self._filled - self._filled % CHUNK_BYTES)
-                self._flush()
+                    self._end_chunk()
+                self._conclude(0)
+                self._flush(self._blocks[0], self._filled)
                 self._finish(0)
                 os.ftruncate(self._file, self._written)
                 os.fsync(self._file)
         finally:
+            for copies in (*(chunk.copies for chunk in self._arriving), self._copies):
+                _await(copies)
             self._threads.shutdown()
             os.close(self._file)
 
     def put(self, data: Tensor) -> None:
-        """Append ``data``: uint8 [bytes], on any device."""
+        """Append ``data``: uint8 [bytes], on the device or the host, which nobody changes until the ``with`` ends."""
         start = 0
         while start < data.numel():
-            block = self._blocks[0]
             count = min(data.numel() - start, CHUNK_BYTES - self._filled % CHUNK_BYTES)
-            block[self._filled : self._filled + count].copy_(data[start : start + count])
+            place = self._blocks[0][self._filled : self._filled + count]
+            end = self._stream.copy(data[start : start + count], place)
+            if not end.reached:
+                self._copies.append((end, data))
             start, self._filled = start + count, self._filled + count
             if self._filled % CHUNK_BYTES == 0:
-                self._sum(self._filled - CHUNK_BYTES)
-            if self._filled == block.numel():
-                self._flush()
+                self._end_chunk()
+                self._conclude(self._ahead)
 
-    def _sum(self, start: int) -> None:
-        """Take the checksum of the chunk that was filled last, while it is still in the processor's cache."""
-        self.chunks.append(crc32(direct_io.bytes_of(self._blocks[0][start : self._filled])))
+    def _end_chunk(self) -> None:
+        """All copies of the chunk that is being filled have begun; the next one is filled from now on."""
+        block, start = self._blocks[0], (self._filled - 1) // CHUNK_BYTES * CHUNK_BYTES
+        self._arriving.append(_Chunk(block, start, self._filled, self._copies))
+        self._copies = []
+        if self._filled == block.numel():
+            self._blocks.append(self._blocks.pop(0))
+            self._filled = 0
 
-    def _flush(self) -> None:
-        count, block = self._filled, direct_io.bytes_of(self._blocks[0])
+    def _conclude(self, left: int) -> None:
+        """Take the checksums of all chunks but the last ``left``, once they are there, and write full blocks."""
+        while len(self._arriving) > left:
+            block, start, end, copies = self._arriving[0]
+            _await(copies)
+            self.chunks.append(crc32(direct_io.bytes_of(block[start:end])))  # while it is in the processor's cache
+            self._arriving.popleft()
+            if end == block.numel():
+                self._flush(block, end)
+
+    def _flush(self, block: Tensor, count: int) -> None:
+        """Begin to write the first ``count`` bytes of ``block``."""
         self._finish(_BLOCKS - 2)
-        write = partial(direct_io.write, self._file, [block[: direct_io.whole_pages(count)]], self._written)
+        pages = direct_io.bytes_of(block)[: direct_io.whole_pages(count)]
+        write = partial(direct_io.write, self._file, [pages], self._written)
         try:
             self._under_way.append(self._threads.submit(write))
         except RuntimeError:  # the process is ending: it waits for threads that are there and lets nobody start one
             write()
-        self._written, self._filled = self._written + count, 0
-        self._blocks.append(self._blocks.pop(0))
+        self._written += count
 
     def _finish(self, left: int) -> None:
         """Wait until only ``left`` blocks are being written."""
         while len(self._under_way) > left:
             self._under_way.pop(0).result()
+
+
+def _await(copies: Sequence[tuple[Done, Tensor]]) -> None:
+    for end, _ in copies:
+        end.wait_on_host()

@@ -177,6 +177,11 @@ class Platform:
         """On which weights that are kept elsewhere come to the device."""
         return self.copy_stream()
 
+    @functools.cached_property
+    def saves(self) -> CopyStream:
+        """On which what is written to a checkpoint at once comes to the host."""
+        return self.copy_stream()
+
     def mark(self) -> Done:
         """The end of what the current stream was given so far."""
         if self.device.type != "cuda":

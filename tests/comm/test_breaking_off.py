@@ -34,7 +34,7 @@ def wedged() -> tuple[PlayedDevice, dict[GroupName, Any]]:
     names = (GroupName.GATHER, GroupName.REDUCE)
     groups = {name: PlayedGroup(name.value, None, device, lambda: store) for name in names}
     for group in groups.values():
-        PlayedWork(group, Endless(), lambda: None)
+        PlayedWork(group, Endless(), lambda: None, lambda: None)
     return device, groups
 
 

@@ -143,7 +143,8 @@ def expected(case: Case, facts: Facts) -> Counter[Crossing]:
 def expected_of_call(case: Case) -> set[Crossing]:
     """What the call after a step crosses, however often."""
     away, verdict = case.weights_on_host, (asked(case), (VERDICT.place, VERDICT.what, VERDICT.how))
-    stream = ("checkpoint/background.py:_copy.<locals>.<listcomp>", "to host", "stream")
+    behind = ("checkpoint/background.py:_copy.<locals>.<listcomp>", "to host", "stream")
+    saved = ("checkpoint/tensor_file.py:Stream.put", "to host", "stream")
     lines: dict[str, list[tuple[bool, tuple[str, str, str]]]] = {
         "norm read": [(True, ("engine/engine.py:Engine.get_global_grad_norm", "read", ""))],
         "evaluation": [(away, ("sharding/bucket.py:Bucket.load_shard", "to device", "stream"))],
@@ -153,8 +154,8 @@ def expected_of_call(case: Case) -> set[Crossing]:
             (True, ("engine/export.py:_assemble", "to host", "blocking")),  # a buffer
             (away and case.ranks > 1, ("engine/gathering.py:gathered", "to device", "blocking")),
         ],
-        "saved": [verdict, (True, ("checkpoint/tensor_file.py:Stream.put", "to host", "blocking"))],
-        "saved behind": [verdict, (True, stream), (True, ("checkpoint/background.py:_copy", "wait", ""))],
+        "saved": [verdict, (True, saved), (True, ("checkpoint/tensor_file.py:_await", "wait", ""))],
+        "saved behind": [verdict, (True, behind), (True, ("checkpoint/background.py:_copy", "wait", ""))],
     }
     found = {Crossing(*line) for there, line in lines.get(case.option, []) if there}
     return found | ({Crossing("offload/shard_store.py:MemoryStore.tensors", "wait")} if is_read_back(case) else set())

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import shardengine
 from tests import oracle
+from tests.runtime.test_compile import make_chain
 from tests.support import cases, special_losses, special_models
 from tests.support.late_streams import DEFAULT, Adversary, adversary
 
@@ -61,7 +63,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. stream: the user's · around: what else the user does between steps, by name in ``_BETWEEN``."""
+    """One run. stream: the user's · around: what else the user does between steps, "evaluation" or by name in
+    ``_BETWEEN`` · compiled: what torch.compile is given, "blocks" or "root", and its backend."""
 
     stage: str
     micros: int = 1
@@ -71,6 +74,7 @@ class Case:
     stream: str = DEFAULT
     around: tuple[str, ...] = ()
     model: str = "mlp"
+    compiled: tuple[str, str] | None = None
 
     def config(self, folder: str) -> dict[str, Any]:
         """The engine's. folder: for tiers on disk."""
@@ -92,7 +96,7 @@ class Case:
 
     def truth(self, ranks: int, steps: int) -> oracle.Trace:
         """The oracle's answer."""
-        alike = replace(self, place="device", options="plain", stream=DEFAULT, around=())
+        alike = replace(self, place="device", options="plain", stream=DEFAULT, around=(), compiled=None)
         return _truth(alike, ranks, steps, self.clip)
 
     @property
@@ -125,16 +129,23 @@ def run(chosen: list[Case], steps: int, folder: str) -> list[dict[str, Any]]:
 def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
     """As ``run``, of one case. What is read of losses and norms, the host does not wait for: a user may read none, nor
     ask whether a step was applied."""
+    counters.clear()
     with adversary(_mesh()) as foe, ExitStack() as stack:
         if case.stream == LEAVES:
             stack.enter_context(_hooks_of_leaves_elsewhere(foe))
         model = case.special.make()
+        if case.compiled is not None:
+            _compile(model, *case.compiled)
         engine = shardengine.initialize(
             model, case.config(folder), optimizer=cases.make_optimizer(model, "AdamW"), mesh=foe.mesh
         )
         if case.stream == USER:
             foe.wait_stream(USER, DEFAULT)
             stack.enter_context(foe.on(USER))
+        between: dict[str, Callable[..., None]] = {
+            **_BETWEEN,
+            "evaluation": functools.partial(_evaluate, case.special.loss),
+        }
         saved: dict[str, str] = {}
 
         def before(step: int) -> None:
@@ -142,7 +153,7 @@ def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
                 if name.startswith("saved"):
                     with foe.unseen():
                         saved[f"step{step}"] = cases.digest([cases.local_state(engine)])
-                _BETWEEN[name](engine, folder, step)
+                between[name](engine, folder, step)
 
         def micro_batch(_engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
             loss = loss_of(engine, step, engine.rank, micro)
@@ -172,7 +183,14 @@ def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
         foe.wait_stream(LEAVES, foe.judge.current)
         engine.close()
         foe.check()
+        assert (case.compiled is not None) is bool(counters["stats"]["unique_graphs"]), "compiled, or not"
         return {**result, "issued": foe.wire.issued, "counts": dict(foe.judge.counts)}
+
+
+def _compile(model: Any, what: str, backend: str) -> None:
+    torch._dynamo.reset()
+    for module in model.blocks if what == "blocks" else [model]:
+        module.compile(backend=backend)
 
 
 def _mesh() -> Any:
@@ -217,9 +235,15 @@ def _first_at_times() -> nn.Module:
     return model
 
 
+def _loss_of_chain(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+    x, y, _ = special_losses.start(step, rank, micro)
+    return (model(x.to(special_losses.bare(model).inp.weight.dtype))[:, :3] - y).square().mean()
+
+
 _MODELS = {
     "a step skipped": special_losses.Case(cases.make_mlp, _nan_in_the_middle),
     "gradients twice": special_losses.Case(_twice),
+    "chain": special_losses.Case(make_chain, _loss_of_chain),
     "a block at times": special_losses.Case(_at_times, zero={"reduce_bucket_size": 64}),
     "the first block at times": special_losses.Case(
         _first_at_times, zero={"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 0}
@@ -256,10 +280,10 @@ def _hooks_of_leaves_elsewhere(foe: Adversary) -> Iterator[None]:
         yield
 
 
-def _evaluate(engine: Any, _folder: str, step: int) -> None:
+def _evaluate(loss_of: cases.LossOf, engine: Any, _folder: str, step: int) -> None:
     state = torch.random.get_rng_state()
     with torch.no_grad():
-        cases.loss_of(engine, 50 + step, engine.rank, 0)
+        loss_of(engine, 50 + step, engine.rank, 0)
     torch.random.set_rng_state(state)
 
 
@@ -306,7 +330,6 @@ def _free(engine: Any, _folder: str, _step: int) -> None:
 
 
 _BETWEEN = {
-    "evaluation": _evaluate,
     "saved": _save,
     "saved behind": _save,
     "whole weights": _show,

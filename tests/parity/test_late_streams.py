@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 
+from shardengine.comm import Mesh
 from tests.parity.late_cases import (
     LEAVES,
     OPTIONS,
@@ -25,7 +30,7 @@ from tests.parity.late_cases import (
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.covering import covering
-from tests.support.late_streams import DEFAULT
+from tests.support.late_streams import DEFAULT, Race, adversary
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -59,6 +64,40 @@ HANDFUL = [
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_late_copies_and_collectives_change_no_bit(pools: Pools, tmp_path: Path, ranks: int) -> None:
     assert_right(pools, ranks, HANDFUL, tmp_path)
+
+
+COMPILED = [
+    Case("0", 3, "fp32", stream=USER, compiled=("blocks", "eager")),
+    Case("1", 1, "bf16", "states on the host", "weights later", compiled=("blocks", "aot_eager")),
+    Case("2", 3, "bf16", "a part on the host", stream=LEAVES, compiled=("root", "eager")),
+    Case("3k", 1, "bf16", "weights on the host", around=("evaluation",), compiled=("root", "aot_eager")),
+    Case("3", 1, "fp32", "weights on disk", around=("whole weights",), compiled=("blocks", "eager")),
+    Case("3", 3, "bf16", "all on the host", "no overlap", USER, compiled=("blocks", "aot_eager")),
+]
+"""By backends of torch.compile that call torch's operations one by one: the judge sees those of compiled code, too."""
+
+
+def test_compiled_models_wait_as_others_do(pools: Pools, tmp_path: Path) -> None:
+    assert_right(pools, 2, [replace(case, model="chain") for case in COMPILED], tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_compiled_is_judged(backend: str) -> None:
+    def add(x: Tensor) -> Tensor:
+        return (x + 1).sin()
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(add, backend=backend)
+    with adversary(Mesh(0, 1, torch.device("cpu"))) as foe:
+        here, there = foe.mesh.platform.host_empty(8, torch.float32, pinned=True).fill_(1.0), torch.zeros(8)
+        assert torch.equal(compiled(there), add(there))
+        copied = foe.mesh.platform.loads.copy(here, there)
+        with pytest.raises(Race, match=r"aten\.add"):
+            compiled(there)
+        copied.wait()
+        assert torch.equal(compiled(there), add(torch.ones(8)))
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def possible(stage: str, micros: int, precision: str, place: str, options: str, stream: str, around: str) -> bool:

@@ -338,7 +338,8 @@ class DryPlatform(Platform):
 
     def host_buffer(self, count: int, *, pinned: bool) -> Tensor:
         """See ``Platform``."""
-        return self._pin(super().host_buffer(count, pinned=pinned))
+        made = super().host_buffer(count, pinned=pinned)
+        return self._pin(made) if pinned else made
 
     def _pin(self, made: Tensor) -> Tensor:
         storage = made.untyped_storage()

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardengine.checkpoint import background
+from shardengine.checkpoint import background, tensor_file
 from shardengine.comm import Wire
 from shardengine.comm.group_kind import GroupKind, GroupName
 from shardengine.comm.mesh import Mesh
@@ -196,6 +196,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._judge = judge
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles below this mode, which sees the operations of what was compiled."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -286,7 +291,7 @@ class _Place:
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._form)
 
 
-def _quietly(call: Callable[[], None]) -> None:
+def _quietly(call: Callable[[], Any]) -> None:
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         call()
 
@@ -413,6 +418,24 @@ class _LateWork:
         return True
 
 
+class _LateMessage:
+    """A collective of gloo's, whose result appears when the host has waited."""
+
+    def __init__(self, real: Any, show: Callable[[], Any], sent: Tensor) -> None:
+        self._real, self._show, self._sent = real, show, sent
+
+    def is_completed(self) -> bool:
+        return bool(self._real.is_completed())
+
+    def get_future(self) -> Any:
+        return self._real.get_future()
+
+    def wait(self, *timeout: Any) -> bool:
+        self._real.wait(*timeout)
+        self._show()
+        return True
+
+
 class LateWire(Wire):
     """Collectives in the order of streams, as NCCL's are: over gloo, between copies. issued: the communicator of each,
     in the order in which this rank has issued them over all communicators, which must be every rank's."""
@@ -432,9 +455,7 @@ class LateWire(Wire):
     def all_gather(self, out: Tensor, own: Tensor, group: Any) -> Any:
         begin = super().all_gather
         if group is self.control:
-            for each in (out, own):
-                self._judge.own(each, HOST)
-            return begin(out, own, group)
+            return self._message(begin, out, own, group)
         parts = list(out.split(own.numel()))
         if out.untyped_storage()._cdata == own.untyped_storage()._cdata:
             del parts[dist.get_rank(group)]
@@ -450,6 +471,15 @@ class LateWire(Wire):
     def all_to_all(self, out: Tensor, full: Tensor, group: Any) -> Any:
         begin = super().all_to_all
         return self._late("all-to-all", group, [full], [out], lambda made: begin(made, full.detach().clone(), group))
+
+    def _message(self, begin: Callable[..., Any], out: Tensor, own: Tensor, group: Any) -> Any:
+        """Of hosts: they see it when they have waited for it."""
+        for each in (out, own):
+            self._judge.own(each, HOST)
+        with torch.utils._python_dispatch._disable_current_modes():
+            received, sent = torch.empty_like(out), own.clone()
+            poison(out)
+        return _LateMessage(begin(received, sent, group), lambda: _quietly(lambda: out.copy_(received)), sent)
 
     def _late(
         self, name: str, group: Any, read: Sequence[Tensor], written: Sequence[Tensor],
@@ -640,6 +670,7 @@ def adversary(mesh: Mesh, *, backend: str = "nccl", watch: bool = True) -> Itera
         patch.setattr(file_tier, "staging", lambda count: judge.own(staging(count), HOST))
         for module in (background, in_backward):
             patch.setattr(module, "ThreadPoolExecutor", _executor(module.ThreadPoolExecutor))
+        patch.setattr(tensor_file, "ThreadPoolExecutor", _LateExecutor)
         late = replace(
             mesh, backend=backend if mesh.ranks > 1 else mesh.backend, wire=wire,
             platform_of=lambda device: LatePlatform(judge, device), kind=_LateKind(wire),

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from shardengine.offload import Done
+
 PACKAGE = "shardengine"
 
 
@@ -30,16 +32,23 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def calls(path: Path, names: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """(function, text) of every call of a method with one of these names in a file."""
+    """(function, text) of every call of a method, or of a function, with one of these names in a file."""
     for function, node in functions(ast.parse(path.read_text())):
         for each in ast.walk(node):
-            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in names:
+            if isinstance(each, ast.Call) and _name(each.func) in names:
                 yield function, ast.unparse(each)
+
+
+def _name(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
 
 
 @contextmanager
 def mutated(file: str, function: str, old: str, new: str) -> Iterator[None]:
-    """Inside, ``old`` in ``function`` of ``file`` (of the package) is ``new``; both as ``ast.unparse`` writes them."""
+    """Inside, ``old`` in ``function`` of ``file`` (of the package) is ``new``; both as ``ast.unparse`` writes them.
+
+    new: may also use ``nullcontext`` and ``Done``.
+    """
     module = importlib.import_module(f"{PACKAGE}.{file.removesuffix('.py').replace('/', '.')}")
     owner, _, name = function.rpartition(".")
     holder: Any = getattr(module, owner) if owner else module
@@ -47,9 +56,11 @@ def mutated(file: str, function: str, old: str, new: str) -> Iterator[None]:
     source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(getattr(found, "fget", None) or found))))
     assert old in source, f"{file}, {function}: expected {old!r} in\n{source}"
     made: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), file, "exec"), vars(module) | {"nullcontext": nullcontext}, made)
     importers = [each for path, each in list(sys.modules.items()) if path.startswith(PACKAGE) and not owner]
     with pytest.MonkeyPatch.context() as patch:
+        for each in (nullcontext, Done):
+            patch.setattr(module, each.__name__, each, raising=False)
+        exec(compile(source.replace(old, new), file, "exec"), vars(module), made)
         for each in (holder, *(each for each in importers if vars(each).get(name) is getattr(module, name))):
             patch.setattr(each, name, made[name])
         yield

@@ -19,6 +19,7 @@ from shardengine.comm.mesh import Mesh
 from shardengine.comm.wire import Wire
 from shardengine.offload import Platform
 from tests.support import HANG_S
+from tests.support.late_streams import poison
 
 DATA = (GroupName.GATHER, GroupName.REDUCE)
 _kept: list[Any] = []
@@ -34,6 +35,8 @@ class PlayedDevice:
         self.events: list[str] = []
         self.came: list[int] = []
         """How many ranks were there when this one began to abort."""
+        self.left_behind: list[Callable[[], None]] = []
+        """What kernels that were told to end may still write."""
 
     def synchronize(self) -> None:
         """As ``cudaDeviceSynchronize``: it ends when everything has ended, and nothing else ends it."""
@@ -41,12 +44,19 @@ class PlayedDevice:
             if not self.changed.wait_for(lambda: not self.in_flight, HANG_S):
                 raise AssertionError("the device never came to its end")
 
+    def come_to_its_end(self) -> None:
+        """What was broken off has written all that it ever will."""
+        with self.changed:
+            left, self.left_behind = self.left_behind, []
+        for write in left:
+            write()
+
 
 class PlayedWork:
     """A collective on a device. ``wait`` is what a stream does, and here the host, which waits for that stream."""
 
-    def __init__(self, group: PlayedGroup, real: Any, show: Callable[[], None]) -> None:
-        self._group, self._real, self._show = group, real, show
+    def __init__(self, group: PlayedGroup, real: Any, show: Callable[[], None], spoil: Callable[[], None]) -> None:
+        self._group, self._real, self._show, self.spoil = group, real, show, spoil
         self._was_shown = False
         device = group.device
         with device.changed:
@@ -82,6 +92,7 @@ class PlayedWork:
         if not self._group.aborted and not self._was_shown:
             self._was_shown = True
             self._show()
+            device.come_to_its_end()  # as late as that
         return True
 
 
@@ -99,6 +110,8 @@ class PlayedGroup:
         self.device.events.append(f"abort {self.name}")
         self.aborted = True
         for work in self.works:
+            if not work.is_completed():
+                self.device.left_behind.append(work.spoil)
             work.leave()
         self.device.synchronize()
 
@@ -168,7 +181,11 @@ class PlayedWire(Wire):
             with torch.no_grad():
                 out.copy_(received)
 
-        return PlayedWork(group, real, show)
+        def spoil() -> None:
+            if out.untyped_storage().nbytes():
+                poison(out)
+
+        return PlayedWork(group, real, show, spoil)
 
 
 class PlayedPlatform(Platform):
@@ -178,6 +195,7 @@ class PlayedPlatform(Platform):
 
     def synchronize(self) -> None:
         self.played.synchronize()
+        self.played.come_to_its_end()
 
 
 def played_mesh(timeout_s: float) -> tuple[Mesh, PlayedDevice]:
