@@ -143,7 +143,7 @@ def test_what_two_engines_have_left_is_broken_off_at_once_when_the_other_ranks_a
         names = (f"gather {engine}", f"reduce {engine}")
         made: list[Any] = [PlayedGroup(name, None, device, lambda at=stores[-1]: at) for name in names]  # type: ignore[misc]
         for group in made:
-            PlayedWork(group, Endless(), lambda: None)
+            PlayedWork(group, Endless(), lambda: None, lambda: None)
         groups += made
         of_rank: dict[str, Any] = {"gather": made[0], "reduce": made[1], "backend": "nccl", "kind": kind}
         Left(0, 2, torch.device("cpu"), **of_rank, owned=True, board=stores[-1]).abandon()

@@ -39,7 +39,7 @@ STEPS = 3
 ORDERING = frozenset(
     "wait wait_on_host wait_data hold mark come_home is_current exception result await_group await_all await_reader "
     "await_copy await_weights wait_early wait_for_unshard wait_for synchronize wait_event wait_stream record_event "
-    "record_stream _await _wait _wait_for _wait_under_watchdog".split()
+    "record_stream _await _wait _wait_for _wait_under_watchdog _held_up".split()
 )
 """Names of methods and functions with which somebody waits, or says where others have to wait."""
 
@@ -72,7 +72,7 @@ CAUGHT = [
     Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), ""),
     Mutation("comm/collectives.py", "Collectives.exchange", ".wait()", "ranks exchange", ""),
     Mutation("comm/collectives.py", "Collectives.exchange_values", ".wait()", Case("2"), ""),
-    Mutation("comm/collectives.py", "Collectives._wait", "wait_for(work, record, failures)", "ranks exchange"),
+    Mutation("comm/collectives.py", "Collectives._held_up", "wait_for(work, record, failures)", "ranks exchange"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "mesh.platform.mark()", TWO_STEPS, "Done()"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "started.wait()", TWO_STEPS),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "between.is_current()", TWO_STEPS,
@@ -335,8 +335,9 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("trace.py", "Trace.begin", "zero.wait_on_host()"): TRACE,
     ("trace.py", "Trace._settle", "end.wait_on_host()"): TRACE,
     ("comm/breaking_off.py", "come_together", "store.wait([f'{ASKS}/go'], timedelta(seconds=TOGETHER_S))"): STORE,
-    ("comm/collectives.py", "Collectives._issue", "self._wait(record, self.failures, works)"):
+    ("comm/collectives.py", "Collectives._issue", "self._held_up(record, self.failures, works)"):
         "earlier than needed, where nothing may overlap; waited for once more where it is used",
+    ("comm/collectives.py", "Collectives._wait", "self._held_up(record, failures, works)"): PASSES_ON,
     ("comm/collectives.py", "Collectives._trace_end", "self._ends.is_current()"): TRACE,
     ("comm/collectives.py", "Collectives._trace_end", "work.wait()"): TRACE,
     ("comm/launcher.py", "_run_rank",
