@@ -22,7 +22,7 @@ from shardengine.comm import Collectives, Named, Purpose, Wire, mesh
 from shardengine.kernels import ordered_sum
 from shardengine.offload import BufferPool
 from tests.parity.late_cases import Case, run
-from tests.support import cases
+from tests.support import cases, special_losses
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.late_streams import DEFAULT, adversary
 from tests.support.parts import PARTIAL, SHARDED
@@ -184,6 +184,32 @@ def test_groups_and_buffers_are_those_of_the_sums_that_are_made(pools: Pools) ->
     ]
     assert others == [([], plain, [])] * (RANKS - 1)
     assert pool.run(initialized, NODES, of_backend) == [([], plain, [])] * RANKS
+
+
+def unfreeze(model: Any) -> list[tuple[int, bool]]:
+    """A step without the bf16 parameters, one with them: groups of nodes; whether bytes are those of the formula."""
+    low = [parameter for parameter in model.parameters() if parameter.dtype is torch.bfloat16]
+    with on_nodes(NODES):
+        for parameter in low:
+            parameter.requires_grad_(False)
+        config = cases.config_of("2", hierarchical_reduce=True, reproducible=False)
+        engine = shardengine.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    found = []
+    for step in range(2):
+        engine.backward(special_losses.regression(engine, step, engine.rank, 0))
+        engine.step()
+        told = engine.traffic()
+        same = told["measured_bytes_last_step"] == told["formula_bytes_per_step"]
+        found.append((len(engine._core.mesh.node_groups), same))
+        for parameter in low:
+            parameter.requires_grad_(True)
+    engine.close()
+    return found
+
+
+def test_groups_come_with_the_first_gradients_that_are_added_in_two_steps(pools: Pools) -> None:
+    """The backend adds fp32 up; bf16 comes when it is unfrozen."""
+    assert pools(RANKS).run(unfreeze, special_losses.two_dtypes()) == [[(0, True), (2, True)]] * RANKS
 
 
 def test_where_the_ranks_are_no_such_nodes_rank_0_says_why(pools: Pools) -> None:
