@@ -8,6 +8,7 @@ divides the loss, autograd hands each gradient to the reducer, whose end closes 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -201,8 +202,12 @@ class Engine(Inspection):
     forward = __call__
 
     @reports_failure("backward")
-    def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
+    def backward(
+        self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False, divide: bool = True
+    ) -> Tensor:
         """Backward of ``loss`` divided by the accumulation steps; returns that quotient.
+
+        divide: False where ``loss`` is this micro-batch's share of the step's loss already.
 
         gradient: what the gradient of a ``loss`` that is no scalar is multiplied with, as in ``Tensor.backward``.
         A window that is ended early keeps the divisor, so that every sample weighs the same. In the window's last
@@ -219,7 +224,8 @@ class Engine(Inspection):
         schedule.finish_open_backward()
         self._core.adopt_written_weights()
         self._core.step_state.require("backward")
-        scaled = loss if self.gradient_accumulation_steps() == 1 else loss / self.gradient_accumulation_steps()
+        count = self.gradient_accumulation_steps() if divide else 1
+        scaled = loss if count == 1 else loss / count
         schedule.begin_backward()
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
         try:
@@ -229,7 +235,7 @@ class Engine(Inspection):
             schedule.backward_failed()
             self._buffers_sent = False
             raise
-        self._monitors.add_loss(loss, scale)
+        self._monitors.add_loss(loss, scale, divided=not divide)
         return scaled.detach()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -370,10 +376,15 @@ class Engine(Inspection):
         recovery.compare_options(core, optimizer)
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the complete gradient before clipping, of the last finished window; None before the first."""
-        self._need_core().schedule.finish_open_backward()
+        """Norm of the complete gradient before clipping, of the last finished window; None before the first.
+
+        In fp16 one that is not finite is inf: an overflow, also where it made NaNs.
+        """
+        core = self._need_core()
+        core.schedule.finish_open_backward()
         norm = None if self.optimizer is None else self.optimizer.norm
-        return None if norm is None else norm.item()
+        value = None if norm is None else norm.item()
+        return math.inf if value is not None and math.isnan(value) and core.precision.trains_fp16 else value
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
@@ -423,14 +434,20 @@ class Engine(Inspection):
         return full_access.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
     @reports_failure("state_dict")
-    def state_dict(self) -> dict[str, Any]:
-        """The full state dict on the CPU of rank 0, {} elsewhere; collective."""
-        return export.full_state_dict(self._need_core(), self.module)
+    def state_dict(self, *, trainable_only: bool = False) -> dict[str, Any]:
+        """The full state dict on the CPU of rank 0, {} elsewhere; collective.
+
+        trainable_only: without frozen parameters, which are then not gathered (adapters without their base model).
+        """
+        return export.full_state_dict(self._need_core(), self.module, trainable_only=trainable_only)
 
     @reports_failure("save_pretrained")
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write the full model to ``directory`` as safetensors, a Hugging Face model its own way; collective."""
-        export.save_pretrained(self._need_core(), self.module, directory)
+    def save_pretrained(self, directory: str | Path, *, trainable_only: bool = False) -> None:
+        """Write the full model to ``directory`` as safetensors, a Hugging Face model its own way; collective.
+
+        trainable_only: as ``state_dict``. A PEFT model writes its adapters either way.
+        """
+        export.save_pretrained(self._need_core(), self.module, directory, trainable_only=trainable_only)
 
     @reports_failure_with("trace")
     def trace(self, path: str | Path) -> AbstractContextManager[None]:

@@ -21,20 +21,34 @@ from shardengine.offload import HOST
 from shardengine.sharding import WEIGHT, FullTensors, join, shaped
 
 
-def full_state_dict(core: Core, module: nn.Module) -> dict[str, Any]:
-    """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective."""
+def full_state_dict(core: Core, module: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
+    """The whole state dict on rank 0 (CPU), bucket by bucket; {} elsewhere; collective. See ``Engine.state_dict``."""
     core.step_state.require("state_dict")
-    compare(core.collectives, {"call": ["state_dict"]})
-    values = _whole_values(core)
-    return run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values))
+    left_out = _begin(core, "state_dict", trainable_only=trainable_only)
+    values = _whole_values(core, left_out)
+    return run_on_all_ranks(core.collectives, "state_dict()", lambda: _assemble(core, module, values, left_out))
 
 
-def _whole_values(core: Core) -> dict[int, Tensor]:
+def _begin(core: Core, call: str, *, trainable_only: bool) -> set[int]:
+    """All ranks mean the same ``call``; ids of the parameters that are left out; collective."""
+    compare(core.collectives, {"call": [call], "trainable_only": [str(trainable_only)]})
+    if not trainable_only:
+        return set()
+    trained = {id(p) for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True) if spec.trainable}
+    return {id(parameter) for parameter in core.partition.names.values()} - trained
+
+
+def _whole_values(core: Core, left_out: set[int]) -> dict[int, Tensor]:
     """id(parameter) → whole values on rank 0's CPU, {} elsewhere, gathered one bucket at a time; collective."""
     core.await_weights()
     specs = {spec.name: spec for spec in core.layout.parameters}
+    unwanted = {
+        spec.name for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True) if id(p) in left_out
+    }
     whole: FullTensors = {}
     for bucket in (bucket for unit in core.units for bucket in unit.buckets()):
+        if unwanted.issuperset(bucket.layout.names):
+            continue
         weights, place = {WEIGHT: bucket.weights()}, bucket.placement
         with gathered(core, bucket, weights, place, Purpose.WHOLE_WEIGHTS, bucket.full.dtype) as slices:
             join(slices if core.mesh.rank == 0 else (), whole, specs, HOST)
@@ -42,12 +56,13 @@ def _whole_values(core: Core) -> dict[int, Tensor]:
     return {id(p): shaped(whole[spec.name][WEIGHT], spec) for p, spec in inside if spec.name in whole}
 
 
-def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor], left_out: set[int]) -> dict[str, Any]:
     """The module's state dict with ``values`` in the place of its parameters; rank 0 alone."""
     if core.mesh.rank != 0:
         return {}
     with core.attachments.state_dict_allowed():
-        shown = module.state_dict(keep_vars=True)
+        every = module.state_dict(keep_vars=True)
+    shown = {name: value for name, value in every.items() if id(value) not in left_out}
     copies: dict[int, Any] = {}
     for value in shown.values():
         if isinstance(value, Tensor) and id(value) not in copies:
@@ -55,22 +70,22 @@ def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor]) -> dict[
     return {name: copies.get(id(value), value) for name, value in shown.items()}
 
 
-def save_pretrained(core: Core, module: nn.Module, directory: str | Path) -> None:
+def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, trainable_only: bool = False) -> None:
     """Write ``module`` with whole weights into ``directory`` (safetensors) on rank 0; collective.
 
     Written beside it first, and moved in file by file when all of it is written: a full disk leaves an existing
     directory as it was. A failure raises on every rank.
     """
     core.step_state.require("save_pretrained")
-    compare(core.collectives, {"call": ["save_pretrained"]})
-    values = _whole_values(core)
+    left_out = _begin(core, "save_pretrained", trainable_only=trainable_only)
+    values = _whole_values(core, left_out)
     target = Path(directory)
 
     def write() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            _write(module, _assemble(core, module, values), work)
+            _write(module, _assemble(core, module, values, left_out), work)
             target.mkdir(exist_ok=True)
             for path in work.iterdir():
                 os.replace(path, target / path.name)

@@ -186,6 +186,7 @@ class Monitors:
         self._platform = platform
         self._open: dict[str, Monitor] = {}
         self._loss: Tensor | None = None
+        self._share: Tensor | None = None
         self._scale = 1.0
         self._pending: deque[_Reading] = deque()
         if rank:
@@ -207,16 +208,21 @@ class Monitors:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def add_loss(self, loss: Tensor, scale: float) -> None:
-        """``loss`` was given to ``backward``, which multiplied it with ``scale``; only a scalar counts."""
+    def add_loss(self, loss: Tensor, scale: float, *, divided: bool = False) -> None:
+        """``loss`` was given to ``backward``, which multiplied it with ``scale``; only a scalar counts. divided: it is
+        a share of the step's loss."""
         self._scale = scale
-        if self._open and loss.numel() == 1:
-            value = loss.detach().reshape(()).float()
+        if not self._open or loss.numel() != 1:
+            return
+        value = loss.detach().reshape(()).float()
+        if divided:
+            self._share = value if self._share is None else self._share + value
+        else:
             self._loss = value if self._loss is None else self._loss + value
 
     def forget(self) -> None:
         """The window was dropped."""
-        self._loss = None
+        self._loss = self._share = None
 
     def note(
         self,
@@ -230,8 +236,10 @@ class Monitors:
         step late]."""
         if not self._open:
             return
-        loss = None if self._loss is None else self._loss / max(1, micro_batches)
-        self._loss = None
+        parts = [] if self._loss is None else [self._loss / max(1, micro_batches)]
+        parts += [] if self._share is None else [self._share]
+        loss = torch.stack(parts).sum() if parts else None
+        self.forget()
         try:
             known = {**values, "loss_scale": self._scale}
             self._pending.append(_read(step, known, late, {"grad_norm": norm, "loss": loss}, self._platform))

@@ -120,6 +120,17 @@ def test_what_is_written_is_what_the_engine_says_and_changes_no_bit(
     assert [[float(cell) for cell in row] for row in rows] == [[s, *values.values()] for s, values in first["rows"]]
 
 
+def test_shares_of_a_loss_are_added_and_whole_ones_averaged() -> None:
+    recorder = Recorder()
+    engine = small(recorder, gradient_accumulation_steps=2)
+    for divide in (True, False):
+        for micro in (1.0, 3.0):
+            engine.backward(engine(torch.zeros(2, 3)).sum() * 0 + micro, divide=divide)
+            engine.step()
+    engine.close()
+    assert [values["loss"] for _, values in recorder.rows] == [2.0, 4.0]
+
+
 def test_a_monitor_that_raises_is_said_once_and_is_off(caplog: pytest.LogCaptureFixture) -> None:
     broken, recorder = Broken(first=2), Recorder()
     engine = small(broken, recorder)

@@ -146,6 +146,7 @@ def overflow_on_one_rank(stage: str, culprit: int) -> list[Any]:
         after = cases.local_state(engine)
         moved = any((a[3] != b[3]).any() for a, b in zip(before, after, strict=True))
         steps = max(engine.optimizer.steps)
+        assert engine.get_global_grad_norm() == float("inf") or applied
         seen.append((applied, moved, engine.get_loss_scale(), engine.skipped_steps, engine.global_steps, steps,
                      round(engine.get_lr()[0] / 1e-2, 6)))  # fmt: skip
     weights = {name: value.float().tolist() for name, value in engine.state_dict().items()}
@@ -193,6 +194,12 @@ def test_at_the_minimum_an_error_names_the_parameters_on_every_rank(pools: Pools
     assert "gradients are not finite although the loss scale is at its minimum (1), rank R" in text
     assert "got Inf or NaN in 'second'. The step was skipped" in text
     assert same and went_on and skipped == 2
+
+
+def test_a_norm_of_nans_is_an_overflow() -> None:
+    engine = engine_of("2", {"loss_scale": 8.0})
+    assert not step(engine, float("nan")) and engine.get_global_grad_norm() == float("inf")
+    engine.close()
 
 
 def test_with_a_fixed_scale_overflows_are_left_out_and_counted() -> None:

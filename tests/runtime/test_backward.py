@@ -59,6 +59,30 @@ def train_without_a_scalar(stage: str, kind: str) -> dict[str, Any]:
     return result
 
 
+def train_with_shares(stage: str, kind: str) -> dict[str, Any]:
+    """The user divides the loss of each micro-batch himself."""
+    micros = 3
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, micros), kind)
+
+    def run_micro_batch(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        loss = loss_of(engine, step, engine.rank, micro)
+        share = loss / micros
+        assert torch.equal(engine.backward(share, divide=False), share.detach())
+        engine.step()
+        return float(loss.item())
+
+    result = cases.run_steps(engine, 3, run=run_micro_batch)
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_divided_already_is_not_divided_again(pools: Pools, stage: str, kind: str) -> None:
+    results = pools(2).run(train_with_shares, stage, kind)
+    assert_equal_to_truth(results, cases.truth("mlp", kind, 2, 3, cases.LETTER[stage], 3))
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_for_a_loss_that_is_no_scalar(pools: Pools, stage: str, kind: str) -> None:
