@@ -24,7 +24,8 @@ what is complete lies in memory of its own unless that is the wire's dtype, too.
 
 [Note: Away] Where the optimizer's state rests in another tier, ``total`` and ``complete`` are in host memory, except
 where every rank needs the whole gradient. From another device a micro-batch's sum over ranks is copied there as soon as
-it is made, in the wire's dtype where that is all there is to send, and added on the host when it has arrived. Where
+it is made, in the wire's dtype where that is all there is to send, and added on the host when it has arrived. The
+last sum is squared for the norm where it is made (``take_squares``), so that nobody reads it again for that. Where
 every rank needs the whole gradient it stays on the device, and is copied for its step, a bucket ahead (``fetch``).
 
 [Note: Late gradients] Autograd may deliver a parameter's gradient again in one backward (re-entrant checkpointing of a
@@ -45,7 +46,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, UsageError
-from shardengine.kernels import flatten, ordered_sum
+from shardengine.kernels import flatten, ordered_sum, sum_of_squares
 from shardengine.offload import BufferPool, CopyQueue, Done
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 from shardengine.stages import Placement
@@ -205,6 +206,7 @@ class GradientBucket:
         self._spill = spill if leaves else None
         self._to_step = spill
         self._fetched: tuple[Tensor, Done] | None = None
+        self._squares: dict[int, Tensor] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -283,6 +285,8 @@ class GradientBucket:
         if old is None and (final or (out.dtype is torch.float32 and len(terms) > 1)):
             here = self._pool.take(out.numel(), out.dtype)
             ordered_sum(terms, here, reduce_dtype=rules.reduce, **end)
+            if final:
+                self._squares = self._squares_of(here)
             self._spill.send([(here, out)], here, then)
             return
         dtype = torch.float32 if len(terms) > 1 else terms[0].dtype
@@ -291,6 +295,8 @@ class GradientBucket:
 
         def join() -> None:
             ordered_sum([staged], out, total=old, **end)
+            if final:
+                self._squares = self._squares_of(out)
             for spent in (staged, old):
                 if spent is not None and spent is not out:
                     self._pool.give(spent)
@@ -332,6 +338,15 @@ class GradientBucket:
         ordered_sum([total], self.complete, divisor=rules.divisor, rounded=self.wire)
         if not fits:
             self._pool.give(total)
+
+    def _squares_of(self, complete: Tensor) -> dict[int, Tensor]:
+        return {parameter: sum_of_squares(complete[start:end]) for parameter, (start, end) in self.own.items()}
+
+    def take_squares(self) -> dict[int, Tensor]:
+        """Parameter → the sum of squares of what this rank has of it in ``complete``, fp64 0-dim. What has left the
+        device was squared there; that is given once, because ``complete`` may be changed afterwards."""
+        known, self._squares = self._squares, {}
+        return known or ({} if self.complete is None else self._squares_of(self.complete))
 
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
@@ -391,6 +406,7 @@ class GradientBucket:
                 given.add(tensor.untyped_storage()._cdata)
                 self._pool.give(tensor)
         self.complete = self.whole = self.total = None
+        self._squares = {}
         self.partial.drop()
 
     def release(self) -> None:

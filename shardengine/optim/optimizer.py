@@ -193,12 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _payload(self) -> Payload:
         """This rank's part of the squared norm, in all and of each parameter, and a digest of the optimizer's options
         and loss scale, 4 bytes."""
-        found = [
-            (parameter, kernels.sum_of_squares(complete[start:end]))
-            for state in self._reducer.buckets
-            if (complete := state.complete) is not None
-            for parameter, (start, end) in state.own.items()
-        ]
+        found = [pair for state in self._reducer.buckets for pair in state.take_squares().items()]
         device = self._reducer.buckets[0].bucket.full.device
         if found and all(square.device == HOST for _, square in found):
             device = HOST  # added up where they are, and moved together

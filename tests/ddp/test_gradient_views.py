@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardengine
 from shardengine.errors import MismatchError, UsageError
+from shardengine.offload import Platform
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -125,6 +126,38 @@ def test_a_change_takes_effect_as_on_a_whole_gradient(
     if change in ("mul_", "data mul_ by a tensor", "div_", "imul"):
         total = whole  # what the engine tells is the norm before clipping, as with its own
     assert norm == pytest.approx(total.sqrt().item(), rel=1e-6)
+
+
+def followed(micros: int, place: dict[str, Any]) -> list[Any]:
+    """Norms, and weights after the step, where gradients are changed, or joined by another backward's, before it."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Platform, "is_apart", True)
+        for change in ("none", "mul_", "clamp_", "replaced", "another backward"):
+            zero = {"reduce_bucket_size": 600, **place}
+            engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", micros, zero=zero), "AdamW")
+            for step in range(2):
+                for micro in range(micros):
+                    engine.backward(cases.loss_of(engine, step, engine.rank, micro))
+                    if micro < micros - 1:
+                        engine.step()
+                found.append(engine.get_global_grad_norm())
+                if change == "another backward":
+                    engine.backward(cases.loss_of(engine, 7, engine.rank, 0))
+                for parameter in engine.module.parameters() if change in CHANGES else ():
+                    CHANGES[change](parameter)
+                found.append([p.grad.norm().item() for p in engine.module.parameters() if p.grad is not None])
+                engine.step()
+                found.append(engine.get_global_grad_norm())
+            found.append(weights_of(engine))
+            engine.close()
+    return found
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_norms_of_gradients_that_have_left_follow_changes(pools: Pools, micros: int) -> None:
+    away = {"offload_optimizer": {"device": "cpu"}}
+    assert pools(2).run(followed, micros, away) == pools(2).run(followed, micros, {})
 
 
 def refused(stage: str) -> list[str]:

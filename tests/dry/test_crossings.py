@@ -61,8 +61,10 @@ def fetched(case: Case, facts: Facts) -> int:
 
 
 def squares(case: Case, facts: Facts) -> int:
-    """Parts of the norm that were summed on the host: together, or one by one where some are on the device."""
-    return (case.stage != "0") * (facts.pieces if facts.near else facts.pieces > 0)
+    """Parts of the norm that were summed on the host, where micro-batches were added there: together, or one by one
+    where some are on the device."""
+    added = case.stage in ("2", "3k", "3") and case.micros > 1 and case.option != "no_sync"
+    return added * (facts.pieces if facts.near else facts.pieces > 0)
 
 
 def sent_on(case: Case, facts: Facts) -> int:
