@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardengine.checkpoint import atomic, contents, directory, index, model_facts, state, tensor_file
+from shardengine.checkpoint import atomic, contents, directory, index, left_out, model_facts, state, tensor_file
 from shardengine.checkpoint.background import Background, Meet
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.engine import Inspection
@@ -33,6 +33,7 @@ class Job:
 
     tensors: what is written, by its key in the file · behind: how many, from the end, are the optimizer's states
     parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
+    left_out: this rank's share of the fingerprints of what is not written, by name
     ready: returns when the tensors hold what is saved · platform: of the device on which they are, if any is
     """
 
@@ -45,12 +46,15 @@ class Job:
     behind: int
     parts: list[tuple[str, str, str, int, int]]
     random: list[str]
+    left_out: dict[str, int]
     keep_last: int | None
     platform: Platform
     ready: Callable[[], None] = lambda: None
 
 
-def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: dict[str, Any] | None) -> Path:
+def save(
+    engine: Inspection, folder: str | Path, tag: str | None, client_state: dict[str, Any] | None, *, frozen: bool = True
+) -> Path:
     """Write a checkpoint; its directory. See ``Engine.save_checkpoint``."""
     core = engine._core
     collectives = core.collectives
@@ -65,10 +69,10 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
         place = directory.check_folder(folder)
         name = directory.check_tag(directory.tag_of(engine.global_steps) if tag is None else tag)
         facts = json.loads(json.dumps({**_describe(engine), "client_state": client}))
-        return _job(engine, place, name, facts)
+        return _job(engine, place, name, facts, frozen=frozen)
 
     job = run_on_all_ranks(collectives, "preparing a checkpoint", prepare)
-    compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag]})
+    compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag], "frozen": [str(frozen)]})
     core.adopt_written_weights()
     if not engine.config.checkpoint.async_save:
         _write(job, _by_collectives(collectives))
@@ -125,9 +129,10 @@ def _describe(engine: Inspection) -> dict[str, Any]:
     }
 
 
-def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> Job:
+def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any], *, frozen: bool) -> Job:
     core = engine._core
     owned = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
+    owned, kept_out = left_out.parts_of(owned, set() if frozen else left_out.names(core))
     model = [part for part in owned if part.key in (WEIGHT, BUFFER)]  # loaded first
     stepped = [part for part in owned if part.key not in (WEIGHT, BUFFER)]
     parts = model + stepped
@@ -142,6 +147,7 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> J
         behind=len(stepped),
         parts=[(p.name, p.key, str(p.values.dtype).removeprefix("torch."), p.first, p.end) for p in parts],
         random=[key for key, _ in random],
+        left_out=left_out.sums(kept_out, contents.sizes(core)),
         keep_last=engine.config.checkpoint.keep_last,
         platform=core.mesh.platform,
     )
@@ -203,6 +209,7 @@ def _write_file(job: Job) -> None:
             for name, kind, dtype, first, end in job.parts
         ],
         "random": {key.removeprefix("random/"): [file, done.offsets[key], sizes[key]] for key in job.random},
+        "left_out": job.left_out,
     }
     _entry_of(work, job.rank).write_text(json.dumps(entry), encoding="utf-8")
 
@@ -212,10 +219,11 @@ def _entry_of(work: Path, rank: int) -> Path:
 
 
 def _collect(job: Job, work: Path) -> dict[str, Any]:
-    """The index's ``files``, ``tensors`` and ``random`` from what each rank has left, which is removed."""
+    """The index's ``files``, ``tensors``, ``random`` and ``left_out``, from each rank's, which are removed."""
     files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
     random: dict[str, list[Any]] = {}
+    shares: list[dict[str, int]] = []
     for rank in range(job.ranks):
         path = _entry_of(work, rank)
         entry = json.loads(path.read_text(encoding="utf-8"))
@@ -230,7 +238,8 @@ def _collect(job: Job, work: Path) -> dict[str, Any]:
             tensors.setdefault(name, {}).setdefault(kind, {"dtype": dtype, "pieces": []})["pieces"].append(piece)
         for name, place in entry["random"].items():
             random.setdefault(name, []).append(place)
-    return {"files": files, "tensors": tensors, "random": random}
+        shares.append(entry["left_out"])
+    return {"files": files, "tensors": tensors, "random": random, "left_out": left_out.together(shares)}
 
 
 def _readably(folder: Path, work: Callable[[], None]) -> None:
