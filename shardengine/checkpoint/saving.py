@@ -10,6 +10,7 @@ Must not know: the form of tensor files, how ranks meet.
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,12 @@ from shardengine.engine import Inspection
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.offload import HOST, Platform
 from shardengine.sharding import BUFFER, WEIGHT
+
+_log = logging.getLogger(__name__)
+_OPEN = (
+    "checkpoint %s was saved in the middle of a step: it has the steps that are complete, and nothing of the gradients "
+    "of %d micro-batch(es) of step %d. This run goes on with them; one that loads it begins that step anew"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ def save(
     job = run_on_all_ranks(collectives, "preparing a checkpoint", prepare)
     compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag], "frozen": [str(frozen)]})
     core.adopt_written_weights()
+    if not core.window.is_first and core.mesh.rank == 0:
+        _log.warning(_OPEN, job.tag, core.window.micro_batches, engine.global_steps + 1)
     if not engine.config.checkpoint.async_save:
         _write(job, _by_collectives(collectives))
         return job.folder / job.tag
@@ -125,7 +134,11 @@ def _describe(engine: Inspection) -> dict[str, Any]:
         "lr_scheduler": state.scheduler_state(engine.lr_scheduler),
         "loss_scaler": state.scaler_state(engine.optimizer),
         "comm_hook": None,
-        "counters": {name: getattr(engine, name) for name in index.COUNTERS},
+        "counters": {
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "micro_steps": core.window.completed,
+        },
     }
 
 
