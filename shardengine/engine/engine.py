@@ -472,9 +472,9 @@ class Engine(Inspection):
         """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
 
         Of the steps that are complete: those micro-batches of the next one that were run are left out, which is told.
-        tag: default ``step-`` and the steps so far in 8 digits; one that is there is replaced once the new one is whole.
-        client_state: JSON, rank 0's is kept. frozen: False leaves frozen parameters out (adapters without their base
-        model); it is loaded into engines that have the same ones. A failure raises on every rank and leaves the
+        tag: default ``step-`` and the steps so far in 8 digits; one that is there is replaced once the new one is
+        whole. client_state: JSON, rank 0's is kept. frozen: False leaves frozen parameters out (adapters without their
+        base model); it is loaded into engines that have the same ones. A failure raises on every rank and leaves the
         previous one intact. With ``"checkpoint": {"async_save": true}`` it returns when weights and buffers are copied
         to host memory, and the next step waits until the optimizer's states are; a failure is then raised by the next
         call that saves (when its own is under way), loads or waits, or by ``close()``.
