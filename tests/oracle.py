@@ -19,7 +19,7 @@ set of parameters and adds their gradients up in the declared order:
 - a parameter that no rank used in the window is not touched by the optimizer
 - the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
   on a CPU are not)
-- a step whose norm is not finite is skipped (``skips``)
+- a step whose norm is not finite is skipped (``skips``); with ``scaler`` such a norm is inf
 - loss scale: the loss, in fp32, times the scale; a step that is skipped may halve the scale
 - torch's clipping: each complete gradient's norm is rounded once to fp32, torch's function makes one of them all and
   multiplies the gradients, in the wire's dtype, before the step
@@ -319,6 +319,8 @@ def train(
         norm = sum((g.double().square().sum() for g in complete.values()), torch.zeros((), dtype=torch.float64))
         scale = 1.0 if scaler is None else scaler.scale
         norm = (norm.sqrt() / scale).float()
+        if scaler is not None and norm.isnan():
+            norm = torch.tensor(float("inf"))  # an overflow: inf - inf
         trace.losses.append(losses)
         trace.norms.append(norm.item())
         overflow = (skips or scaler is not None) and not norm.isfinite()

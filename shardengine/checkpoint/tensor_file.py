@@ -139,10 +139,12 @@ class Stream:
                 os.ftruncate(self._file, self._written)
                 os.fsync(self._file)
         finally:
-            for copies in (*(chunk.copies for chunk in self._arriving), self._copies):
-                _await(copies)
-            self._threads.shutdown()
-            os.close(self._file)
+            try:
+                for copies in (*(chunk.copies for chunk in self._arriving), self._copies):
+                    _await(copies)
+            finally:
+                self._threads.shutdown()
+                os.close(self._file)
 
     def put(self, data: Tensor) -> None:
         """Append ``data``: uint8 [bytes], on the device or the host, which nobody changes until the ``with`` ends."""

@@ -265,10 +265,12 @@ def _destroy_abandoned() -> None:
     All are broken off at once: the abort of one may wait for the GPU, on which what is in flight on another still runs
     (group_kind: [Note: Aborting]).
     """
-    meshes = [mesh for left in _abandoned if (mesh := left.living()) is not None]
+    left = list(_abandoned)
+    meshes = [mesh for each in left if (mesh := each.living()) is not None]
     _abandoned.clear()
     calls = [functools.partial(mesh.break_off, "nobody uses these groups any more") for mesh in meshes]
     if problems := all_at_once(calls, _BREAKING_OFF_S):
+        _abandoned.extend(left)  # the next one ends what is whole
         raise CommunicationError("; ".join(problems))
     held: list[dist.ProcessGroup] = []
     for mesh in meshes:

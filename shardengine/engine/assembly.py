@@ -95,8 +95,10 @@ def build(
     settle_kernels(collectives, offers, offer.problem)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
     footprint = _footprint(config, stage, found, plan, states, collectives)
+    dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
-        _tell_sums(config, collectives, _sent(footprint.rules, plan))
+        _tell_sums(config, collectives, dtypes)
+    collectives.prepare(dtypes)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
@@ -147,13 +149,13 @@ def _assemble(
     return core
 
 
-def _sent(rules: Rules, plan: Layout) -> set[torch.dtype]:
+def sent(rules: Rules, plan: Layout) -> set[torch.dtype]:
     """The dtypes in which gradients are sent."""
     return {wire_of(rules, each) for each in plan.flat_buffers if each.trainable}
 
 
 def _tell_sums(config: Config, collectives: Collectives, sent: Collection[torch.dtype]) -> None:
-    """Warn where the config asks in vain for sums in two steps, or for the backend's own. sent: as ``_sent``."""
+    """Warn where the config asks in vain for sums in two steps, or for the backend's own. sent: as the function."""
     mesh = collectives.mesh
     if mesh.ranks == 1:
         return
@@ -238,8 +240,10 @@ def _open_tiers(config: Config, collectives: Collectives, found: Partition, unfi
 def _give_threads(rank: int, *, offloads: bool) -> None:
     """If the host steps, its kernels take the cores that torchrun's OMP_NUM_THREADS=1 would leave idle."""
     threads = host_threads(offloads=offloads)
+    if threads is None:
+        return  # another engine of the process may have said how many
     kernels.use_threads(threads)
-    if threads is not None and rank == 0:
+    if rank == 0:
         _log.info(
             "native kernels take %d thread(s) of the host on this rank; SHARDENGINE_THREADS says another number",
             threads,
@@ -294,7 +298,6 @@ def _drive(
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = _rules(config, stage, collectives.mesh.ranks)
-    collectives.prepare(_sent(rules, plan))
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, prefetch)

@@ -8,9 +8,8 @@ divides the loss, autograd hands each gradient to the reducer, whose end closes 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -168,6 +167,7 @@ class Engine(Inspection):
                 if isinstance(optimizer, torch.optim.Optimizer):
                     self._give_back = lend(optimizer, self.optimizer)
             self._lr_scheduler = self._make_scheduler(lr_scheduler)
+            self._owns_scheduler = lr_scheduler is None and lr_schedules.is_named(self._lr_scheduler)
             if self.optimizer is not None:
                 self.optimizer.begin()
 
@@ -275,7 +275,7 @@ class Engine(Inspection):
         if core.reducer.views.changed:
             core.reducer.views.exchange_again()
         if optimizer.note_if_spoiled() and optimizer.settings.scaler is not None:
-            overflow.report(core, optimizer.settings.scaler, optimizer.verdict(None), taken=True)
+            overflow.report(core, optimizer.settings.scaler, optimizer.verdict_now(), taken=True)
         self._report.observe(self._live_bytes())
         core.schedule.reshard_all()
         core.await_weights()
@@ -285,33 +285,31 @@ class Engine(Inspection):
         self._end_step()
 
     def _end_step(self, *, reports: bool = True) -> None:
-        """What follows the update. reports: all ranks are here, an overflow at the smallest scale can be told.
+        """What follows the update. reports: a step that was skipped may be told, or be an error.
 
-        Whether it was applied may be known later ([Note: Settled a step later]), but where an error, or a dynamic
-        loss scale, depends on it.
+        Whether it was skipped may be known later ([Note: Settled a step later]); at once where an error or the loss
+        scale depends on it, or a scheduler of the user's, which cannot be taken back.
         """
-        core, optimizer = self._core, self._need_optimizer("step()")
+        core, optimizer, scheduler = self._core, self._need_optimizer("step()"), self._lr_scheduler
         core.note_stepped()
         step, scaler, exhausted = self.global_steps + 1, optimizer.settings.scaler, optimizer.is_exhausted
         before = 0 if scaler is None else scaler.skipped
-        take_back: list[Callable[[], None]] = []
+        undo: list[Callable[[], None]] = []
 
         def if_skipped(verdict: Verdict) -> None:
-            for each in take_back:
+            for each in undo:
                 each()
-            if not reports or scaler is None:
-                return
-            if exhausted:
+            if reports and scaler is not None and exhausted:
                 overflow.report(core, scaler, verdict)
-            if scaler.skipped == 1 and not scaler.policy.dynamic:
+            if reports and scaler is not None and scaler.skipped == 1 and not scaler.policy.dynamic:
                 overflow.tell(core, verdict, step, scaler.policy.limit)
 
-        verdict = self._verdict = optimizer.conclude(if_skipped)
-        at_once = scaler is not None and (scaler.policy.dynamic or exhausted or not reports)
-        waits = at_once or verdict.reached or not lr_schedules.can_take_back(self._lr_scheduler)
-        applied = verdict.applied if waits else None
+        verdict = self._verdict = optimizer.end_update(if_skipped)
+        depends = scaler is not None and (scaler.policy.dynamic or exhausted or not reports)
+        later = verdict.is_late and not depends and (scheduler is None or self._owns_scheduler)
+        applied = later or verdict.applied
         try:
-            if waits:
+            if not later:
                 optimizer.settle()
         finally:
             micro_batches = self._close_window(core, optimizer)
@@ -319,12 +317,12 @@ class Engine(Inspection):
                 values = {"lr": self._rates(optimizer)[0], "samples": self.global_samples}
                 late = {"skipped_steps": lambda: before + (not verdict.applied)}
                 self._monitors.note(step, values, late, optimizer.norm, micro_batches)
-            if self._lr_scheduler is not None and applied is not False:
-                optimizer.mark_stepped(self._lr_scheduler)
-                if applied is None:
-                    take_back.append(lr_schedules.step_for_now(self._lr_scheduler))
+            if scheduler is not None and applied:
+                optimizer.mark_stepped(scheduler)
+                if later:
+                    undo.append(lr_schedules.step_for_now(scheduler))
                 else:
-                    self._lr_scheduler.step()
+                    scheduler.step()
 
     def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> int:
         """Gradients are forgotten, the step counts. Returns its micro-batches."""
@@ -380,11 +378,9 @@ class Engine(Inspection):
 
         In fp16 one that is not finite is inf: an overflow, also where it made NaNs.
         """
-        core = self._need_core()
-        core.schedule.finish_open_backward()
+        self._need_core().schedule.finish_open_backward()
         norm = None if self.optimizer is None else self.optimizer.norm
-        value = None if norm is None else norm.item()
-        return math.inf if value is not None and math.isnan(value) and core.precision.trains_fp16 else value
+        return None if norm is None else norm.item()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
@@ -563,8 +559,9 @@ class Engine(Inspection):
         alone = closing.part(self._core, saves=self._saves is not None)
         try:
             offload_states.reload(self._core)
-            if not alone:
+            with suppress(RuntimeError) if alone else nullcontext():
                 self._settle()
+            if not alone:
                 self.wait_for_checkpoint()
         finally:
             try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
+from shardengine.errors import UsageError
 from shardengine.offload import HOST
 from shardengine.sharding import WEIGHT, FullTensors, join, shaped
 
@@ -31,28 +32,26 @@ def full_state_dict(core: Core, module: nn.Module, *, trainable_only: bool = Fal
 
 def _begin(core: Core, call: str, *, trainable_only: bool) -> set[int]:
     """All ranks mean the same ``call``; ids of the parameters that are left out; collective."""
-    compare(core.collectives, {"call": [call], "trainable_only": [str(trainable_only)]})
-    if not trainable_only:
-        return set()
-    trained = {id(p) for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True) if spec.trainable}
-    return {id(parameter) for parameter in core.partition.names.values()} - trained
+    known = core.partition.first_names()
+    frozen = {id(p) for p in core.partition.names.values() if trainable_only and not p.requires_grad}
+    compare(core.collectives, {f"trainable_only of {call}": [str(trainable_only)]})
+    compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
+    return frozen
 
 
 def _whole_values(core: Core, left_out: set[int]) -> dict[int, Tensor]:
     """id(parameter) → whole values on rank 0's CPU, {} elsewhere, gathered one bucket at a time; collective."""
     core.await_weights()
-    specs = {spec.name: spec for spec in core.layout.parameters}
-    unwanted = {
-        spec.name for p, spec in zip(core.partition.inside, core.layout.parameters, strict=True) if id(p) in left_out
-    }
+    inside = list(zip(core.partition.inside, core.layout.parameters, strict=True))
+    specs = {spec.name: spec for p, spec in inside if id(p) not in left_out}
     whole: FullTensors = {}
     for bucket in (bucket for unit in core.units for bucket in unit.buckets()):
-        if unwanted.issuperset(bucket.layout.names):
+        if specs.keys().isdisjoint(bucket.layout.names):
             continue
         weights, place = {WEIGHT: bucket.weights()}, bucket.placement
         with gathered(core, bucket, weights, place, Purpose.WHOLE_WEIGHTS, bucket.full.dtype) as slices:
-            join(slices if core.mesh.rank == 0 else (), whole, specs, HOST)
-    inside = zip(core.partition.inside, core.layout.parameters, strict=True)
+            mine = (part for part in slices if part.name in specs) if core.mesh.rank == 0 else ()
+            join(mine, whole, specs, HOST)
     return {id(p): shaped(whole[spec.name][WEIGHT], spec) for p, spec in inside if spec.name in whole}
 
 
@@ -77,6 +76,12 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
     directory as it was. A failure raises on every rank.
     """
     core.step_state.require("save_pretrained")
+    if trainable_only and hasattr(module, "save_pretrained") and not _has_adapters(module):
+        raise UsageError(
+            f"save_pretrained(trainable_only=True) of {type(module).__name__}: from_pretrained would fill what is left "
+            "out with random values; expected a model with PEFT adapters, or a plain module. Save the whole model, or "
+            "engine.state_dict(trainable_only=True)"
+        )
     left_out = _begin(core, "save_pretrained", trainable_only=trainable_only)
     values = _whole_values(core, left_out)
     target = Path(directory)
@@ -93,6 +98,11 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
             shutil.rmtree(work, ignore_errors=True)
 
     run_on_all_ranks(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether peft has wrapped the model, or put adapters into it; its files hold these alone."""
+    return hasattr(module, "peft_config") or bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
 def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:

@@ -19,7 +19,7 @@ from shardengine.ddp import Window
 from shardengine.engine import formulas
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
-from shardengine.optim import ShardedOptimizer, Verdict
+from shardengine.optim import ShardedOptimizer, Verdict, lr_schedules
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
@@ -64,6 +64,7 @@ class Inspection:
     _report: Report
     _verdict: Verdict | None
     _lr_scheduler: Any
+    _owns_scheduler: bool
     _buffers_sent: bool
     _saves: Any = None
     """What is written behind training (checkpoint.background.Background), from the first save on."""
@@ -123,16 +124,27 @@ class Inspection:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that is stepped with the optimizer; None: there is none."""
+        """The scheduler that is stepped with the optimizer; None: there is none, you step your own.
+
+        Another one may be set: a torch LRScheduler over the engine's optimizer, or None.
+        """
         self._settle()
         return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        """``UsageError`` where it does not drive the engine's optimizer."""
+        self._settle()
+        if scheduler is not None:
+            lr_schedules.check_attached(scheduler, self._need_optimizer("engine.lr_scheduler"))
+        self._lr_scheduler, self._owns_scheduler = scheduler, scheduler is None
 
     def zero_optimization_stage(self) -> int:
         """The configured stage, 0 to 3."""
         return self.config.zero_optimization.stage
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """The learning rate of each parameter group; waits as ``was_step_applied``."""
         self._open_core()
         self._settle()
         return self._rates(self._need_optimizer("get_lr()"))

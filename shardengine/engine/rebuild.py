@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
 from shardengine.engine import formulas
-from shardengine.engine.assembly import succeed
+from shardengine.engine.assembly import sent, succeed
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
@@ -197,6 +197,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 
     try:
         run_on_all_ranks(core.collectives, "taking room for a new layout", take_room)
+        core.collectives.prepare(sent(footprint.rules, plan))
     except BaseException:
         core.tiers.free_reserved()
         raise

@@ -116,20 +116,15 @@ def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Opti
     return scheduler
 
 
-def can_take_back(scheduler: Any) -> bool:
-    """Whether ``step_for_now`` can serve ``scheduler`` (None: there is none): torch's own classes, of functions."""
-    if isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
-        return all(map(can_take_back, getattr(scheduler, "_schedulers", (None,))))
-    functions = getattr(scheduler, "lr_lambdas", ())
-    return scheduler is None or (
-        type(scheduler) in (*_TORCH.values(), lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR, _OneCycle)
-        and not isinstance(scheduler, lr_scheduler.CyclicLR)
-        and not any(getattr(function, "__dict__", None) for function in functions)
-    )
+def is_named(scheduler: Any) -> bool:
+    """Whether ``scheduler``, which ``build`` has made, is a ratio of the number of steps, so that a step can be taken
+    back (also where it is None)."""
+    return scheduler is None or type(scheduler) in (lr_scheduler.LambdaLR, _OneCycle)
 
 
 def step_for_now(scheduler: lr_scheduler.LRScheduler) -> Callable[[], None]:
-    """Step ``scheduler`` → what takes that back. Options that somebody has set since stay as they are."""
+    """Step ``scheduler``, one that ``is_named`` → what takes that back. Options of groups that somebody has set since
+    stay as they are."""
     groups = scheduler.optimizer.param_groups
     state, before = copy.deepcopy(scheduler.state_dict()), [_options(group) for group in groups]
     scheduler.step()

@@ -5,9 +5,10 @@ Must not know: hooks, modules, how gradients came to be complete.
 
 [Note: Settled a step later] Whether a step is applied, which it is not where its gradients are not finite, the device
 finds and acts on. The host needs it for step counts, the loss scale and the scheduler; waiting for it in ``step()``
-would leave the device without work. So the host goes on as if the step had been applied, and asks when the next one's
-gradients are complete (``settle``), or earlier where somebody reads what depends on it. Where it was skipped, counts
-and the scheduler are taken back. Every rank has settled before options and counts are compared between ranks.
+would leave the device without work. So the host goes on as if the step had been applied, and asks in the next one's
+first ``step()``, or when its gradients are complete (``settle``), or earlier where somebody reads what depends on it.
+Where it was skipped, counts and the config's schedule are taken back. Whether the host waits at once is the same on
+every rank, and every rank has settled before options and counts are compared between ranks.
 
 The three parts of a step, repeated as comments below:
   1. norm     every rank's sum of squares and used-flags are exchanged (one message), the norm is the same everywhere
@@ -165,6 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{changes:08x}; set them and call engine.{way}"
             )
         self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
+        if self.settings.fp16:  # inf - inf on the way is an overflow, too
+            self.norm = self.norm.nan_to_num(nan=math.inf, posinf=math.inf)
         self.update = Update(None if self.update is None else self.update.max_norm)
         self._reducer.views.show(
             self._reducer.touched,
@@ -237,9 +240,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.await_reader()
         if not begun:
             self.settle()
-            skip = self._skip()
-            verdict = self.verdict(skip)
-            update.begin(self._reducer.touched, factor=self._factor(update), skip=skip, verdict=verdict)
+            update.begin(
+                self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=self.verdict_now()
+            )
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self._steps[parameter] += 1
@@ -299,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if state.bucket.layout.index not in self.stepped_early:
                 state.bucket.state_store.prefetch()
 
-    def conclude(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
+    def end_update(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
         """All buckets are done. Counts say that the step was applied, until ``settle``, which may call ``if_skipped``.
 
         See [Note: Settled a step later].
@@ -460,10 +463,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.loss_scale)
 
-    def verdict(self, skip: Tensor | None) -> Verdict:
-        """Of a step that is skipped where ``skip`` is set on the device; None: where nothing skips it."""
-        skipped = None if skip is None else self._reducer.platform.fetch(skip)
-        return Verdict(skipped, self._reducer.views.squares)
+    def verdict_now(self) -> Verdict:
+        """Of the step that the present gradients would make."""
+        platform, skip = self._reducer.platform, self._skip()
+        if skip is None:
+            return Verdict(None, self._reducer.views.squares)
+        return Verdict(platform.fetch(skip), self._reducer.views.squares, is_late=platform.is_apart)
 
     def _skip(self) -> Tensor | None:
         unknown = self.norm is None or self.settings.scaler is None

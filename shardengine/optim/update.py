@@ -17,6 +17,7 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.config import Config
 from shardengine.ddp import GradientBucket
+from shardengine.errors import InternalError
 from shardengine.kernels import Noise, Rule, Span, Spans
 from shardengine.offload import HOST, CopyQueue, Done, Fetched
 from shardengine.optim.loss_scale import LossScaler
@@ -31,12 +32,14 @@ class Settings:
     """What the config says about steps.
 
     max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
-    are skipped; None: none is · in_backward: offloaded buckets are stepped as soon as its gradient is complete.
+    are skipped; None: none is · fp16: what overflows in it is one · in_backward: offloaded buckets are stepped as soon
+    as its gradient is complete.
     """
 
     max_norm: float = 0.0
     seed: int | None = None
     scaler: LossScaler | None = None
+    fp16: bool = False
     in_backward: bool = False
 
     @classmethod
@@ -44,7 +47,7 @@ class Settings:
         """which: the config's."""
         in_backward = config.zero_optimization.offload_optimizer.step_in_backward
         scaler = None if which.scaling is None else LossScaler(which.scaling)
-        return cls(config.gradient_clipping, which.seed, scaler, in_backward)
+        return cls(config.gradient_clipping, which.seed, scaler, which.trains_fp16, in_backward)
 
 
 Part = tuple[Rule, Noise | None, Spans]
@@ -54,18 +57,15 @@ Part = tuple[Rule, Noise | None, Spans]
 class Verdict:
     """Whether a step was applied. The device knows that in the update; the host, when it asks.
 
-    squares: of the norm of each parameter's gradient, fp64 [parameters] on the device; None: not known.
+    squares: of the norm of each parameter's gradient, fp64 [parameters] on the device; None: not known · is_late:
+    whether the host would wait for it, which is the same on every rank.
     """
 
-    def __init__(self, skipped: Fetched | None, squares: Tensor | None) -> None:
+    def __init__(self, skipped: Fetched | None, squares: Tensor | None, *, is_late: bool = False) -> None:
         """skipped: a flag on its way to the host; None: the step was applied."""
         self._skipped = skipped
         self.squares = squares
-
-    @property
-    def reached(self) -> bool:
-        """Whether the host knows without waiting."""
-        return self._skipped is None or self._skipped.reached
+        self.is_late = is_late
 
     @functools.cached_property
     def applied(self) -> bool:
@@ -139,6 +139,8 @@ def step_bucket(
                 near.copy_(flats["weight"])  # what no group steps stays as it was
         else:
             flats["weight"] = near
+            if apart and store.away:
+                raise InternalError(f"weights without masters are stepped where they rest: {state.names}")
             if apart:
                 bucket.flat_buffer.platform.loads.copy(weights, near).wait()
         if parts:

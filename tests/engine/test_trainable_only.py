@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardengine.errors import MismatchError
+from shardengine.errors import MismatchError, UsageError
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -102,4 +102,20 @@ def test_what_was_unfrozen_counts() -> None:
     assert engine.optimizer is not None
     engine.optimizer.add_param_group({"params": [engine.module.late]})
     assert set(engine.state_dict(trainable_only=True)) == TRAINED | {"calls", "late"}
+    engine.close()
+
+
+def test_what_is_frozen_now_is_left_out() -> None:
+    engine = cases.make_engine(make(), cases.config_of("3"))
+    engine.module.get_parameter("adapters.1.weight").requires_grad_(False)
+    engine.module.late.requires_grad_(True)
+    assert set(engine.state_dict(trainable_only=True)) == TRAINED - {"adapters.1.weight"} | {"calls", "late"}
+    engine.close()
+
+
+def test_a_hugging_face_model_is_not_saved_in_parts(tmp_path: Path) -> None:
+    engine = cases.make_engine(cases.make_gpt2(), cases.config_of("2"))
+    with pytest.raises(UsageError, match="would fill what is left out with random values"):
+        engine.save_pretrained(tmp_path / "part", trainable_only=True)
+    assert not (tmp_path / "part").exists()
     engine.close()
