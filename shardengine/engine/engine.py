@@ -154,6 +154,8 @@ class Engine(Inspection):
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
+        if form.notice and mesh.rank == 0:
+            _log.warning("%s", form.notice)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
         states = () if form.kind is None else state_names(form.kind, form.groups, scheduled=scheduled)
         self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind)

@@ -2,6 +2,7 @@
 
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
+foreign            those of other libraries, by name
 update             the step of one bucket, and which of its elements are stepped together
 in_backward        steps during backward
 loss_scale         fp16's scale, and which steps are skipped

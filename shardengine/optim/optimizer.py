@@ -63,11 +63,13 @@ class EngineCalls:
 
 
 class OptimizerForm(NamedTuple):
-    """The optimizer that a user wants: its kind (None: none), parameter groups and defaults."""
+    """The optimizer that a user wants: its kind (None: none), parameter groups and defaults; what is done differently
+    from what he may expect."""
 
     kind: str | None
     groups: list[dict[str, Any]]
     defaults: dict[str, Any]
+    notice: str = ""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -15,6 +15,7 @@ from torch import nn
 from shardengine.config import OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
+from shardengine.optim import foreign
 from shardengine.optim.lion import Lion
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
@@ -29,16 +30,24 @@ _FROM_CONFIG: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none."""
+def kind_of(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+    """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none.
+
+    And what is different about it, a sentence, "" where nothing is.
+    """
     known = {made_by: name for name, made_by in _FROM_CONFIG.items()} | {CPUAdam: "AdamW"}
-    kind = known.get(type(optimizer))
+    kind, notice = known.get(type(optimizer)), ""
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if kind is None and (found := foreign.recognise(optimizer)) is not None:
+        kind, notice = found
     if kind is None:
-        raise UsageError(
-            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, shardengine.lion.Lion or offload.CPUAdam; "
+        reason = foreign.advice_for(optimizer) or (
             "shards of flat buckets are stepped elementwise, and other elementwise optimizers are not available yet "
             "(optimizers that look at whole matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
+        )
+        raise UsageError(
+            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, shardengine.lion.Lion or offload.CPUAdam; "
+            f"{reason}"
         )
     if optimizer.state:
         raise UsageError(
@@ -48,8 +57,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     for index, group in enumerate(optimizer.param_groups):
         check_options(group, f"optimizer {name}", index, optimizer.param_groups[0])
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
-        return "AdamW" if optimizer.param_groups[0].get(_DECOUPLED, kind == "AdamW") else "Adam"
-    return kind
+        kind = "AdamW" if optimizer.param_groups[0].get(_DECOUPLED, kind == "AdamW") else "Adam"
+    return kind, notice
 
 
 def check_options(group: dict[str, Any], optimizer: str, index: int, first: dict[str, Any]) -> None:
@@ -96,7 +105,8 @@ def groups_for(
     check_owned(model, optimizer.param_groups)
     if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
-    return OptimizerForm(kind_of(optimizer), optimizer.param_groups, optimizer.defaults)
+    kind, notice = kind_of(optimizer)
+    return OptimizerForm(kind, optimizer.param_groups, optimizer.defaults, notice)
 
 
 _LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")

@@ -62,6 +62,7 @@ SLIVERS: Mapping[str, str] = {
     "engine/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",
     "engine/overflow.py": "sentences about gradients that are not finite; the engine's file has enough of its own",
     "offload/nvme/free_list.py": "an allocator of numbers, which is tested without a file",
+    "optim/foreign.py": "facts of other libraries, which change with their releases",
     "runtime/prefetch_order.py": "an order of numbers, which is tested and counted without units",
 }
 """Modules below ``SLIVER_LINES`` that one file alone imports, each with the reason why it is no part of that file."""
