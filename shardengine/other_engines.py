@@ -408,13 +408,12 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "backward": {
-        "scale_wrt_gas": "`engine.backward(loss)` divides by the accumulation steps; `loss.backward()` does not, "
-        "where the loss is not scaled",
+        "scale_wrt_gas": "`engine.backward(loss, divide=False)` takes a loss that is divided already",
     },
     "step": {"lr_kwargs": "learning rates are set in `engine.optimizer.param_groups`, or by a scheduler"},
     "save_checkpoint": {
         "save_latest": "the newest checkpoint that is whole is always named so",
-        "exclude_frozen_parameters": "frozen parameters are saved, too",
+        "exclude_frozen_parameters": "`frozen=False` leaves them out",
     },
     "load_checkpoint": {
         "load_module_strict": "call `engine.load_checkpoint(dir, strict=False)` to take what fits",
