@@ -413,7 +413,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "step": {"lr_kwargs": "learning rates are set in `engine.optimizer.param_groups`, or by a scheduler"},
     "save_checkpoint": {
         "save_latest": "the newest checkpoint that is whole is always named so",
-        "exclude_frozen_parameters": "`frozen=False` leaves them out",
+        "exclude_frozen_parameters": "call `engine.save_checkpoint(dir, frozen=False)`, which leaves them out",
     },
     "load_checkpoint": {
         "load_module_strict": "call `engine.load_checkpoint(dir, strict=False)` to take what fits",
