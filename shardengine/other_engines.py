@@ -415,6 +415,14 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "save_latest": "the newest checkpoint that is whole is always named so",
         "exclude_frozen_parameters": "call `engine.save_checkpoint(dir, frozen=False)`, which leaves them out",
     },
+    "save_pretrained": {
+        "exclude_frozen_parameters": "call `engine.save_pretrained(dir, trainable_only=True)`",
+        "state_dict": "the engine gathers it",
+    },
+    "state_dict": {
+        "exclude_frozen_parameters": "call `engine.state_dict(trainable_only=True)`",
+        **_each("prefix destination keep_vars", "it is a copy on the CPU of rank 0, with the module's own names"),
+    },
     "load_checkpoint": {
         "load_module_strict": "call `engine.load_checkpoint(dir, strict=False)` to take what fits",
         **_each(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardengine
+from shardengine import kernels
 from shardengine.app.report import size
 from shardengine.comm import cores, default_ranks, devices
 from shardengine.errors import UsageError
@@ -104,6 +105,8 @@ def _told(name: str) -> str:
 def _kernels() -> str:
     """Who carries them out, and whether py-cpuinfo finds the same instruction sets."""
     try:
+        if (said := kernels.wanted()) not in ("auto", "native"):
+            return f"{said} (SHARDENGINE_KERNELS)"
         loaded = library.load()
     except UsageError as error:
         return str(error)

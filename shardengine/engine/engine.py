@@ -216,6 +216,11 @@ class Engine(Inspection):
         micro-batch this may be called several times: each call's gradients are completed and added.
         ``loss.backward()`` works as well, and divides by nothing but the ranks; where the loss is scaled it is refused.
         """
+        if not isinstance(divide, bool) or not isinstance(gradient, Tensor | None):
+            raise UsageError(
+                f"backward: expected gradient= as a tensor and divide= as True or False, got {type(gradient).__name__} "
+                f"and {divide!r}; retain_graph is passed by name"
+            )
         if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.numel() != 1 and gradient is None):
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
@@ -227,6 +232,8 @@ class Engine(Inspection):
         self._core.adopt_written_weights()
         self._core.step_state.require("backward")
         count = self.gradient_accumulation_steps() if divide else 1
+        if self.optimizer is not None:
+            self.optimizer.divisors.add(count)
         scaled = loss if count == 1 else loss / count
         schedule.begin_backward()
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
@@ -314,17 +321,19 @@ class Engine(Inspection):
             if not later:
                 optimizer.settle()
         finally:
-            micro_batches = self._close_window(core, optimizer)
-            if self._monitors:
-                values = {"lr": self._rates(optimizer)[0], "samples": self.global_samples}
-                late = {"skipped_steps": lambda: before + (not verdict.applied)}
-                self._monitors.note(step, values, late, optimizer.norm, micro_batches)
-            if scheduler is not None and applied:
-                optimizer.mark_stepped(scheduler)
-                if later:
-                    undo.append(lr_schedules.step_for_now(scheduler))
-                else:
-                    scheduler.step()
+            micro_batches, rates = self._close_window(core, optimizer), self._rates(optimizer)
+            try:
+                if scheduler is not None and applied:
+                    optimizer.mark_stepped(scheduler)
+                    if later:
+                        undo.append(lr_schedules.step_for_now(scheduler))
+                    else:
+                        scheduler.step()
+            finally:  # what monitors do may settle
+                if self._monitors:
+                    values = {"lr": rates[0], "samples": self.global_samples}
+                    late = {"skipped_steps": lambda: before + (not verdict.applied)}
+                    self._monitors.note(step, values, late, optimizer.norm, micro_batches)
 
     def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> int:
         """Gradients are forgotten, the step counts. Returns its micro-batches."""
@@ -569,8 +578,8 @@ class Engine(Inspection):
             try:
                 closing.dissolve(self._core, alone=alone)
             finally:
+                self._monitors.close()  # they may ask the engine
                 attached.discard(self.module)
-                self._monitors.close()
                 self.optimizer = None
                 self._give_back()
                 if self._saves is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
-from shardengine.errors import UsageError
+from shardengine.errors import CheckpointError, UsageError
 from shardengine.offload import HOST
 from shardengine.sharding import WEIGHT, FullTensors, join, shaped
 
@@ -84,20 +84,32 @@ def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, tra
         )
     left_out = _begin(core, "save_pretrained", trainable_only=trainable_only)
     values = _whole_values(core, left_out)
-    target = Path(directory)
 
     def write() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            _write(module, _assemble(core, module, values, left_out), work)
-            target.mkdir(exist_ok=True)
-            for path in work.iterdir():
-                os.replace(path, target / path.name)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        from safetensors import SafetensorError
 
-    run_on_all_ranks(core.collectives, f"saving to {target}", write if core.mesh.rank == 0 else lambda: None)
+        try:
+            _replace(core, module, _assemble(core, module, values, left_out), Path(directory))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the model could not be written to {directory}: {error}; what was there before is intact"
+            ) from error
+
+    what = f"saving to {directory}"
+    run_on_all_ranks(core.collectives, what, write if core.mesh.rank == 0 else lambda: None)
+
+
+def _replace(core: Core, module: nn.Module, state: dict[str, Any], target: Path) -> None:
+    """Write beside ``target`` and move in what was written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _write(core, module, state, work)
+        target.mkdir(exist_ok=True)
+        for path in work.iterdir():
+            os.replace(path, target / path.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _has_adapters(module: nn.Module) -> bool:
@@ -105,11 +117,13 @@ def _has_adapters(module: nn.Module) -> bool:
     return hasattr(module, "peft_config") or bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
-def _write(module: nn.Module, state: dict[str, Any], directory: Path) -> None:
+def _write(core: Core, module: nn.Module, state: dict[str, Any], directory: Path) -> None:
     save = getattr(module, "save_pretrained", None)  # Hugging Face models have it, plain modules do not
     if save is not None:
-        save(directory, state_dict=state)
+        with core.attachments.state_dict_allowed():  # peft asks its own modules for the names in theirs
+            save(directory, state_dict=state)
         return
+
     from safetensors.torch import save_file
 
     first_name: dict[int, str] = {}

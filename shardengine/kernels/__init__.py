@@ -20,6 +20,7 @@ from shardengine.kernels.operations import (
     sum_of_squares,
     unflatten,
     update,
+    wanted,
     withdraw,
 )
 from shardengine.kernels.random_bits import Noise, random_bits
@@ -51,5 +52,6 @@ __all__ = [
     "unflatten",
     "update",
     "use_threads",
+    "wanted",
     "withdraw",
 ]

@@ -66,8 +66,9 @@ class Offers(NamedTuple):
 
 
 @functools.cache
-def _chosen() -> str:
-    choice = os.environ.get("SHARDENGINE_KERNELS", "auto")
+def wanted() -> str:
+    """What SHARDENGINE_KERNELS says; ``UsageError`` where that is no choice."""
+    choice = os.environ.get("SHARDENGINE_KERNELS") or "auto"
     if choice not in _CHOICES:
         raise UsageError(f"SHARDENGINE_KERNELS: expected one of {', '.join(_CHOICES)}, got {choice!r}")
     return choice
@@ -78,7 +79,7 @@ def _native() -> ModuleType | None:
     module = importlib.import_module("shardengine.kernels.native")
     if module.load() is not None:
         return module
-    if _chosen() == "native":
+    if wanted() == "native":
         raise UsageError("SHARDENGINE_KERNELS=native: they cannot be had; SHARDENGINE_NATIVE=require says what to do")
     return None
 
@@ -95,19 +96,19 @@ def implementation(device: torch.device) -> ModuleType | None:
         return meta
     if _is_tritons(device.type):
         return importlib.import_module("shardengine.kernels.triton")
-    if _chosen() in ("native", "auto") and device.type == "cpu" and device.type not in _withdrawn:
+    if wanted() in ("native", "auto") and device.type == "cpu" and device.type not in _withdrawn:
         return _native()
     return None
 
 
 def _is_tritons(device_type: str) -> bool:
-    wanted = _chosen() == "triton" or (_chosen() == "auto" and device_type == "cuda")
-    return wanted and device_type not in _withdrawn
+    chosen = wanted() == "triton" or (wanted() == "auto" and device_type == "cuda")
+    return chosen and device_type not in _withdrawn
 
 
 def _named() -> bool:
     """Whether the environment asks for Triton's kernels by name."""
-    return _chosen() == "triton"
+    return wanted() == "triton"
 
 
 def offer(device: torch.device, trial: Callable[[], None]) -> Offers:
@@ -125,7 +126,7 @@ def offer(device: torch.device, trial: Callable[[], None]) -> Offers:
 
 
 def _offer_of(device: torch.device, trial: Callable[[], None] | None) -> tuple[Offer, str]:
-    choice = _chosen()
+    choice = wanted()
     if trial is not None and _is_tritons(device.type):
         try:
             trial()
@@ -248,7 +249,7 @@ def crc32(data: memoryview, value: int = 0) -> int:
 
     It sees every change of up to 32 neighbouring bits, any other but for one in 2**32; it is no signature.
     """
-    module = _native() if not checksums.FASTEST and _chosen() in ("native", "auto") else None
+    module = _native() if not checksums.FASTEST and wanted() in ("native", "auto") else None
     found: int = (module or checksums).crc32(data, value)
     return found
 

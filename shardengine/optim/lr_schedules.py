@@ -150,7 +150,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(one: Any, other: Any) -> bool:
     tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if tensors else bool(one == other)
+    return torch.equal(one, other) if tensors else bool(one == other or (one != one and other != other))
 
 
 def build(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

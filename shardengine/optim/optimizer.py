@@ -103,6 +103,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.stepped_early = StepsInBackward(reducer.step_state)
         self.settings = settings
         self._rates: list[Any] = []
+        self.divisors: set[int] = set()
+        """By which losses of this window were divided, which must be the same on every rank."""
         self._told_of_rates = False
         self.lay_out(layout, reducer, [0] * len(layout.parameters))
 
@@ -163,9 +165,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             way = "reset()" if self._step_state.must_be_stepped else "zero_grad()"
             raise MismatchError(
                 "the optimizer's options (learning rates and the like) differ between ranks, or what was done to "
-                "parameter.grad so far does, so their weights would: expected the same on every rank, this one has "
-                f"{groups}, loss scale {self.loss_scale:g} and changes of gradients with the digest "
-                f"{changes:08x}; set them and call engine.{way}"
+                "parameter.grad so far does, or by what backward has divided losses, so their weights would: expected "
+                f"the same on every rank, this one has {groups}, loss scale {self.loss_scale:g}, changes of gradients "
+                f"with the digest {changes:08x} and losses divided by {sorted(self.divisors)}; set them and call "
+                f"engine.{way}"
             )
         self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
         if self.settings.fp16:  # inf - inf on the way is an overflow, too
@@ -215,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in group.items()
             if key != "params"
         ]
-        text = repr((options, self.scaling, self._reducer.views.digest))
+        text = repr((options, self.scaling, self._reducer.views.digest, sorted(self.divisors)))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         values = torch.stack([total, *squares])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
@@ -421,6 +424,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def end_window(self) -> None:
         """The window was stepped or dropped, or its update is lost, and what ``clip_next_step`` said with it."""
+        self.divisors.clear()
         self._rates = []
         self.stepped_early.forget(self._reducer.way_back)
         self.update = None

@@ -186,7 +186,7 @@ def never() -> None:
 )
 @compiled
 def test_what_a_rank_offers(monkeypatch: pytest.MonkeyPatch, kernels_are: str, native_is: str, expected: Offer) -> None:
-    monkeypatch.setattr(operations, "_chosen", lambda: kernels_are)
+    monkeypatch.setattr(operations, "wanted", lambda: kernels_are)
     monkeypatch.setenv("SHARDENGINE_NATIVE", native_is)
     assert kernels.offer(CPU, never) == (expected, expected, "")
     monkeypatch.setattr(operations, "_native", lambda: None)
@@ -196,16 +196,16 @@ def test_what_a_rank_offers(monkeypatch: pytest.MonkeyPatch, kernels_are: str, n
 @compiled
 @pytest.mark.usefixtures("fresh")
 def test_what_a_rank_with_a_gpu_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "_chosen", lambda: "auto")
+    monkeypatch.setattr(operations, "wanted", lambda: "auto")
     cuda, tried = torch.device("cuda"), list[bool]()
     kernels.withdraw("cuda", True)  # by an earlier engine
     assert kernels.offer(cuda, lambda: tried.append(operations._is_tritons("cuda"))) == (YES, YES, "")
     assert tried == [True]
     assert kernels.offer(cuda, never) == (YES, FAILED, "AssertionError: nothing of Triton's is to be launched")
-    monkeypatch.setattr(operations, "_chosen", lambda: "triton")
+    monkeypatch.setattr(operations, "wanted", lambda: "triton")
     with pytest.raises(UsageError, match=r"SHARDENGINE_KERNELS=triton: a first launch .* on cuda failed \(Asser"):
         kernels.offer(cuda, never)
-    monkeypatch.setattr(operations, "_chosen", lambda: "reference")
+    monkeypatch.setattr(operations, "wanted", lambda: "reference")
     assert kernels.offer(cuda, never) == (NO, NO, "")
 
 

@@ -168,7 +168,7 @@ def test_what_is_required_and_cannot_be_had_is_an_error_that_says_what_to_do(
     with pytest.raises(UsageError, match=r"no-such-compiler was found and ran\. Install g\+\+ or clang\+\+"):
         load_again()
     monkeypatch.setattr(build, "library", lambda: build.Built(None, "none"))
-    monkeypatch.setattr(operations, "_chosen", lambda: "native")
+    monkeypatch.setattr(operations, "wanted", lambda: "native")
     monkeypatch.setattr(native, "load", lambda: None)
     with pytest.raises(UsageError, match="SHARDENGINE_KERNELS=native"):
         operations._native.__wrapped__()

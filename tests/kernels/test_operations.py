@@ -258,11 +258,11 @@ def test_the_factor_scales_with_the_bound_and_takes_the_loss_scale_out() -> None
 
 def test_an_unknown_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDENGINE_KERNELS", "fast")
-    operations._chosen.cache_clear()
+    operations.wanted.cache_clear()
     with pytest.raises(UsageError, match="SHARDENGINE_KERNELS: expected one of auto, reference"):
         kernels.sum_of_squares(torch.ones(3))
     monkeypatch.undo()
-    operations._chosen.cache_clear()
+    operations.wanted.cache_clear()
 
 
 def test_on_a_cpu_nothing_imports_triton() -> None:

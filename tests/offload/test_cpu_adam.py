@@ -59,7 +59,7 @@ def assert_same_states(found: torch.optim.Optimizer, expected: torch.optim.Optim
 @pytest.fixture(params=["auto", "reference"])
 def carried_out_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the native library where there is one, and by torch."""
-    monkeypatch.setattr(operations, "_chosen", lambda: request.param)
+    monkeypatch.setattr(operations, "wanted", lambda: request.param)
 
 
 def declared(start: Tensor, gradients: list[Tensor], kind: str, options: dict[str, Any]) -> States:

@@ -284,3 +284,28 @@ def test_another_scheduler_may_be_set() -> None:
         for wrong in ("linear", lr_scheduler.ExponentialLR(torch.optim.SGD([torch.zeros(1)], 0.1), 0.5)):
             with pytest.raises(UsageError, match="lr_scheduler"):
                 engine.lr_scheduler = wrong
+
+
+class Curious(Rows):
+    """A monitor that asks the engine, as those of services do."""
+
+    engine: Any = None
+
+    def write(self, step: int, values: Any) -> None:
+        super().write(step, {**values, "asked": self.engine.get_lr()[0], "applied": self.engine.was_step_applied()})
+
+
+def watched_by_the_curious() -> list[Any]:
+    monitor = Curious()
+    with on_late_streams() as mesh, engine_of(mesh, "2", "WarmupLR", monitor=monitor) as engine:
+        monitor.engine = engine
+        for step in range(5):
+            take_step(engine, step, bad=step in (1, 2))
+        found = [engine.get_lr(), engine.lr_scheduler.last_epoch, whole_state(engine)]
+    assert len(monitor.rows) == (5 if engine.rank == 0 else 0), "the last one was written, too"
+    return found
+
+
+def test_monitors_may_ask_the_engine(pools: Pools) -> None:
+    first, second = pools(2).run(watched_by_the_curious)
+    assert first == second and first[1] == 3

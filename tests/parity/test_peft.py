@@ -77,3 +77,24 @@ def test_adapters_are_saved_and_load_again(pools: Pools, stage: str, tmp_path: P
     expected = truth("bf16", "AdamW", 2, 1, "full")
     for name in expected.states:
         assert torch.equal(loaded[name].detach(), expected.parameters[name]), name
+
+
+def saved_with_a_head(stage: str, directory: str) -> list[str]:
+    """One more module is trained whole, as peft's ``modules_to_save`` has it."""
+    model = cases.make_gpt2()
+    chosen = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["wpe"])
+    engine = cases.make_engine(peft.get_peft_model(model, chosen).train(), cases.config_of(stage))
+    cases.run_steps(engine, 1)
+    engine.save_pretrained(directory)
+    trained = engine.state_dict(trainable_only=True)
+    engine.close()
+    return sorted(trained)
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_module_that_is_trained_whole_is_saved_too(pools: Pools, stage: str, tmp_path: Path) -> None:
+    names, _ = pools(2).run(saved_with_a_head, stage, str(tmp_path / "adapters"))
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert any("wpe" in name for name in found) and any("modules_to_save" in name for name in names)

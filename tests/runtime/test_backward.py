@@ -401,3 +401,34 @@ def test_several_losses_of_the_last_micro_batch_and_of_forwards_before_them_trai
     engine.step()
     assert engine.global_steps == 1 and engine.was_step_applied()
     engine.close()
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    engine = engine_of("2")
+    loss = cases.loss_of(engine, 0, 0, 0)
+    for wrong in ({"gradient": False}, {"divide": None}, {"divide": 2}):
+        with pytest.raises(UsageError, match="expected gradient= as a tensor and divide= as True or False"):
+            engine.backward(loss, **wrong)
+    with pytest.raises(TypeError, match=r"engine.backward\(loss, divide=False\)"):
+        engine.backward(loss, scale_wrt_gas=False)
+    engine.close()
+
+
+def divides_alone(stage: str) -> str:
+    engine = engine_of(stage, micros=2)
+    with pytest.raises(MismatchError) as caught:
+        for micro in range(2):
+            engine.backward(cases.loss_of(engine, 0, engine.rank, micro), divide=engine.rank == 0)
+            engine.step()
+    engine.zero_grad()
+    for micro in range(2):
+        engine.backward(cases.loss_of(engine, 0, engine.rank, micro), divide=False)
+        engine.step()
+    engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_losses_that_are_divided_on_one_rank_alone_are_told(pools: Pools, stage: str) -> None:
+    texts = pools(2).run(divides_alone, stage)
+    assert ["losses divided by [2]" in texts[0], "losses divided by [1]" in texts[1]] == [True, True]
