@@ -399,8 +399,9 @@ class Engine(Inspection):
     def full_params(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[None]:
-        """Parameters (all, or the units that hold ``names``) are full inside the ``with``; collective.
+        """Parameters (all, or ``names``) are full inside the ``with``; collective.
 
+        Gathered are the buckets that hold some of ``names`` which no outer ``full_params`` shows.
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
         return full_access.full_params(self._need_core(), names, writable=writable)

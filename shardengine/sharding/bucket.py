@@ -296,9 +296,12 @@ class FlatBuffer:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Per slot, the view with the parameter's shape of a tensor as long as the flat buffer."""
-        return [
-            shaped(flat[slot.start : slot.end], spec) for slot, spec in zip(self.layout.slots, self.specs, strict=True)
-        ]
+        return [self.view_of(flat, number) for number in range(len(self.specs))]
+
+    def view_of(self, flat: Tensor, number: int, first: int = 0) -> Tensor:
+        """The view with the parameter's shape of slot ``number`` in ``flat``, which begins with element ``first``."""
+        slot = self.layout.slots[number]
+        return shaped(flat[slot.start - first : slot.end - first], self.specs[number])
 
     @property
     def is_stepped(self) -> bool:
