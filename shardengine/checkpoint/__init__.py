@@ -11,6 +11,7 @@ tensor_file  writing a file of tensors
 reader       reading ranges of many files
 directory    names on disk
 atomic       what appears whole or not at all
+left_out     frozen weights that are not written, and how they are known again
 model_facts  what Hugging Face wants to know of a model
 
 Must not know: the training loop. Nothing in here imports what a checkpoint names: loading one executes no code.

@@ -10,6 +10,7 @@ by rank 0. Where every rank has buffers of its own (``broadcast_buffers`` is off
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,11 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
         for own in (part.cut(*share) for share in shares):
             if own.values.numel() or (count == 0 and rank == 0):
                 yield own
+
+
+def sizes(core: Core) -> dict[str, int]:
+    """First name of each parameter → its elements."""
+    return {row["names"][0]: math.prod(row["shape"]) for row in parameter_table(core)}
 
 
 def parameter_table(core: Core) -> list[dict[str, Any]]:

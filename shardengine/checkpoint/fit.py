@@ -34,7 +34,8 @@ class Filling:
 class Plan:
     """What loading would do. problems: why it cannot.
 
-    missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · fresh: parts that
+    missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · kept: frozen
+    parameters that the checkpoint leaves out, by its fingerprint of them · fresh: parts that
     begin anew, at zero · groups: per optimizer group the options to take over, None to keep its own · origins: each
     group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words
     """
@@ -43,6 +44,7 @@ class Plan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)
     fillings: list[Filling] = field(default_factory=list)
     fresh: list[FlatSlice] = field(default_factory=list)
     groups: list[dict[str, Any] | None] = field(default_factory=list)
@@ -76,12 +78,14 @@ class _Saved:
         self.ranks: int = saved["world_size"]
         self.own_buffers: bool = saved["own_buffers"]
         self.scheduler = saved["lr_scheduler"]
+        self.left_out: dict[str, int] = saved.get("left_out", {})
 
 
 def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_only: bool) -> Plan:
     """How ``engine`` takes over the checkpoint whose index is ``saved``; local, changes nothing."""
     there, core, found = _Saved(saved), engine._core, Plan()
     sources = _match(there, core, found, strict=strict)
+    found.kept = {name: there.left_out[origin] for name, origin in sources.items() if origin in there.left_out}
     if not weights_only:
         found.problems += _ties(there, core) if strict else []
         _compare_optimizers(there, engine, found, sources, strict=strict)
@@ -89,6 +93,8 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
         if part.name not in sources or (weights_only and part.key not in (WEIGHT, BUFFER)):
             continue
         entry = there.tensors.get((sources[part.name], part.key))
+        if part.key == WEIGHT and part.name in found.kept:
+            continue
         if entry is None:
             _without_source(part, sources[part.name], there, found)
             continue
@@ -119,7 +125,7 @@ def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str,
         else:
             sources[names[0]] = origins[0]
             dtypes = there.rows[origins[0]]["dtype"], row["dtype"]
-            if dtypes[0] != dtypes[1]:
+            if dtypes[0] != dtypes[1] and origins[0] not in there.left_out:
                 found.converted.append(f"{names[0]} ({dtypes[0]} to {dtypes[1]})")
     here = {name for names, _ in rows for name in names}
     found.unexpected += [first for first, row in there.rows.items() if not here & set(row.get("names", [first]))]

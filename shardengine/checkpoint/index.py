@@ -147,6 +147,8 @@ def _check(index: dict[str, Any]) -> None:
             _expect(name in sizes and row["dtype"] in DTYPES, f"tensor {name} ({kind})")
             for piece in row["pieces"]:
                 _check_piece(index, piece, DTYPES[row["dtype"]].itemsize, sizes[name], f"pieces of {name} ({kind})")
+    for name, fingerprint in index.get("left_out", {}).items():
+        _expect(name in sizes and name not in index["tensors"] and _is_count(fingerprint), f"left_out: {name[:200]}")
     for name, rows in index["random"].items():
         _expect(len(rows) == index["world_size"], f"random state {name}")
         for file, offset, count in rows:

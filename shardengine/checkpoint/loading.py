@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardengine.checkpoint import contents, directory, fit, index, saving, state
+from shardengine.checkpoint import contents, directory, fit, index, left_out, saving, state
 from shardengine.checkpoint.reader import Damage, DamageError, Reader, Wanted
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.ddp import Phase
@@ -54,12 +54,14 @@ class Checkpoint:
 
 @dataclass
 class _Candidate:
-    """A checkpoint as one rank sees it. unfit, damaged: why it is not loaded."""
+    """A checkpoint as one rank sees it. kept: its share of the fingerprints of what the checkpoint leaves out · unfit,
+    damaged: why it is not loaded."""
 
     place: Path
     saved: dict[str, Any] = field(default_factory=dict)
     plan: fit.Plan = field(default_factory=fit.Plan)
     random: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
     unfit: str = ""
     damaged: str = ""
 
@@ -184,8 +186,10 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
         candidate = run_on_all_ranks(
             collectives, "verifying a checkpoint", partial(_examine, engine, folder / name, way)
         )
-        views = collectives.exchange_objects([candidate.unfit, candidate.damaged])
+        views = collectives.exchange_objects([candidate.unfit, candidate.damaged, candidate.kept])
         unfit, damaged = (next((view[kind] for view in views if view[kind]), "") for kind in (0, 1))
+        if not (unfit or damaged):
+            unfit = _other_base(engine._core, candidate, left_out.together([view[2] for view in views]), way)
         if unfit and not rejected:
             _raise_everywhere(collectives, UsageError(unfit))
         damaged = damaged or unfit  # somebody else's beside a damaged one of ours is no reason to stop looking
@@ -201,6 +205,30 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
     others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
     offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else "there is no other checkpoint"
     _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
+
+
+def _other_base(core: Core, candidate: _Candidate, here: dict[str, int], way: _Way) -> str:
+    """Why frozen parameters that the checkpoint leaves out are not those that it was saved with; "" if they are.
+
+    Where only one side has another dtype nothing is known of them.
+    """
+    there = {name: row["dtype"] for row in candidate.saved["parameters"] for name in row["names"]}
+    rows = {row["names"][0]: row for row in contents.parameter_table(core)}
+    kept = candidate.plan.kept
+    alike = [name for name, row in rows.items() if name in kept and there.get(name) == row["dtype"]]
+    other = [name for name in alike if here.get(name, 0) != kept[name]]
+    if not other:
+        return ""
+    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+    text = (
+        f"checkpoint {candidate.place} leaves out frozen parameters, and this engine's are other ones than it was "
+        f"saved with: {', '.join(other[:4])}{more}"
+    )
+    if way.strict:
+        return f"{text}. Expected the same base model; strict=False loads the rest onto this one"
+    if core.mesh.rank == 0:
+        warnings.warn(f"load_checkpoint: {text}", stacklevel=6)
+    return ""
 
 
 def _raise_everywhere(collectives: Collectives, error: ShardEngineError) -> NoReturn:
@@ -233,6 +261,8 @@ def _examine(engine: Inspection, place: Path, way: _Way) -> _Candidate:
                 pass
             if not way.weights_only:
                 candidate.random = _read_random_states(reader, candidate.saved, core)
+        _, kept = left_out.parts_of(contents.owned(core, engine.optimizer, own_buffers=False), {*candidate.plan.kept})
+        candidate.kept = left_out.sums(kept, contents.sizes(core))
     except DamageError as error:
         candidate.damaged = _told(candidate, error.damage)
     except ValueError as error:

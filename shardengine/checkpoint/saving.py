@@ -10,6 +10,7 @@ Must not know: the form of tensor files, how ranks meet.
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,13 +19,19 @@ from typing import Any
 
 from torch import Tensor
 
-from shardengine.checkpoint import atomic, contents, directory, index, model_facts, state, tensor_file
+from shardengine.checkpoint import atomic, contents, directory, index, left_out, model_facts, state, tensor_file
 from shardengine.checkpoint.background import Background, Meet
 from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.engine import Inspection
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.offload import HOST, Platform
 from shardengine.sharding import BUFFER, WEIGHT
+
+_log = logging.getLogger(__name__)
+_OPEN = (
+    "checkpoint %s was saved in the middle of a step: it has the steps that are complete, and nothing of the gradients "
+    "of %d micro-batch(es) of step %d. This run goes on with them; one that loads it begins that step anew"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Job:
 
     tensors: what is written, by its key in the file · behind: how many, from the end, are the optimizer's states
     parts: (name, state, dtype, first, end) of each that is no random state · random: the keys of those that are
+    left_out: this rank's share of the fingerprints of what is not written, by name
     ready: returns when the tensors hold what is saved · platform: of the device on which they are, if any is
     """
 
@@ -45,12 +53,15 @@ class Job:
     behind: int
     parts: list[tuple[str, str, str, int, int]]
     random: list[str]
+    left_out: dict[str, int]
     keep_last: int | None
     platform: Platform
     ready: Callable[[], None] = lambda: None
 
 
-def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: dict[str, Any] | None) -> Path:
+def save(
+    engine: Inspection, folder: str | Path, tag: str | None, client_state: dict[str, Any] | None, *, frozen: bool = True
+) -> Path:
     """Write a checkpoint; its directory. See ``Engine.save_checkpoint``."""
     core = engine._core
     collectives = core.collectives
@@ -65,11 +76,13 @@ def save(engine: Inspection, folder: str | Path, tag: str | None, client_state: 
         place = directory.check_folder(folder)
         name = directory.check_tag(directory.tag_of(engine.global_steps) if tag is None else tag)
         facts = json.loads(json.dumps({**_describe(engine), "client_state": client}))
-        return _job(engine, place, name, facts)
+        return _job(engine, place, name, facts, frozen=frozen)
 
     job = run_on_all_ranks(collectives, "preparing a checkpoint", prepare)
-    compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag]})
+    compare(collectives, {"place given to save_checkpoint": [str(job.folder), job.tag], "frozen": [str(frozen)]})
     core.adopt_written_weights()
+    if not core.window.is_first and core.mesh.rank == 0:
+        _log.warning(_OPEN, job.tag, core.window.micro_batches, engine.global_steps + 1)
     if not engine.config.checkpoint.async_save:
         _write(job, _by_collectives(collectives))
         return job.folder / job.tag
@@ -121,13 +134,18 @@ def _describe(engine: Inspection) -> dict[str, Any]:
         "lr_scheduler": state.scheduler_state(engine.lr_scheduler),
         "loss_scaler": state.scaler_state(engine.optimizer),
         "comm_hook": None,
-        "counters": {name: getattr(engine, name) for name in index.COUNTERS},
+        "counters": {
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "micro_steps": core.window.completed,
+        },
     }
 
 
-def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> Job:
+def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any], *, frozen: bool) -> Job:
     core = engine._core
     owned = list(contents.owned(core, engine.optimizer, own_buffers=facts["own_buffers"]))
+    owned, kept_out = left_out.parts_of(owned, set() if frozen else left_out.names(core))
     model = [part for part in owned if part.key in (WEIGHT, BUFFER)]  # loaded first
     stepped = [part for part in owned if part.key not in (WEIGHT, BUFFER)]
     parts = model + stepped
@@ -142,6 +160,7 @@ def _job(engine: Inspection, folder: Path, tag: str, facts: dict[str, Any]) -> J
         behind=len(stepped),
         parts=[(p.name, p.key, str(p.values.dtype).removeprefix("torch."), p.first, p.end) for p in parts],
         random=[key for key, _ in random],
+        left_out=left_out.sums(kept_out, contents.sizes(core)),
         keep_last=engine.config.checkpoint.keep_last,
         platform=core.mesh.platform,
     )
@@ -203,6 +222,7 @@ def _write_file(job: Job) -> None:
             for name, kind, dtype, first, end in job.parts
         ],
         "random": {key.removeprefix("random/"): [file, done.offsets[key], sizes[key]] for key in job.random},
+        "left_out": job.left_out,
     }
     _entry_of(work, job.rank).write_text(json.dumps(entry), encoding="utf-8")
 
@@ -212,10 +232,11 @@ def _entry_of(work: Path, rank: int) -> Path:
 
 
 def _collect(job: Job, work: Path) -> dict[str, Any]:
-    """The index's ``files``, ``tensors`` and ``random`` from what each rank has left, which is removed."""
+    """The index's ``files``, ``tensors``, ``random`` and ``left_out``, from each rank's, which are removed."""
     files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
     random: dict[str, list[Any]] = {}
+    shares: list[dict[str, int]] = []
     for rank in range(job.ranks):
         path = _entry_of(work, rank)
         entry = json.loads(path.read_text(encoding="utf-8"))
@@ -230,7 +251,8 @@ def _collect(job: Job, work: Path) -> dict[str, Any]:
             tensors.setdefault(name, {}).setdefault(kind, {"dtype": dtype, "pieces": []})["pieces"].append(piece)
         for name, place in entry["random"].items():
             random.setdefault(name, []).append(place)
-    return {"files": files, "tensors": tensors, "random": random}
+        shares.append(entry["left_out"])
+    return {"files": files, "tensors": tensors, "random": random, "left_out": left_out.together(shares)}
 
 
 def _readably(folder: Path, work: Callable[[], None]) -> None:

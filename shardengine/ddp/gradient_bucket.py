@@ -206,7 +206,7 @@ class GradientBucket:
         self._spill = spill if leaves else None
         self._to_step = spill
         self._fetched: tuple[Tensor, Done] | None = None
-        self._squares: dict[int, Tensor] = {}
+        self._squares: Tensor | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -286,7 +286,7 @@ class GradientBucket:
             here = self._pool.take(out.numel(), out.dtype)
             ordered_sum(terms, here, reduce_dtype=rules.reduce, **end)
             if final:
-                self._squares = self._squares_of(here)
+                self._keep_squares(here, on_host=False)
             self._spill.send([(here, out)], here, then)
             return
         dtype = torch.float32 if len(terms) > 1 else terms[0].dtype
@@ -296,7 +296,7 @@ class GradientBucket:
         def join() -> None:
             ordered_sum([staged], out, total=old, **end)
             if final:
-                self._squares = self._squares_of(out)
+                self._keep_squares(out, on_host=True)
             for spent in (staged, old):
                 if spent is not None and spent is not out:
                     self._pool.give(spent)
@@ -339,14 +339,31 @@ class GradientBucket:
         if not fits:
             self._pool.give(total)
 
-    def _squares_of(self, complete: Tensor) -> dict[int, Tensor]:
-        return {parameter: sum_of_squares(complete[start:end]) for parameter, (start, end) in self.own.items()}
+    def _squares_of(self, complete: Tensor) -> list[Tensor]:
+        return [sum_of_squares(complete[start:end]) for start, end in self.own.values()]
+
+    def _keep_squares(self, complete: Tensor, *, on_host: bool) -> None:
+        """In memory of the pool, because the stream of a hook is not the one on which they are read."""
+        if self.own:
+            self._squares = self._pool.take(len(self.own), torch.float64, on_host=on_host)
+            torch.stack(self._squares_of(complete), out=self._squares)
+
+    def _drop_squares(self) -> None:
+        if self._squares is not None:
+            self._pool.give(self._squares)
+            self._squares = None
 
     def take_squares(self) -> dict[int, Tensor]:
         """Parameter → the sum of squares of what this rank has of it in ``complete``, fp64 0-dim. What has left the
         device was squared there; that is given once, because ``complete`` may be changed afterwards."""
-        known, self._squares = self._squares, {}
-        return known or ({} if self.complete is None else self._squares_of(self.complete))
+        if self._squares is not None:
+            found = list(self._squares.clone().unbind())
+            self._drop_squares()
+        elif self.complete is not None:
+            found = self._squares_of(self.complete)
+        else:
+            return {}
+        return dict(zip(self.own, found, strict=True))
 
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
@@ -406,7 +423,7 @@ class GradientBucket:
                 given.add(tensor.untyped_storage()._cdata)
                 self._pool.give(tensor)
         self.complete = self.whole = self.total = None
-        self._squares = {}
+        self._drop_squares()
         self.partial.drop()
 
     def release(self) -> None:

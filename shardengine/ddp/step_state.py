@@ -338,7 +338,7 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "full_optimizer_state": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "state_dict": (_not_updating,),
     "save_pretrained": (_not_updating,),
-    "save_checkpoint": (*_NOTHING_STEPPED, _outside_full_params, _between_steps),
+    "save_checkpoint": (*_NOTHING_STEPPED, _outside_full_params),
     "load_checkpoint": (_outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
     "load_checkpoint after an interrupted step": (_outside_full_params, _outside_editing),
     "reset()": (_outside_full_params, _outside_editing),

@@ -52,6 +52,11 @@ class Window:
         return self.done > 0 and not self._open
 
     @property
+    def completed(self) -> int:
+        """Micro-batches so far, without those of this window."""
+        return self.total - self.done
+
+    @property
     def synchronises(self) -> bool:
         """Whether no ``no_sync`` is open."""
         return self._no_sync == 0

@@ -463,12 +463,19 @@ class Engine(Inspection):
 
     @reports_failure("save_checkpoint")
     def save_checkpoint(
-        self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        frozen: bool = True,
     ) -> Path:
         """Write weights, optimizer, scheduler, counters and random states to ``directory/tag``; collective.
 
-        Between steps only. tag: default ``step-`` and the steps so far in 8 digits; one that is there is replaced once
-        the new one is whole. client_state: JSON, rank 0's is kept. A failure raises on every rank and leaves the
+        Of the steps that are complete: those micro-batches of the next one that were run are left out, which is told.
+        tag: default ``step-`` and the steps so far in 8 digits; one that is there is replaced once the new one is
+        whole. client_state: JSON, rank 0's is kept. frozen: False leaves frozen parameters out (adapters without their
+        base model); it is loaded into engines that have the same ones. A failure raises on every rank and leaves the
         previous one intact. With ``"checkpoint": {"async_save": true}`` it returns when weights and buffers are copied
         to host memory, and the next step waits until the optimizer's states are; a failure is then raised by the next
         call that saves (when its own is under way), loads or waits, or by ``close()``.
@@ -477,7 +484,7 @@ class Engine(Inspection):
 
         self._need_core()
         self._settle()
-        return checkpoint.save(self, directory, tag, client_state)
+        return checkpoint.save(self, directory, tag, client_state, frozen=frozen)
 
     @reports_failure("wait_for_checkpoint")
     def wait_for_checkpoint(self) -> None:

@@ -104,6 +104,11 @@ class Stored:
     def dtype(self, name: str, state: str) -> torch.dtype:
         """In which dtype it is stored; weights that were trained with fp32 masters are fp32."""
         if (name, state) not in self._entries:
+            if name in self.index.get("left_out", {}):
+                raise CheckpointError(
+                    f"{self.place}: it leaves out frozen parameters, {name} among them (saved with frozen=False): "
+                    "expected one that has them; load it into an engine over the same base model and save that"
+                )
             if not self.shape(name).numel():
                 return DTYPES[self._rows[name]["dtype"]]
             raise CheckpointError(f"{self.place}: the index names {name}, but has nothing of its {state}")

@@ -81,11 +81,12 @@ def refusals(state: StepState) -> dict[Call, str]:
 
 
 GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_norm_"}
-BETWEEN: set[Call] = {"save_checkpoint", "load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
+BETWEEN: set[Call] = {"load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
+    "save_checkpoint",
 }  # fmt: skip
-ENDS_BLOCKS: set[Call] = BETWEEN - {"save_checkpoint"} | {
+ENDS_BLOCKS: set[Call] = BETWEEN | {
     "full_optimizer_state", "full_params(writable=True)", "load_checkpoint after an interrupted step", "reset()",
 }  # fmt: skip
 UPDATED = BETWEEN | NOTHING_STEPPED | {

@@ -54,7 +54,7 @@ class Mutation:
     old: str
     case: Case | str
     new: str = "None"
-    ranks: int = 2
+    ranks: int = 1
 
 
 LATER = Case("1", 1, "fp16", "a part on the host", "weights later", around=("whole weights",))
@@ -69,9 +69,9 @@ SAVED = Case("2", 1, "bf16", around=("saved",))
 TWO_STEPS, WRITTEN, FETCHED = "a reduction in two steps", "a file is written", "what CUDA is told of fetches"
 COPIED, TIMED = "what CUDA is told of copies", "what CUDA is told of times"
 CAUGHT = [
-    Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), ""),
+    Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), "", ranks=2),
     Mutation("comm/collectives.py", "Collectives.exchange", ".wait()", "ranks exchange", ""),
-    Mutation("comm/collectives.py", "Collectives.exchange_values", ".wait()", Case("2"), ""),
+    Mutation("comm/collectives.py", "Collectives.exchange_values", ".wait()", Case("2"), "", ranks=2),
     Mutation("comm/collectives.py", "Collectives._held_up", "wait_for(work, record, failures)", "ranks exchange"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "mesh.platform.mark()", TWO_STEPS, "Done()"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "started.wait()", TWO_STEPS),
@@ -82,11 +82,11 @@ CAUGHT = [
     Mutation("comm/mesh.py", "Mesh.renew", "self.platform.synchronize()", "what was broken off still writes"),
     Mutation("comm/work.py", "Work.wait", "self.wait_data()", "ranks exchange"),
     Mutation("comm/work.py", "Work._go_on", "self._wait_for(self._works)", "ranks exchange"),
-    Mutation("comm/work.py", "wait_for", "work.wait()", Case("2")),
+    Mutation("comm/work.py", "wait_for", "work.wait()", Case("2"), ranks=2),
     Mutation("comm/work.py", "wait_for", "_wait_under_watchdog(work, record, failures)", "ranks exchange"),
     Mutation("comm/work.py", "_wait_under_watchdog", "work.wait(_SLICE)", "ranks exchange"),
     Mutation("ddp/reducer.py", "Reducer._join", ".wait()", Case("3", 1, "fp32", model="gradients twice"), ""),
-    Mutation("ddp/reducer.py", "Reducer._finish", "flight.work.wait()", Case("2")),
+    Mutation("ddp/reducer.py", "Reducer._finish", "flight.work.wait()", Case("2"), ranks=2),
     Mutation("ddp/reducer.py", "Reducer._finish", "self._spill.settle(leave)", HOST),
     Mutation("ddp/gradient_bucket.py", "GradientBucket.gradient_to_step", "end.wait_on_host()",
              Case("0", 1, "bf16", "states on the host")),
@@ -111,7 +111,7 @@ CAUGHT = [
     Mutation("offload/platform.py", "DeviceMoment.wait_on_host", "self._event.synchronize()", TIMED),
     Mutation("offload/shard_store.py", "MemoryStore.tensors", "self.pending.wait_on_host()", WEIGHTS),
     Mutation("offload/shard_store.py", "MemoryStore.check_out", "self.pending.wait_on_host()", "a store is written"),
-    Mutation("offload/shard_store.py", "MemoryStore.drop", "self.pending.wait_on_host()", UNLOCKED, ranks=1),
+    Mutation("offload/shard_store.py", "MemoryStore.drop", "self.pending.wait_on_host()", UNLOCKED),
     Mutation("sharding/bucket.py", "Bucket.load_shard", "platform.mark()", WEIGHTS, "Done()"),
     Mutation("sharding/bucket.py", "Bucket.load_shard", "store.pending", WEIGHTS, "Done()"),
     Mutation("sharding/bucket.py", "Bucket.load_shard", "after=end", DISK, "after=Done()"),
@@ -120,21 +120,21 @@ CAUGHT = [
     Mutation("sharding/bucket.py", "FlatBuffer.let_go", "self.platform.come_home(self._home)",
              Case("0", 3, "fp32", stream=USER)),
     Mutation("runtime/activation_offload.py", "_Call.give_up_sources", "stretch.done.wait()", AGAIN),
-    Mutation("runtime/activation_offload.py", "_Stretch.__del__", "self.done.wait()", "a graph is dropped", ranks=1),
+    Mutation("runtime/activation_offload.py", "_Stretch.__del__", "self.done.wait()", "a graph is dropped"),
     Mutation("runtime/activation_offload.py", "_unpack", "stretch.done.wait()", AGAIN),
-    Mutation("runtime/deferred_gather.py", "DeferredGather._await", ".wait()", LATER, ""),
+    Mutation("runtime/deferred_gather.py", "DeferredGather._await", ".wait()", LATER, "", ranks=2),
     Mutation("runtime/deferred_gather.py", "DeferredGather.await_group", "self._await(self._groups[number])",
-             Case("1", 1, "bf16", "device", "weights later")),
-    Mutation("runtime/deferred_gather.py", "DeferredGather.await_all", "self._await(self._members)", LATER),
+             Case("1", 1, "bf16", "device", "weights later"), ranks=2),
+    Mutation("runtime/deferred_gather.py", "DeferredGather.await_all", "self._await(self._members)", LATER, ranks=2),
     Mutation("runtime/hooks.py", "attach_deferred_gather", "deferred_gather.await_group(number)",
-             Case("1", 1, "bf16", "device", "weights later")),
+             Case("1", 1, "bf16", "device", "weights later"), ranks=2),
     Mutation("runtime/unit.py", "Unit.unshard", "collectives.mesh.platform.loads.is_current()", WEIGHTS,
-             "nullcontext()"),
+             "nullcontext()", ranks=2),
     Mutation("comm/mesh.py", "Mesh.renew", "platform_of=lambda device: platform",
-             Case("3", 1, "bf16", "weights on the host", around=("reset",)), "wire=self.wire"),
-    Mutation("runtime/unit.py", "Unit.wait_for_unshard", "loaded.wait()", WEIGHTS, ranks=1),
-    Mutation("runtime/unit.py", "Unit.wait_for_unshard", "whole.wait()", WEIGHTS),
-    Mutation("runtime/unit.py", "Unit.summon", ".wait()", Case("3", 1, "bf16", around=("whole weights",)), ""),
+             Case("3", 1, "bf16", "weights on the host", around=("reset",)), "wire=self.wire", ranks=2),
+    Mutation("runtime/unit.py", "Unit.wait_for_unshard", "loaded.wait()", WEIGHTS),
+    Mutation("runtime/unit.py", "Unit.wait_for_unshard", "whole.wait()", WEIGHTS, ranks=2),
+    Mutation("runtime/unit.py", "Unit.summon", ".wait()", Case("3", 1, "bf16", around=("whole weights",)), "", ranks=2),
     Mutation("optim/in_backward.py", "StepsInBackward._step", "after.exception()", EARLY),
     Mutation("optim/optimizer.py", "ShardedOptimizer.step_buckets", "self.await_reader()", EARLY),
     Mutation("optim/optimizer.py", "ShardedOptimizer.await_reader", "self._reading.exception()", EARLY),
@@ -152,13 +152,14 @@ CAUGHT = [
     Mutation("checkpoint/tensor_file.py", "Stream._finish", "self._under_way.pop(0).result()", WRITTEN,
              "self._under_way.pop(0)"),
     Mutation("checkpoint/tensor_file.py", "Stream.__exit__", "_await(copies)", "a save fails"),
-    Mutation("engine/core.py", "Core.publish", "work.wait()", Case("2")),
-    Mutation("engine/core.py", "Core.await_weights", "self.deferred_gather.await_all()", LATER),
-    Mutation("engine/core.py", "Core.adopting_masters", "work.wait()", Case("2", 1, "bf16", around=("loaded",))),
-    Mutation("engine/full_access.py", "full_params", "core.await_weights()", LATER),
-    Mutation("engine/gathering.py", "gathered", ".wait()", LATER, ""),
-    Mutation("engine/offload_states.py", "offload", "core.await_weights()", FREED),
-    Mutation("engine/export.py", "_whole_values", "core.await_weights()", LATER),
+    Mutation("engine/core.py", "Core.publish", "work.wait()", Case("2"), ranks=2),
+    Mutation("engine/core.py", "Core.await_weights", "self.deferred_gather.await_all()", LATER, ranks=2),
+    Mutation("engine/core.py", "Core.adopting_masters", "work.wait()", Case("2", 1, "bf16", around=("loaded",)),
+             ranks=2),
+    Mutation("engine/full_access.py", "full_params", "core.await_weights()", LATER, ranks=2),
+    Mutation("engine/gathering.py", "gathered", ".wait()", LATER, "", ranks=2),
+    Mutation("engine/offload_states.py", "offload", "core.await_weights()", FREED, ranks=2),
+    Mutation("engine/export.py", "_whole_values", "core.await_weights()", LATER, ranks=2),
     Mutation("engine/closing.py", "_leave_weights", "unit.wait_for_unshard()", WEIGHTS),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ Must not know: what the parameters mean.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -18,12 +19,18 @@ def covering(product: Iterable[Row], strength: int = 2) -> list[Row]:
     Greedy, the earlier row where two are equally good; in the order of ``product``. Values are told apart by ``repr``.
     """
     rows = list(product)
-    parts = {number: _combinations(row, strength) for number, row in enumerate(rows)}
-    left, chosen = set[Row]().union(*parts.values()), list[int]()
+    parts = [_combinations(row, strength) for row in rows]
+    left, chosen = set[Row]().union(*parts), list[int]()
+    queue = [(-len(part), number) for number, part in enumerate(parts)]  # what a row brings only becomes less
+    heapq.heapify(queue)
     while left:
-        best = max(parts, key=lambda number: len(parts[number] & left))
-        chosen.append(best)
-        left -= parts.pop(best)
+        brings, number = heapq.heappop(queue)
+        now = -len(parts[number] & left)
+        if now == brings:
+            chosen.append(number)
+            left -= parts[number]
+        elif now:
+            heapq.heappush(queue, (now, number))
     return [rows[number] for number in sorted(chosen)]
 
 

@@ -182,8 +182,11 @@ class PlayedWire(Wire):
                 out.copy_(received)
 
         def spoil() -> None:
-            if out.untyped_storage().nbytes():
+            if out.untyped_storage().nbytes() and sent.untyped_storage().nbytes():
+                own = sent.detach().clone()  # which may lie in what is received, and is not written there
                 poison(out)
+                with torch.no_grad():
+                    sent.copy_(own)
 
         return PlayedWork(group, real, show, spoil)
 

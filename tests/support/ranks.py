@@ -20,7 +20,12 @@ from typing import Any
 
 from tests.support import HANG_S
 
-IMPORTED = ["tests.support.cases", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
+IMPORTED = [
+    "pytest",
+    "tests.support.cases",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 """What the process that forks imports before: it must start no thread."""
 
 

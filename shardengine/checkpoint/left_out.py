@@ -1,0 +1,61 @@
+"""Frozen weights that a checkpoint leaves out, and how they are known again.
+
+Owns: which they are, and their fingerprints. Must not know: files, how a checkpoint is written or filled.
+
+[Note: Fingerprints] Adapters fit the base model that they were trained with, and no other. So the index has a number
+for each parameter that is left out: the sum, modulo 2^32, of the CRC-32 of each of 64 elements (its bytes and its
+number) that are spread evenly over it. Ranks add up those of their own elements, whichever these are. It finds another
+model; a flipped bit it finds only in one of the 64.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from shardengine.checkpoint import contents
+from shardengine.engine import Core
+from shardengine.sharding import WEIGHT, FlatSlice
+
+SAMPLES = 64
+_MODULUS = 1 << 32
+
+
+def names(core: Core) -> set[str]:
+    """First names of the parameters that are not trained."""
+    return {row["names"][0] for row in contents.parameter_table(core) if not row["trainable"]}
+
+
+def parts_of(parts: Iterable[FlatSlice], chosen: set[str]) -> tuple[list[FlatSlice], list[FlatSlice]]:
+    """``parts`` without those of the parameters ``chosen``, and those."""
+    rows = [(part.name in chosen and part.key == WEIGHT, part) for part in parts]
+    return [part for inside, part in rows if not inside], [part for inside, part in rows if inside]
+
+
+def sums(parts: Iterable[FlatSlice], sizes: Mapping[str, int]) -> Counter[str]:
+    """Name → this rank's share of its fingerprint. parts: what it owns of them · sizes: elements of each."""
+    found: Counter[str] = Counter()
+    for part in parts:
+        size = sizes[part.name]
+        count = min(SAMPLES, size)
+        places = (number * size // count for number in range(count))
+        inside = [place for place in places if part.first <= place < part.end]
+        chosen = torch.tensor([place - part.first for place in inside], dtype=torch.int64)
+        flat = part.values.detach().reshape(-1)
+        data = flat[chosen.to(flat.device)].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        width = flat.element_size()
+        for row, place in enumerate(inside):
+            found[part.name] += zlib.crc32(data[row * width : (row + 1) * width], zlib.crc32(b"%d" % place))
+        found[part.name] %= _MODULUS
+    return found
+
+
+def together(shares: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The fingerprints, of every rank's ``sums``."""
+    total: Counter[str] = Counter()
+    for share in shares:
+        total.update(share)
+    return {name: value % _MODULUS for name, value in total.items()}
