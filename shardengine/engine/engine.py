@@ -175,7 +175,7 @@ class Engine(Inspection):
             run_on_all_ranks(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             self._give_back()
-            closing.dissolve(core, ends_groups=False)
+            closing.dissolve(core, self.module, restore=core.partition.left is None, ends_groups=False)
             raise
 
     # Forward and backward
@@ -553,14 +553,17 @@ class Engine(Inspection):
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective.
 
-        CommunicationError where weights are sharded and another rank does not close its engine at this place.
+        restore: False gathers nothing. Weights that are sharded stay so, in their tiers, without the optimizer's
+        states, and the module refuses to be used until ``initialize`` is called with it on the same ranks, with any
+        config: that engine begins with the same bits, those of master weights included. CommunicationError where
+        weights are sharded and another rank does not close its engine at this place.
         """
         if self.module not in attached:
             return
-        self._core.step_state.require("close()")
+        self._core.step_state.require("close()" if restore else "close(restore=False)")
         alone = closing.part(self._core, saves=self._saves is not None)
         try:
             offload_states.reload(self._core)
@@ -569,7 +572,7 @@ class Engine(Inspection):
                 self.wait_for_checkpoint()
         finally:
             try:
-                closing.dissolve(self._core, alone=alone)
+                closing.dissolve(self._core, self.module, restore=restore, alone=alone)
             finally:
                 attached.discard(self.module)
                 self._monitors.close()

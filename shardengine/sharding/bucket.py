@@ -235,6 +235,20 @@ class Bucket:
                 store.check_in(changed=False, after=end)
         return end
 
+    def leave(self, *, weights: bool) -> tuple[Placement, ShardStore] | None:
+        """What outlasts its engine, with its placement: the master weights where they hold bits that the weights do
+        not; else the weights, if these are wanted, too. It keeps nothing of that; the states are for ``drop``."""
+        if self.has_master and (weights or self.state_store.tensors()[MASTER].dtype is not self.full.dtype):
+            store = self.flat_buffer.new_state_store(self.layout.index)
+            store.add({MASTER: self.state_store.tensors()[MASTER]})
+            return self.state, store
+        if not weights:
+            return None
+        if self.weight_store is None:  # one rank, whose shard is all of it
+            self.detach_shard()
+        kept, self.weight_store = self.weight_store, None
+        return None if kept is None else (Placement.SHARDED, kept)
+
     def drop(self) -> None:
         """Let go of everything that it keeps."""
         self.state_store.drop()
@@ -280,12 +294,12 @@ class FlatBuffer:
         self.homes = homes
         self.offloaded: Tensor | None = None
         self._build()
-        tiers = homes.state
-        self.buckets = [
-            Bucket(b, self, rank, tiers[b.index].store() if b.index in tiers else MemoryStore(platform), state)
-            for b in layout.buckets
-        ]
+        self.buckets = [Bucket(b, self, rank, self.new_state_store(b.index), state) for b in layout.buckets]
         self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
+
+    def new_state_store(self, index: int) -> ShardStore:
+        """An empty store in the tier where bucket ``index`` keeps master weights and optimizer state."""
+        return self.homes.state[index].store() if index in self.homes.state else MemoryStore(self.platform)
 
     def _build(self) -> None:
         self._home = self.platform.here()
