@@ -318,7 +318,7 @@ Call = Literal[
     "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
     "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
     "save_pretrained", "save_checkpoint", "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
-    "add_param_group()", "unfreezing", "offload_states", "close()",
+    "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets."""
@@ -346,5 +346,6 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "offload_states": _AT_REST,
     "close()": (_outside_full_params,),
+    "close(restore=False)": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
 }
 """What each call needs; the first that is missing says so."""

@@ -33,15 +33,17 @@ from shardengine.runtime import (
     hooks,
     placing,
 )
-from shardengine.sharding import Layout, Partition, holds_weights, is_lookup, layout, partition, precision
+from shardengine.sharding import Layout, LeftShards, Partition, holds_weights, is_lookup, layout, partition, precision
 
 _log = logging.getLogger(__name__)
 
 
 def _look(
-    model: nn.Module, config: Config, groups: list[dict[str, Any]], shards_weights: bool, trial: KernelTrial
+    model: nn.Module, config: Config, groups: list[dict[str, Any]], mesh: Mesh, shards_weights: bool, trial: KernelTrial
 ) -> tuple[Partition, kernels.Offers]:
     """What one rank alone finds out about the model and the machine, or refuses."""
+    if (left := LeftShards.on(model)) is not None:
+        left.check(model, mesh.rank, mesh.ranks, mesh.platform)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and trial.device.type != "meta":
             raise UsageError(
@@ -88,7 +90,7 @@ def build(
     trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups)
 
     found, offer = run_on_all_ranks(
-        collectives, "looking at the model", lambda: _look(model, config, groups, stage.moves_weights, trial)
+        collectives, "looking at the model", lambda: _look(model, config, groups, mesh, stage.moves_weights, trial)
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
     offers = compare(collectives, partition.facts(model, found, settings, groups), offer.packed)
@@ -132,6 +134,8 @@ def _assemble(
             which=which,
             homes=homes,
         )
+        if found.left is not None:
+            found.left.end(model)
         buffers = BufferSync(model, collectives)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -216,7 +220,8 @@ def _free_bytes(platform: Platform, found: Partition) -> int:
             "got null, and the device is a CPU, whose memory is the host's as well: say what the device's part may be"
         )
     platform.free_cached()
-    held = sum(p.nbytes for p in (*found.inside, *found.outside) if p.device == platform.device)
+    parameters = [p for p in (*found.inside, *found.outside) if found.left is None or not found.left.hides(p)]
+    held = sum(p.nbytes for p in parameters if p.device == platform.device)
     return platform.free_bytes() + held
 
 

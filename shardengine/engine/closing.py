@@ -1,4 +1,5 @@
-"""The end of an engine: the module is an ordinary one again, and everything else is let go of, also after a failure.
+"""The end of an engine: the module is an ordinary one again, or one whose weights stay sharded for the next engine; and
+everything else is let go of, also after a failure.
 
 Must not know: what the engine was used for.
 
@@ -12,9 +13,14 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+import torch
+from torch import nn
+
 from shardengine.comm import Presence, meeting
 from shardengine.engine.core import Core
-from shardengine.errors import CommunicationError
+from shardengine.errors import CommunicationError, UsageError
+from shardengine.runtime import hooks
+from shardengine.sharding import LeftShards
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +39,10 @@ def part(core: Core, *, saves: bool) -> str:
     return said and f"engine.close() on rank {core.mesh.rank}: expected every rank to close its engine, but {said}"
 
 
-def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
-    """Take the hooks off and give every parameter whole weights in memory of its own; collective.
+def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups: bool = True, alone: str = "") -> None:
+    """Take the hooks off and give every parameter of ``model`` whole weights in memory of its own; collective.
+
+    restore: False leaves weights that are sharded as they are, for the next engine (sharding/left_shards.py).
 
     Who holds a view of the old memory keeps it. Weights in host memory, for which there was no room, become the
     parameters' on the host. Where weights cannot be read or gathered, those parameters stay without. Everything else is
@@ -43,7 +51,7 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
     """
     core.attachments.unhook()
     core.reducer.early_use.wait()
-    orderly = False
+    orderly = left = False
     with ExitStack() as last:  # each of these is done whatever the others raise, from the last one up
         if ends_groups and core.mesh.owned:
             last.callback(lambda: core.mesh.destroy(orderly=orderly))
@@ -57,14 +65,33 @@ def dissolve(core: Core, *, ends_groups: bool = True, alone: str = "") -> None:
             with core.collectives.failures.reports_failure("close", lambda error: "gathering the weights"):
                 if alone and core.stage.moves_weights:
                     raise CommunicationError(f"{alone}. The module's weights stay spread over the ranks")
-                _leave_weights(core)
+                if core.stage.moves_weights:
+                    restore = _agree(core, restore)
+                if restore:
+                    _leave_weights(core)
+                else:
+                    _leave_shards(core, model)
+                    left = True
         finally:
-            core.tiers.close()
+            if not left:
+                core.tiers.close()
         if alone:
             _log.warning("%s", alone)
             return
         core.reducer.release()  # what is in flight after a failure may have no end but the timeout
         orderly = True
+
+
+def _agree(core: Core, restore: bool) -> bool:
+    """What ``restore`` is on every rank: where they differ nothing shall be lost; collective."""
+    given = core.collectives.exchange_objects(restore)
+    if len(set(given)) > 1:
+        _log.warning(
+            "engine.close(): expected the same restore on every rank, got False on ranks %s and True on the others; "
+            "the weights are gathered",
+            [rank for rank, each in enumerate(given) if not each],
+        )
+    return any(given)
 
 
 def _leave_weights(core: Core) -> None:
@@ -81,3 +108,26 @@ def _leave_weights(core: Core) -> None:
             member.show(views[member.flat_buffer][member.slot].clone())
         for flat_buffer in unit.flat_buffers:
             flat_buffer.forsake()
+
+
+def _leave_shards(core: Core, model: nn.Module) -> None:
+    """What the next engine takes over stays on ``model``; where weights rest whole these are the parameters', too."""
+    core.await_weights()
+    core.schedule.reshard_all()
+    core.adopt_written_weights()
+    hides = core.stage.moves_weights
+    left = LeftShards(core.layout, core.partition.inside, core.mesh.rank, core.tiers, hides=hides)
+    with torch.inference_mode(False), torch.no_grad():
+        for unit in core.units:
+            for member in unit.members:
+                flat_buffer = member.flat_buffer
+                member.show(flat_buffer.poisons[member.slot] if hides else member.view.clone())
+            for bucket in unit.buckets():
+                left.keep(bucket)
+            for flat_buffer in unit.flat_buffers:
+                flat_buffer.forsake()
+
+    def refuse() -> None:
+        raise UsageError(left.refusal())
+
+    left.attach(model, hooks.attach_barrier(model, refuse) if hides else [])

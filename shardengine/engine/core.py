@@ -76,7 +76,7 @@ class Core:
                 )
         self.adopt_written_weights()
         hidden = () if self.deferred_gather is None else self.deferred_gather.hidden
-        for member in (member for unit in self.units if not unit.summoned for member in unit.misplaced(hidden)):
+        for member in (member for unit in self.units for member in unit.misplaced(hidden)):
             raise UsageError(
                 f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
                 f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "

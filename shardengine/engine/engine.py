@@ -177,7 +177,7 @@ class Engine(Inspection):
             run_on_all_ranks(start, "making the optimizer and the scheduler", equip)
         except BaseException:
             self._give_back()
-            closing.dissolve(core, ends_groups=False)
+            closing.dissolve(core, self.module, restore=core.partition.left is None, ends_groups=False)
             raise
 
     # Forward and backward
@@ -406,8 +406,9 @@ class Engine(Inspection):
     def full_params(
         self, names: Iterable[str] | None = None, *, writable: bool = False
     ) -> AbstractContextManager[None]:
-        """Parameters (all, or the units that hold ``names``) are full inside the ``with``; collective.
+        """Parameters (all, or ``names``) are full inside the ``with``; collective.
 
+        Gathered are the buckets that hold some of ``names`` which no outer ``full_params`` shows.
         writable: what rank 0 wrote is what every rank has afterwards. Otherwise writes to sharded weights are lost.
         """
         return full_access.full_params(self._need_core(), names, writable=writable)
@@ -559,14 +560,17 @@ class Engine(Inspection):
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Detach: the module is an ordinary one again, with whole weights; its process groups end; collective.
 
-        CommunicationError where weights are sharded and another rank does not close its engine at this place.
+        restore: False gathers nothing. Weights that are sharded stay so, in their tiers, without the optimizer's
+        states, and the module refuses to be used until ``initialize`` is called with it on the same ranks, with any
+        config: that engine begins with the same bits, those of master weights included. CommunicationError where
+        weights are sharded and another rank does not close its engine at this place.
         """
         if self.module not in attached:
             return
-        self._core.step_state.require("close()")
+        self._core.step_state.require("close()" if restore else "close(restore=False)")
         alone = closing.part(self._core, saves=self._saves is not None)
         try:
             offload_states.reload(self._core)
@@ -576,7 +580,7 @@ class Engine(Inspection):
                 self.wait_for_checkpoint()
         finally:
             try:
-                closing.dissolve(self._core, alone=alone)
+                closing.dissolve(self._core, self.module, restore=restore, alone=alone)
             finally:
                 self._monitors.close()  # they may ask the engine
                 attached.discard(self.module)

@@ -3,9 +3,9 @@
 Owns: which names ranks ask for, what is shown, and that what rank 0 has written is what every rank goes on with.
 Must not know: how gradients come to be complete, the arithmetic of a step, files.
 
-Parameters are shown by their units, which are summoned. Of gradients and states, reading costs one all-gather per
-bucket that holds a wanted parameter (none where this rank has all of it), writing one broadcast per such bucket, of the
-wanted parameters alone. Memory, on the device: the wanted tensors, and one bucket on the way.
+Reading costs one all-gather per bucket that holds a wanted parameter (none where this rank has all of it), writing one
+broadcast per such bucket: of gradients and states, of the wanted parameters alone. Memory, on the device: the wanted
+tensors, and one bucket on the way; of parameters, which their units summon, those buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
-from shardengine.runtime import Unit
+from shardengine.runtime import Summoned, Unit
 from shardengine.sharding import WEIGHT, Bucket, FullTensors, ParameterSpec, join, shaped, slices_of
 
 
@@ -45,51 +45,58 @@ class _Source:
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
     core.await_weights()
-    every = names is None
     chosen = _agree_on_names(core, "full_params", names, writable)
-    units = core.units if every else _units_of(core, chosen)
+    wanted = _members_of(core, None if names is None else chosen)
     if writable:
         core.step_state.require("full_params(writable=True)")
     with core.reducer.early_use.suspended() if writable else nullcontext():  # what is written is what is stepped
-        yield from _shown(core, units, chosen, writable=writable)
+        yield from _shown(core, wanted, chosen, writable=writable)
 
 
-def _shown(core: Core, units: list[Unit], chosen: list[str], *, writable: bool) -> Iterator[None]:
+def _shown(core: Core, wanted: dict[Unit, set[int]], chosen: list[str], *, writable: bool) -> Iterator[None]:
     with core.step_state.summoning():
-        summoned = _summon(core, units) if core.stage.moves_weights else []
+        summoned = _summon(core, wanted) if core.stage.moves_weights else []
         try:
             yield
         finally:
             with torch.no_grad():
                 if writable:
                     _broadcast_outside(core, chosen)
-                for unit in summoned:
-                    unit.release_summoned(core.collectives, writable=writable)
-                for unit in units if writable and not core.stage.moves_weights else ():
-                    for bucket in unit.buckets():
-                        core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)
-                        bucket.adopt_weights()
+                for unit, held in summoned:
+                    unit.release_summoned(core.collectives, held, writable=writable)
+                if writable and not core.stage.moves_weights:
+                    _broadcast(core, wanted)
 
 
-def _summon(core: Core, units: list[Unit]) -> list[Unit]:
-    """Summon those of ``units`` that are not yet; after an error none is."""
-    summoned: list[Unit] = []
+def _summon(core: Core, wanted: dict[Unit, set[int]]) -> list[tuple[Unit, Summoned]]:
+    """Summon what is not yet of the parameters ``wanted``; after an error nothing of it is."""
+    summoned: list[tuple[Unit, Summoned]] = []
     try:
-        for unit in units:
-            if not unit.summoned:
-                unit.summon(core.collectives)
-                summoned.append(unit)
+        for unit, members in wanted.items():
+            summoned.append((unit, unit.summon(core.collectives, members)))
     except BaseException:
-        for unit in summoned:
-            unit.release_summoned(core.collectives, writable=False)
+        for unit, held in summoned:
+            unit.release_summoned(core.collectives, held, writable=False)
         raise
     return summoned
 
 
-def _units_of(core: Core, names: list[str]) -> list[Unit]:
-    known = core.partition.names
-    wanted = {id(known[name]) for name in names}
-    return [unit for unit in core.units if any(id(member.parameter) in wanted for member in unit.members)]
+def _broadcast(core: Core, wanted: dict[Unit, set[int]]) -> None:
+    """Where weights rest whole: rank 0's buckets that hold some of the parameters ``wanted`` are everybody's."""
+    for unit, members in wanted.items():
+        for bucket in unit.buckets():
+            if any(piece.parameter in members for piece in core.layout.pieces(bucket.layout)):
+                core.collectives.broadcast(bucket.full, bucket.layout, Purpose.WHOLE_WEIGHTS)
+                bucket.adopt_weights()
+
+
+def _members_of(core: Core, names: list[str] | None) -> dict[Unit, set[int]]:
+    """The units that hold parameters ``names``, and which these are, by index. None: all units, all of theirs."""
+    if names is None:
+        return {unit: {member.index for member in unit.members} for unit in core.units}
+    ids = {id(core.partition.names[name]) for name in names}
+    found = {unit: {m.index for m in unit.members if id(m.parameter) in ids} for unit in core.units}
+    return {unit: members for unit, members in found.items() if members}
 
 
 def _broadcast_outside(core: Core, names: list[str]) -> None:

@@ -20,13 +20,14 @@ from shardengine.runtime.activation_offload import ActivationStore
 from shardengine.runtime.attachments import Attachments
 from shardengine.runtime.deferred_gather import DeferredGather
 from shardengine.runtime.schedule import Schedule
-from shardengine.runtime.unit import Unit, UnshardState, weight_bytes
+from shardengine.runtime.unit import Summoned, Unit, UnshardState, weight_bytes
 
 __all__ = [
     "ActivationStore",
     "Attachments",
     "DeferredGather",
     "Schedule",
+    "Summoned",
     "Unit",
     "UnshardState",
     "activation_checkpointing",

@@ -38,18 +38,23 @@ from shardengine.runtime.schedule import Schedule
 
 
 class _Hook:
-    """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused."""
+    """A hook's body. A copy of the module would drive the engine of the original, so copying one is refused.
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    refuse: raises the refusal, where it is another one.
+    """
+
+    def __init__(self, call: Callable[..., None], refuse: Callable[[], None] = lambda: None) -> None:
         _keep_out_of_graphs()
         self._call = call
+        self._refuse = refuse
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._refuse()
         raise UsageError(
-            "a model whose weights are sharded, or away since offload_states(), cannot be copied or pickled: use "
+            "a model whose weights are sharded cannot be copied or pickled: use "
             "engine.state_dict() or engine.save_pretrained(dir), read parameters inside `with engine.full_params():`, "
             "or call engine.close() first"
         )
@@ -196,8 +201,8 @@ def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> li
 
 
 def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
-    """Call ``refuse`` when somebody runs ``module`` or a part of it, reads its state dict or loads one."""
-    barrier = _Hook(lambda *_: refuse())
+    """Call ``refuse`` when somebody runs or copies ``module`` or a part of it, reads its state dict or loads one."""
+    barrier = _Hook(lambda *_: refuse(), refuse)
     handles = attach_state_dict_guard(module, refuse)
     for part in module.modules():
         handles.append(part.register_forward_pre_hook(barrier, prepend=True))

@@ -9,8 +9,10 @@ count only where the model came in the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Mesh, Named, Purpose
 from shardengine.offload import Homes
@@ -20,11 +22,14 @@ from shardengine.sharding import (
     FlatBuffer,
     FlatBufferLayout,
     Layout,
+    LeftShards,
     Partition,
     Precision,
+    Targets,
     dtype_of,
     in_memory_order,
     memory_order,
+    slices_of,
 )
 from shardengine.stages import Placement
 
@@ -44,8 +49,10 @@ def place(
     Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
     there are to be any. weights: where they rest · which: as in ``analyse`` · state, homes: as in ``FlatBuffer``.
     """
-    mesh = collectives.mesh
+    mesh, left = collectives.mesh, partition.left
     with torch.no_grad():
+        if left is not None:
+            _show_outside(left, partition.outside, collectives)
         for name, parameter in partition.named_outside():
             dtype = dtype_of(parameter, which)
             order = memory_order(parameter) or tuple(range(parameter.dim()))
@@ -58,7 +65,7 @@ def place(
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
                 flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
-                _fill(flat_buffer, found, layout, collectives, which)
+                _fill(flat_buffer, found, layout, collectives, which, left)
                 members += found
                 flat_buffers.append(flat_buffer)
             unit = Unit(index, name, flat_buffers, members, layout)
@@ -81,26 +88,72 @@ def new_flat_buffer(
 
 
 def _fill(
-    flat_buffer: FlatBuffer, members: list[Member], layout: Layout, collectives: Collectives, which: Precision
+    flat_buffer: FlatBuffer,
+    members: list[Member],
+    layout: Layout,
+    collectives: Collectives,
+    which: Precision,
+    left: LeftShards | None,
 ) -> None:
-    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some ([Note: Peak])."""
+    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some ([Note: Peak]). What a
+    closed engine has left comes from where that is."""
     masters = flat_buffer.is_stepped and which.master_dtype(flat_buffer.dtype) is not None
     by_index = {member.index: member for member in members}
     for bucket in flat_buffer.buckets:
         full = torch.zeros_like(bucket.full, dtype=torch.float32) if masters else bucket.full
-        complete = []
+        complete, parts = [], []
         for piece in layout.pieces(bucket.layout):
             member, spec = by_index[piece.parameter], layout.parameters[piece.parameter]
-            given = in_memory_order(member.parameter, spec).reshape(-1)[piece.offset : piece.offset_end]
-            full[piece.start - bucket.layout.start : piece.end - bucket.layout.start].copy_(given)
+            target = full[piece.start - bucket.layout.start : piece.end - bucket.layout.start]
+            if left is None or not left.hides(member.parameter):
+                target.copy_(in_memory_order(member.parameter, spec).reshape(-1)[piece.offset : piece.offset_end])
+            parts.append((member.parameter, piece.offset, target))
             complete += [member] if piece.offset_end == spec.numel else []
         collectives.broadcast(full, bucket.layout, Purpose.START)
+        if left is not None:
+            _take_over(left, parts, collectives)
         if masters:
             bucket.full.copy_(full)
         begin_master(bucket, full, which)
         for member in complete:
             member.parameter.grad = None
             member.show(member.view)
+
+
+def _take_over(left: LeftShards, wanted: Iterable[tuple[nn.Parameter, int, Tensor]], collectives: Collectives) -> None:
+    """Elements of parameters, each from a first one on, into the flat tensors beside them. Collective.
+
+    Where a parameter showed weights, which these tensors hold, only values from which those were rounded.
+    """
+    targets, checked = [], []
+    for parameter, first, values in wanted:
+        target = left.slice_of(parameter, first, values if left.hides(parameter) else values.clone())
+        if target is not None:
+            targets.append(target)
+            checked += [] if left.hides(parameter) else [(left.dtype_of(parameter), values, target.values)]
+    received = Targets(targets)
+    for bucket in left.holding(targets):
+        layout, values = bucket.layout, bucket.values
+        whole = torch.empty(layout.length, dtype=values.dtype, device=collectives.mesh.device)
+        start, end = (edge - layout.start for edge in layout.interval(bucket.placement, left.rank))
+        whole[start:end].copy_(values)
+        collectives.move(whole, bucket.placement, Placement.REPLICATED, layout, Purpose.START).wait()
+        for part in slices_of(left.layout, layout, (layout.start, layout.end), {targets[0].key: whole}):
+            received.receive(part)
+    for dtype, values, unrounded in checked:
+        values.copy_(torch.where(unrounded.to(dtype).to(values.dtype) == values, unrounded, values))
+
+
+def _show_outside(left: LeftShards, outside: Iterable[nn.Parameter], collectives: Collectives) -> None:
+    """Parameters that are in no flat buffer any more have their weights, whole. Collective."""
+    hidden = [
+        (p, torch.empty(p.numel(), dtype=p.dtype, device=collectives.mesh.device)) for p in outside if left.hides(p)
+    ]
+    _take_over(left, [(parameter, 0, flat) for parameter, flat in hidden], collectives)
+    for parameter, flat in hidden:
+        order = left.order_of(parameter) or tuple(range(parameter.dim()))
+        in_memory = flat.view([parameter.shape[dimension] for dimension in order])
+        parameter.data = in_memory.permute([order.index(dimension) for dimension in range(len(order))])
 
 
 def begin_master(bucket: Bucket, values: Tensor, which: Precision) -> None:

@@ -463,7 +463,8 @@ class Schedule:
         if unit.index == 0 or not self._stage.moves_weights:
             self._reducer.on_gradient(parameter, gradient)
             return
-        if unit.state is not UnshardState.UNSHARDED and not unit.summoned and not self._holds[unit.index].forward_only:
+        whole = unit.state is UnshardState.UNSHARDED or unit.is_summoned(parameter)
+        if not whole and not self._holds[unit.index].forward_only:
             raise UsageError(
                 f"parameter {unit.name_of(parameter)!r} of unit {unit.name!r} received a gradient while its weights "
                 "were sharded, so the gradient was computed from NaN: expected its use inside a forward of the model, "

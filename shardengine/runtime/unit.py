@@ -7,7 +7,7 @@ Must not know: hooks, the optimizer, the order in which units run.
 
 A unit whose weights rest replicated is UNSHARDED from start to end. While a unit is not, its parameters are poison
 (bucket.poison): right shape, NaN; so are those of an UNSHARDED unit that are in flight after a step
-(deferred_gather). While it is summoned (``full_params``) they are views of a storage made for that alone, whatever the
+(deferred_gather). Those that are summoned (``full_params``) are views of a storage made for that alone, whatever the
 state of the flat buffers.
 """
 
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -62,6 +63,15 @@ class Member:
         return self.flat_buffer.views[self.slot]
 
 
+@dataclass(frozen=True, eq=False)
+class Summoned:
+    """What one ``full_params`` holds of a unit. members: indices of those whose parameters show it · parts: whole
+    buckets; neighbours share a storage, so that a parameter in several of them is one view."""
+
+    members: frozenset[int]
+    parts: dict[Bucket, Tensor]
+
+
 class Unit:
     """One module's flat buffers. ``index`` 0 is the root: everything that is in no block."""
 
@@ -80,7 +90,8 @@ class Unit:
         self.state = UnshardState.UNSHARDED
         self._loading: list[Done] = []
         self._in_flight: list[Work] = []
-        self._summoned: list[Tensor] | None = None
+        self._summoned: list[Summoned] = []
+        self._held: frozenset[int] = frozenset()
 
     def name_of(self, parameter: int) -> str:
         """The name of a parameter of it, given by its index in the layout."""
@@ -92,14 +103,18 @@ class Unit:
         return len(self.trainable) < len(self.members)
 
     @property
-    def summoned_storages(self) -> list[Tensor]:
-        """What ``full_params`` holds of this unit."""
-        return self._summoned or []
+    def summoned_bytes(self) -> int:
+        """Of what every ``full_params`` holds of it."""
+        return sum(part.nbytes for held in self._summoned for part in held.parts.values())
 
     @property
     def summoned(self) -> bool:
-        """Whether ``full_params`` holds this unit."""
-        return self._summoned is not None
+        """Whether ``full_params`` holds all of it."""
+        return bool(self._summoned) and len(self._held) == len(self.members)
+
+    def is_summoned(self, parameter: int) -> bool:
+        """Whether ``full_params`` holds a parameter of it, given by its index in the layout."""
+        return parameter in self._held
 
     def detach_shards(self) -> None:
         """Once, at start: from UNSHARDED, give shards their own memory and rest sharded.
@@ -159,20 +174,18 @@ class Unit:
         self._loading.clear()
         self._in_flight.clear()
         self._move(UnshardState.UNSHARDED)
-        if not self.summoned:
-            self.show()
+        self.show()
 
     def reshard(self, *, abandon: bool = False) -> None:
         """UNSHARDED → SHARDED: free the full weights. abandon: as in ``FlatBuffer.release``, views live on."""
         self._move(UnshardState.SHARDED)
-        if not self.summoned:
-            self.show()
+        self.show()
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=abandon)
 
     def recover(self) -> None:
         """After a failure: neither summoned nor UNSHARDING. What is in flight keeps the storage that it writes into."""
-        self._summoned = None
+        self._hold([])
         if self.state is UnshardState.UNSHARDING:
             self._abort_unshard()
         self.show()
@@ -194,54 +207,68 @@ class Unit:
         self.show()
 
     def show(self) -> None:
-        """Show the user's parameters what they are when the unit is not summoned: weights or poison."""
+        """Show the user's parameters what they are when they are not summoned: weights or poison."""
         full = self.state is UnshardState.UNSHARDED
         for flat_buffer, members in self._by_slot:
             for member, tensor in zip(members, flat_buffer.views if full else flat_buffer.poisons, strict=True):
-                member.parameter.data = tensor
+                if member.index not in self._held:
+                    member.parameter.data = tensor
 
     def misplaced(self, hidden: Collection[int] = ()) -> Iterator[Member]:
         """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
         full = self.state is UnshardState.UNSHARDED
         for flat_buffer, members in self._by_slot:
             for member, view, poison in zip(members, flat_buffer.views, flat_buffer.poisons, strict=True):
+                if member.index in self._held:
+                    continue
                 expected, shown = view if full and member.index not in hidden else poison, member.parameter
                 if shown.data_ptr() != expected.data_ptr() or shown.dtype is not expected.dtype:
                     yield member
 
-    def summon(self, collectives: Collectives) -> None:
-        """Show full weights in a storage of their own; what happens in ``full_params`` cannot harm the flat buffers."""
-        storages = []
-        for flat_buffer in self.flat_buffers:
-            fresh = flat_buffer.flat.new_empty(flat_buffer.layout.length)
-            mark_weights(fresh)
-            for bucket in flat_buffer.buckets:
-                part = fresh[bucket.layout.start : bucket.layout.end]
-                bucket.own_slice(part).copy_(bucket.shard())
-                collectives.move(
-                    part, Placement.SHARDED, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
-                ).wait()
-            storages.append(fresh)
-        self._summoned = storages
-        views = {
-            flat_buffer: flat_buffer.views_of(fresh)
-            for flat_buffer, fresh in zip(self.flat_buffers, storages, strict=True)
-        }
-        for member in self.members:
-            member.show(views[member.flat_buffer][member.slot])
+    def summon(self, collectives: Collectives, wanted: Collection[int]) -> Summoned:
+        """Show full weights of the parameters ``wanted`` that are not summoned yet, in storages of their own: what
+        happens in ``full_params`` cannot harm the flat buffers. Only buckets that hold some of them are gathered."""
+        members = frozenset(wanted) - self._held
+        names = {self._names[index] for index in members}
+        parts: dict[Bucket, Tensor] = {}
+        shown: list[tuple[Member, Tensor]] = []
+        for flat_buffer, in_slots in self._by_slot:
+            for run in _runs(flat_buffer, names):
+                first, end = run[0].layout.start, run[-1].layout.end
+                fresh = flat_buffer.flat.new_empty(end - first)
+                mark_weights(fresh)
+                for bucket in run:
+                    part = parts[bucket] = fresh[bucket.layout.start - first : bucket.layout.end - first]
+                    bucket.own_slice(part).copy_(bucket.shard())
+                    collectives.move(
+                        part, Placement.SHARDED, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
+                    ).wait()
+                for member, slot in zip(in_slots, flat_buffer.layout.slots, strict=True):
+                    if member.index in members and first <= slot.start < end:
+                        shown.append((member, flat_buffer.view_of(fresh, member.slot, first)))
+        for member, view in shown:
+            member.show(view)
+        held = Summoned(members, parts)
+        self._hold([*self._summoned, held])
+        return held
 
-    def release_summoned(self, collectives: Collectives, *, writable: bool) -> None:
-        """End ``summon``; with ``writable`` rank 0's contents become everybody's weights."""
-        storages, self._summoned = self._summoned or [], None
-        for flat_buffer, fresh in zip(self.flat_buffers, storages, strict=True) if writable else ():
-            for bucket in flat_buffer.buckets:
-                part = fresh[bucket.layout.start : bucket.layout.end]
-                collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
-                bucket.shard(writable=True).copy_(bucket.own_slice(part))
-                if self.state is UnshardState.UNSHARDED:
-                    bucket.full.copy_(part)
-                bucket.adopt_weights()
+    def release_summoned(self, collectives: Collectives, held: Summoned, *, writable: bool) -> None:
+        """End ``summon``; with ``writable`` rank 0's contents become everybody's weights. Nothing happens where
+        ``recover`` has ended it."""
+        if held not in self._summoned:
+            return
+        self._hold([other for other in self._summoned if other is not held])
+        for bucket, part in held.parts.items() if writable else ():
+            collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
+            bucket.shard(writable=True).copy_(bucket.own_slice(part))
+            if self.state is UnshardState.UNSHARDED:
+                bucket.full.copy_(part)
+            bucket.adopt_weights()
         self.show()
+
+    def _hold(self, summoned: list[Summoned]) -> None:
+        self._summoned = summoned
+        self._held = frozenset().union(*(held.members for held in summoned))
 
     def owns_storage(self, keys: Collection[int]) -> bool:
         """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""
@@ -258,10 +285,17 @@ def _in_slots(flat_buffer: FlatBuffer, members: Sequence[Member]) -> list[Member
     return sorted((member for member in members if member.flat_buffer is flat_buffer), key=lambda member: member.slot)
 
 
+def _runs(flat_buffer: FlatBuffer, names: Collection[str]) -> Iterator[list[Bucket]]:
+    """The buckets that hold some of the parameters ``names``, neighbours together."""
+    for wanted, run in groupby(flat_buffer.buckets, lambda bucket: any(name in names for name in bucket.layout.names)):
+        if wanted:
+            yield list(run)
+
+
 def weight_bytes(units: Sequence[Unit]) -> Counter[str]:
     """Bytes that hold weights at this moment, by tier: flat buffers, separate shards, and what is summoned."""
     flat_buffers = [flat_buffer for unit in units for flat_buffer in unit.flat_buffers]
-    found = Counter(device=sum(storage.nbytes for unit in units for storage in unit.summoned_storages))
+    found = Counter(device=sum(unit.summoned_bytes for unit in units))
     for flat_buffer in flat_buffers:
         found["device"] += flat_buffer.storage_bytes
         found["cpu"] += 0 if flat_buffer.offloaded is None else flat_buffer.offloaded.nbytes

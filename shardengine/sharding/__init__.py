@@ -5,6 +5,7 @@ wrapping      which modules are units
 layout        offsets, padding and slices, as integers
 bucket        flat storage, views into it, and the NaN that a parameter shows while its weights are sharded
 flat_slices   elements of parameters by name and position, in whatever layout
+left_shards   what a closed engine leaves on its module
 precision     which dtype everything has; the config's policy of the loss scale
 
 Must not know: ranks at work, hooks, the step.
@@ -26,6 +27,7 @@ from shardengine.sharding.bucket import (
 )
 from shardengine.sharding.flat_slices import BUFFER, WEIGHT, FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
+from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
 from shardengine.sharding.precision import Precision, ScalePolicy
 from shardengine.sharding.wrapping import is_lookup
@@ -42,6 +44,7 @@ __all__ = [
     "FlatSlice",
     "FullTensors",
     "Layout",
+    "LeftShards",
     "ParameterSpec",
     "Partition",
     "Piece",

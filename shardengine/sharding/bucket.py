@@ -235,6 +235,20 @@ class Bucket:
                 store.check_in(changed=False, after=end)
         return end
 
+    def leave(self, *, weights: bool) -> tuple[Placement, ShardStore] | None:
+        """What outlasts its engine, with its placement: the master weights where they hold bits that the weights do
+        not; else the weights, if these are wanted, too. It keeps nothing of that; the states are for ``drop``."""
+        if self.has_master and (weights or self.state_store.tensors()[MASTER].dtype is not self.full.dtype):
+            store = self.flat_buffer.new_state_store(self.layout.index)
+            store.add({MASTER: self.state_store.tensors()[MASTER]})
+            return self.state, store
+        if not weights:
+            return None
+        if self.weight_store is None:  # one rank, whose shard is all of it
+            self.detach_shard()
+        kept, self.weight_store = self.weight_store, None
+        return None if kept is None else (Placement.SHARDED, kept)
+
     def drop(self) -> None:
         """Let go of everything that it keeps."""
         self.state_store.drop()
@@ -280,12 +294,12 @@ class FlatBuffer:
         self.homes = homes
         self.offloaded: Tensor | None = None
         self._build()
-        tiers = homes.state
-        self.buckets = [
-            Bucket(b, self, rank, tiers[b.index].store() if b.index in tiers else MemoryStore(platform), state)
-            for b in layout.buckets
-        ]
+        self.buckets = [Bucket(b, self, rank, self.new_state_store(b.index), state) for b in layout.buckets]
         self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
+
+    def new_state_store(self, index: int) -> ShardStore:
+        """An empty store in the tier where bucket ``index`` keeps master weights and optimizer state."""
+        return self.homes.state[index].store() if index in self.homes.state else MemoryStore(self.platform)
 
     def _build(self) -> None:
         self._home = self.platform.here()
@@ -296,9 +310,12 @@ class FlatBuffer:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Per slot, the view with the parameter's shape of a tensor as long as the flat buffer."""
-        return [
-            shaped(flat[slot.start : slot.end], spec) for slot, spec in zip(self.layout.slots, self.specs, strict=True)
-        ]
+        return [self.view_of(flat, number) for number in range(len(self.specs))]
+
+    def view_of(self, flat: Tensor, number: int, first: int = 0) -> Tensor:
+        """The view with the parameter's shape of slot ``number`` in ``flat``, which begins with element ``first``."""
+        slot = self.layout.slots[number]
+        return shaped(flat[slot.start - first : slot.end - first], self.specs[number])
 
     @property
     def is_stepped(self) -> bool:

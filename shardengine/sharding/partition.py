@@ -29,6 +29,7 @@ from shardengine.config import nearest
 from shardengine.errors import UsageError
 from shardengine.offload import HOST
 from shardengine.sharding.layout import ParameterSpec
+from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.precision import Precision
 from shardengine.sharding.wrapping import automatic_units, class_of
 
@@ -40,6 +41,7 @@ class Partition:
     names: every parameter name → parameter (tied ones several times)
     inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
     units: unit modules with their names, without the root
+    left: what an engine that was closed without gathering has left on the model
     modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
     """
 
@@ -50,6 +52,7 @@ class Partition:
     units: list[tuple[str, nn.Module]]
     modules: list[nn.Module]
     places: list[tuple[str, Mapping[str, Any], str, Any]]
+    left: LeftShards | None = None
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""
@@ -80,7 +83,8 @@ def analyse(
         all_names.setdefault(id(parameter), []).append(name)
     parameters = list(model.parameters())
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
-    _check(parameters, all_names, dtypes, scaled=which.trains_fp16, device=device)
+    left = LeftShards.on(model)
+    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16, device=device)
     _check_sparse(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
@@ -89,9 +93,11 @@ def analyse(
         _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers[id(p)]), p, group_of)
         for p in inside
     ]
+    if left is not None:
+        specs = [replace(s, order=left.order_of(p)) if left.hides(p) else s for s, p in zip(specs, inside, strict=True)]
     chosen = {id(p) for p in inside}
     outside = [p for p in parameters if id(p) not in chosen]
-    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model))
+    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model), left)
 
 
 def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
@@ -246,6 +252,7 @@ def _check(
     parameters: Sequence[nn.Parameter],
     names: dict[int, list[str]],
     dtypes: Mapping[int, torch.dtype],
+    left: LeftShards | None,
     *,
     scaled: bool,
     device: torch.device,
@@ -259,10 +266,11 @@ def _check(
                 f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "
                 "(from_pretrained, or to_empty and an initialisation)"
             )
-        if parameter.numel() > 1 and not any(parameter.stride()):
+        hidden = left is not None and left.hides(parameter)
+        if parameter.numel() > 1 and not any(parameter.stride()) and not hidden:
             raise UsageError(
                 f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
-                "engine? Call that engine's close() first"
+                "engine? Call that engine's close() first, without restore=False unless this is the same model"
             )
         if parameter.requires_grad:
             _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
@@ -309,6 +317,7 @@ def facts(
         "config": settings,
         "model (parameters)": parameters,
         "model (buffers)": buffers,
+        "parameters left by a closed engine": [] if found.left is None else found.left.names,
         **plan_facts(found, groups),
         "parameters in optimizer groups": members,
         "version of torch": [str(torch.__version__)],

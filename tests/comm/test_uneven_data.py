@@ -180,6 +180,22 @@ def test_an_evaluation_loop_of_unequal_length(pools: Pools, stage: str) -> None:
         assert one == "nothing", "nothing is gathered there: no rank needs another"
 
 
+def closes_before_the_other() -> tuple[str, str]:
+    """Rank 0 closes its engine without gathering, rank 1 evaluates once more and closes its own as it can."""
+    with listening_closely():
+        engine = make_engine("3", TIMEOUT_S)
+        train(engine, 0, 1)
+        said = said_by(lambda: evaluate(engine)) if engine.rank == 1 else ""
+        return said, said_by(lambda: engine.close(restore=False))
+
+
+def test_closing_without_gathering_alone_is_told(pools: Pools) -> None:
+    (_, zero), (evaluated, one) = pools(2).run(closes_before_the_other)
+    assert "rank 0 has closed its engine after step 1; this rank (1) is in forward without grad of step 2" in evaluated
+    for said in (zero, one):
+        assert said.startswith("CommunicationError") and "weights stay spread over the ranks" in said, said
+
+
 def evaluate_on_rank_0(stage: str, model: str, through: str) -> str:
     with listening_closely():
         module = cases.MODELS[model]()

@@ -84,10 +84,11 @@ GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_no
 BETWEEN: set[Call] = {"load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
-    "save_checkpoint",
+    "save_checkpoint", "close(restore=False)",
 }  # fmt: skip
 ENDS_BLOCKS: set[Call] = BETWEEN | {
     "full_optimizer_state", "full_params(writable=True)", "load_checkpoint after an interrupted step", "reset()",
+    "close(restore=False)",
 }  # fmt: skip
 UPDATED = BETWEEN | NOTHING_STEPPED | {
     "agreement", "clip_grad_norm_", "full_grads(writable=True)", "state_dict", "save_pretrained",

@@ -14,6 +14,7 @@ from tests.support.parts import collectives, contents, make_unit, spec
 from tests.support.ranks import RankPool
 
 SPECS = [spec("b", 7), spec("a", 4, 5), spec("f", 3, trainable=False)]
+EVERY = {0, 1, 2}
 
 
 def sharded_unit() -> tuple[Unit, list[nn.Parameter]]:
@@ -97,7 +98,7 @@ def test_an_abandoning_reshard_leaves_views_outside_alone() -> None:
 
 def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
     unit, parameters = sharded_unit()
-    unit.summon(collectives())
+    held = unit.summon(collectives(), EVERY)
     unit.unshard(collectives())
     written = unit.flat_buffers[0].flat
     unit.recover()
@@ -106,6 +107,7 @@ def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
     unit.unshard(collectives())
     written.fill_(-1)
     unit.wait_for_unshard()
+    unit.release_summoned(collectives(), held, writable=True)
     assert shows_contents(parameters)
 
 
@@ -142,36 +144,55 @@ def test_an_illegal_move_is_refused_with_both_states(state: UnshardState, move: 
 
 def test_a_summoned_unit_shows_full_weights_whatever_its_state() -> None:
     unit, parameters = sharded_unit()
-    unit.summon(collectives())
+    held = unit.summon(collectives(), EVERY)
     assert unit.summoned and unit.state is UnshardState.SHARDED and shows_contents(parameters)
     unit.unshard(collectives())
     unit.wait_for_unshard()
     assert shows_contents(parameters)
     unit.reshard()
     assert shows_contents(parameters)
-    unit.release_summoned(collectives(), writable=False)
+    unit.release_summoned(collectives(), held, writable=False)
     assert not unit.summoned and all(p.isnan().all() for p in parameters)
+
+
+def test_a_parameter_is_summoned_with_its_buckets_alone() -> None:
+    unit, parameters = sharded_unit()
+    before = weight_bytes([unit]).total()
+    outer = unit.summon(collectives(), {0})
+    assert not unit.summoned and unit.is_summoned(0) and parameters[0].tolist() == contents(SPECS[0], 0).tolist()
+    assert parameters[1].isnan().all() and parameters[2].isnan().all() and not list(unit.misplaced())
+    assert weight_bytes([unit]).total() - before == sum(part.nbytes for part in outer.parts.values()) < 4 * 48
+    unit.unshard(collectives())
+    unit.wait_for_unshard()
+    assert shows_contents(parameters)
+    unit.reshard()
+    inner = unit.summon(collectives(), EVERY)
+    assert unit.summoned and shows_contents(parameters)
+    unit.release_summoned(collectives(), inner, writable=False)
+    assert parameters[0].tolist() == contents(SPECS[0], 0).tolist() and parameters[1].isnan().all()
+    unit.release_summoned(collectives(), outer, writable=False)
+    assert parameters[0].isnan().all() and weight_bytes([unit]).total() == before
 
 
 def test_writes_to_a_pin_are_lost_unless_it_is_writable() -> None:
     unit, parameters = sharded_unit()
-    unit.summon(collectives())
+    held = unit.summon(collectives(), EVERY)
     parameters[0].data.fill_(9)
-    unit.release_summoned(collectives(), writable=False)
-    unit.summon(collectives())
+    unit.release_summoned(collectives(), held, writable=False)
+    held = unit.summon(collectives(), EVERY)
     assert shows_contents(parameters)
     parameters[0].data.fill_(9)
-    unit.release_summoned(collectives(), writable=True)
-    unit.summon(collectives())
+    unit.release_summoned(collectives(), held, writable=True)
+    unit.summon(collectives(), EVERY)
     assert parameters[0].tolist() == [9.0] * 7
     assert torch.equal(parameters[1].data, contents(SPECS[1], 1))
 
 
 def test_a_writable_pin_reaches_the_full_weights_of_a_replicated_unit() -> None:
     unit, parameters = make_unit(SPECS)
-    unit.summon(collectives())
+    held = unit.summon(collectives(), EVERY)
     parameters[0].data.fill_(9)
-    unit.release_summoned(collectives(), writable=True)
+    unit.release_summoned(collectives(), held, writable=True)
     assert unit.state is UnshardState.UNSHARDED and parameters[0].tolist() == [9.0] * 7
     assert parameters[0].data_ptr() == next(m for m in unit.members if m.index == 0).view.data_ptr()
 
@@ -208,10 +229,10 @@ def life_at_two_ranks() -> list[bool]:
     unit.wait_for_unshard()
     unsharded = shows_contents(parameters)
     unit.reshard()
-    unit.summon(link)
+    held = unit.summon(link, EVERY)
     summoned = shows_contents(parameters)
     parameters[1].data.fill_(5.0 + rank)
-    unit.release_summoned(link, writable=True)
+    unit.release_summoned(link, held, writable=True)
     unit.unshard(link)
     unit.wait_for_unshard()
     written = parameters[1].eq(5).all().item() and torch.equal(parameters[0].data, contents(SPECS[0], 0))
@@ -226,9 +247,9 @@ def write_replicated_at_two_ranks() -> bool:
     """Whether rank 0's writes through summoned weights are the whole weights of a unit that rests replicated."""
     link = collectives()
     unit, parameters = make_unit(SPECS, ranks=2, rank=link.mesh.rank)
-    unit.summon(link)
+    held = unit.summon(link, EVERY)
     parameters[1].data.fill_(5.0 + link.mesh.rank)
-    unit.release_summoned(link, writable=True)
+    unit.release_summoned(link, held, writable=True)
     return bool(parameters[1].eq(5).all()) and torch.equal(parameters[0].data, contents(SPECS[0], 0))
 
 
