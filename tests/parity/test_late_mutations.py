@@ -161,6 +161,7 @@ CAUGHT = [
     Mutation("engine/offload_states.py", "offload", "core.await_weights()", FREED, ranks=2),
     Mutation("engine/export.py", "_whole_values", "core.await_weights()", LATER, ranks=2),
     Mutation("engine/closing.py", "_leave_weights", "unit.wait_for_unshard()", WEIGHTS),
+    Mutation("runtime/placing.py", "_take_over", ".wait()", "weights are taken over", ""),
 ]  # fmt: skip
 
 
@@ -245,6 +246,22 @@ def ranks_exchange() -> None:
         assert link.exchange(torch.full((2,), 7 + foe.mesh.rank, dtype=torch.uint8)).tolist() == [[7, 7], [8, 8]]
 
 
+def weights_are_taken_over() -> None:
+    """By another engine, from the shards that the first has left."""
+    with adversary(cases.mesh_of_this_process()) as foe:
+        model = cases.make_mlp()
+        with foe.unseen():
+            expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for _ in range(2):
+            engine = shardengine.initialize(model, cases.config_of("3"), mesh=foe.mesh)
+            engine.close(restore=False)
+        engine = shardengine.initialize(model, cases.config_of("3"), mesh=foe.mesh)
+        with engine.full_params(), foe.unseen():
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, expected[name]), name
+        engine.close()
+
+
 def a_reduction_in_two_steps() -> None:
     """Between the nodes behind the sums of the nodes; the computation waits for the second step alone, and late."""
     assert reduce_one() == (set(), {"communicator 1", "communicator 2"})
@@ -287,6 +304,7 @@ SCENARIOS = {
     WRITTEN: Scenario(a_file_is_written),
     "a save fails": Scenario(a_save_fails),
     "ranks exchange": Scenario(ranks_exchange, 2),
+    "weights are taken over": Scenario(weights_are_taken_over, 2),
     TWO_STEPS: Scenario(a_reduction_in_two_steps, 4),
     "what was broken off still writes": Scenario(what_was_broken_off_still_writes, 2),
     COPIED: told(test_platform.test_on_cuda_streams_wait_for_events_and_the_host_for_nothing),
@@ -366,6 +384,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("optim/optimizer.py", "ShardedOptimizer.step_buckets", "self.stepped_early.wait()"): THREAD,
     ("optim/optimizer.py", "ShardedOptimizer.await_reader", "self.stepped_early.wait()"): THREAD,
     ("engine/closing.py", "_leave_weights", "core.await_weights()"): FIFO,
+    ("engine/closing.py", "_leave_shards", "core.await_weights()"): FIFO,
     ("engine/engine.py", "Engine.step", "core.await_weights()"): FIFO,
     ("engine/full_access.py", "full_optimizer_state", "core.await_weights()"): FIFO,
     ("engine/rebuild.py", "_carry_out", "core.await_weights()"): FIFO,
