@@ -13,6 +13,7 @@ job          ranks that a launcher has started again find the run that they were
 restarts     ranks that died are started again by the parent: how often, and what is said
 stopping     Ctrl-C, SIGTERM and failures: between the parent and its ranks
 environment  env: what a bug report needs
+script       run: a script that was written for DeepSpeed
 settings     what train was asked for             rank_sums  sums of a few numbers over ranks
 export, convert, inspect_checkpoint               the commands of these names (convert: import)
 """

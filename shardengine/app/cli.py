@@ -1,6 +1,7 @@
-"""The command line: `shardengine train | export | import | inspect | env | config`. Owns: options, help, exit codes.
+"""The command line: `shardengine train | run | export | import | inspect | env | config`.
 
-Must not know: what the commands do; each is imported when it is used, so that help and a wrong option answer at once.
+Owns: options, help, exit codes. Must not know: what the commands do; each is imported when it is used, so that help and
+a wrong option answer at once.
 Exit codes: 0 done · 1 failure, or a damaged checkpoint · 2 wrong usage or config, with the message only · 141 whoever
 read the output has gone.
 """
@@ -25,6 +26,8 @@ _BROKEN_PIPE = 128 + 13
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; ``arguments`` default to the process's. Returns the exit code."""
     options = _parser().parse_args(arguments)
+    if options.command == "run":
+        return _run(options)  # what a script raises is its own
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": _train, "export": _export, "inspect": _inspect, "env": _env, "import": _import, "config": _config,
     }  # fmt: skip
@@ -55,6 +58,15 @@ def _train(options: argparse.Namespace) -> int:
     from shardengine.app import command
 
     return command.run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from shardengine.app import script
+
+    if not options.as_deepspeed or not (options.module or options.script):
+        raise UsageError("expected --as-deepspeed, and then SCRIPT or -m MODULE with its own arguments")
+    script.run(options.module or options.script, is_module=bool(options.module))
+    return 0
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -109,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     _add_train(commands)
+    _add_run(commands)
     _add_export(commands)
     _add_inspect(commands)
     commands.add_parser("env", help="print what a bug report needs")
@@ -149,6 +162,20 @@ def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="dcp: a floating-point buffer of the model, which the format does not tell from a frozen parameter; may "
         "be repeated",
     )
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "run",
+        help="run a script that was written for DeepSpeed, as it is",
+        description="Run a script or a module in this process; `import deepspeed` finds shardengine in it. It starts "
+        "no ranks: torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed SCRIPT ... does.",
+    )
+    command.add_argument("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardengine (needed)")
+    command.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE", help="a module and its arguments"
+    )
+    command.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a file and its arguments")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "data" / "public_names.json"
 RANKS = 2
 USED_IN_PROGRAMS = ("shardengine.lion.Lion", "shardengine.offload.CPUAdam", "shardengine.monitors.Monitor")
-COMMANDS = ("train", "config", "env", "export", "inspect", "import")
+COMMANDS = ("train", "run", "config", "env", "export", "inspect", "import")
 
 
 def keys_of(schema: dict[str, Any], before: str = "") -> Iterator[str]:

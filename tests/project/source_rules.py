@@ -19,9 +19,10 @@ PACKAGE = "shardengine"
 IMPORT_ORDER = (
     "errors", "version", "trace", "other_engines",
     "config", "stages", "kernels", "offload", "comm", "sharding", "ddp", "runtime", "optim", "planner",
-    "engine", "checkpoint", "interchange", "lion", "monitors", "__init__", "app", "__main__",
+    "engine", "checkpoint", "interchange", "lion", "monitors", "__init__",
+    "compat", "app", "run", "__main__",
 )  # fmt: skip
-NO_FRONT_DOOR = ("interchange", "app")
+NO_FRONT_DOOR = ("interchange", "compat", "app")
 """Packages of which the files are imported one by one: nobody needs all of them, and some need other libraries."""
 LAZY_IMPORTS_ALLOWED = ("app",)
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
@@ -44,6 +45,7 @@ ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "comm/group_kind.py": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
     "comm/launcher.py": LIFETIME_OPERATIONS,
     "app": LIFETIME_OPERATIONS,
+    "compat/deepspeed/processes.py": LIFETIME_OPERATIONS,
 }
 REGISTRATION = re.compile(r"register_(?!comm_hook$)\w*(hook|prehook)$")
 HOOK_FILES = ("runtime/hooks.py",)
@@ -55,9 +57,11 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 7
 SLIVER_LINES = 80
 SLIVERS: Mapping[str, str] = {
     "app/convert.py": "a command in a file of its own, as the others",
+    "app/script.py": "a command in a file of its own, as the others",
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
+    "compat/deepspeed/foreign.py": "what another engine means by a config, which is tested without ranks",
     "engine/tracing.py": "one file of the events of all ranks; the engine's own file has enough",
     "engine/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",
     "engine/overflow.py": "sentences about gradients that are not finite; the engine's file has enough of its own",

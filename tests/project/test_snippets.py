@@ -26,7 +26,7 @@ from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("getting-started", "choosing-a-stage", "training-loop", "offload", "precision", "checkpoints")
+NAMES = ("getting-started", "choosing-a-stage", "training-loop", "offload", "precision", "checkpoints", "migrating")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 RANKS = 2
 GIVEN = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -1,0 +1,289 @@
+"""DeepSpeedEngine: an nn.Module around one of our engines, with the names that frameworks call. Computes nothing.
+
+Owns: what those names mean here. Must not know: the engine behind its public surface.
+
+[Note: Who divides] A framework divides the loss by the accumulation steps itself and says ``scale_wrt_gas=False``; a
+loop of its own leaves that to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.checkpoint import directory
+from shardengine.compat.deepspeed import foreign, gathering, processes
+from shardengine.engine import Engine
+from shardengine.engine import initialize as make_engine
+from shardengine.errors import UsageError
+from shardengine.optim import ShardedOptimizer
+
+_log = logging.getLogger(__name__)
+_open: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+_REFUSED = {
+    "mpu": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
+    "mesh_param": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
+    "training_data": "make a DataLoader with a torch DistributedSampler: the engine makes none",
+    "collate_fn": "make a DataLoader with a torch DistributedSampler: the engine makes none",
+}
+"""Arguments of ``initialize`` that must be None, each with what to do."""
+_WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    *more: Any,
+    lr_scheduler: Any = None,
+    config: Any = None,
+    **others: Any,
+) -> tuple[DeepSpeedEngine, Any, None, Any]:
+    """Shard ``model`` as ``config`` says → (engine, its optimizer, None for a data loader, its scheduler); collective.
+
+    config: a dict or the path of a JSON file (also ``config_params=``, or ``args.deepspeed_config``) · optimizer: a
+    torch optimizer or a function from parameters to one; it counts before the config's, and so does ``lr_scheduler``.
+    An engine that holds the model already is destroyed. UsageError for arguments that are not available
+    (``training_data``, ``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
+    """
+    config = others.pop("config_params", None) if config is None else config
+    _check(model, more, others)
+    assert model is not None
+    tree = foreign.written(config, args)
+    for before in [each for each in _open if each.module is model]:
+        before.destroy()
+    engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
+    return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"deepspeed.initialize: expected model=, a torch module, got {type(model).__name__}")
+    if more:
+        raise UsageError("deepspeed.initialize: expected what comes after model_parameters by name, got positions")
+    for name, value in others.items():
+        if name not in _WITHOUT_EFFECT and name not in _REFUSED:
+            raise UsageError(f"deepspeed.initialize: {name}= is unknown; expected config=, optimizer=, lr_scheduler=")
+        if name in _REFUSED and value is not None:
+            raise UsageError(f"deepspeed.initialize: {name}= is not available: {_REFUSED[name]}")
+
+
+class DeepSpeedOptimizer(ShardedOptimizer):
+    """The engine's optimizer, with what frameworks ask of it beside torch's surface.
+
+    It is the same one under another class: they share all attributes, so that a scheduler over either drives both.
+    """
+
+    __slots__ = ("_skipped",)
+
+    def __init__(self, optimizer: ShardedOptimizer, skipped: Callable[[], bool]) -> None:
+        """skipped: whether the last step was."""
+        object.__setattr__(self, "__dict__", optimizer.__dict__)
+        self._skipped = skipped
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, because gradients were not finite."""
+        return self._skipped()
+
+    @property
+    def parameter_offload(self) -> gathering.NoHooks:
+        """What trl takes hooks off from while it generates: there is nothing to take off."""
+        return gathering.NoHooks()
+
+
+class DeepSpeedEngine(nn.Module):
+    """One of our engines as a module: ``module`` is the model, and what is not here is read from the engine."""
+
+    def __init__(
+        self, model: nn.Module, config: dict[str, Any], optimizer: Any, model_parameters: Any, lr_scheduler: Any
+    ) -> None:
+        """As ``initialize``."""
+        super().__init__()
+        tree, told = foreign.translate(config, optimizer=optimizer is not None, scheduler=lr_scheduler is not None)
+        trained = optimizer is not None or "optimizer" in tree
+        if told and processes.get_rank() == 0:
+            _log.warning("of the config: %s", "; ".join(told))
+        if model_parameters is not None and not isinstance(model_parameters, list):
+            model_parameters = list(model_parameters)
+        self._engine = make_engine(
+            model,
+            tree,
+            optimizer=optimizer,
+            model_parameters=model_parameters if trained and optimizer is None else None,
+            lr_scheduler=lr_scheduler if trained else None,
+        )
+        self.module = model
+        self._written = config
+        self._optimizer: DeepSpeedOptimizer | None = None
+        if self._engine.optimizer is not None:
+            self._optimizer = DeepSpeedOptimizer(self._engine.optimizer, self._was_skipped)
+        self._is_open = True
+        _open.add(self)
+        if foreign.shards_weights(tree):
+            gathering.mark(self._engine)
+
+    @property
+    def _live(self) -> Engine:
+        if not self._is_open:
+            raise UsageError(
+                "this DeepSpeedEngine was destroyed, by destroy() or because deepspeed.initialize was called again for "
+                "its model: expected the newest one. Where a framework evaluates before it trains, or trains twice, "
+                "make a new Trainer or Accelerator for that"
+            )
+        return self._engine
+
+    def _was_skipped(self) -> bool:
+        return self._engine.global_steps > 0 and not self._engine.was_step_applied()
+
+    # Forward, backward, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._live(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> Tensor:
+        """Backward of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is False."""
+        return self._live.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """On the boundary: clip, step, the scheduler's step. Off the boundary it only counts. UsageError with
+        ``lr_kwargs``: learning rates are set in ``optimizer.param_groups``, or by a scheduler."""
+        if lr_kwargs:
+            raise UsageError("step: lr_kwargs is not available; set learning rates in engine.optimizer.param_groups")
+        self._live.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients between two steps; inside of a window they stay, as under DeepSpeed."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none)
+
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """torch.compile of the model, in place; the schedule of gathers is not compiled."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    # What it is
+
+    @property
+    def optimizer(self) -> DeepSpeedOptimizer | None:
+        """The optimizer that steps the shards; its groups are the given ones. None in an engine that does not train."""
+        return self._optimizer if self._is_open else None
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """What is stepped with the optimizer; it may be set."""
+        return self._engine.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        """As ``shardengine.Engine``'s."""
+        self._engine.lr_scheduler = scheduler
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as it was written."""
+        return self._written
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are sharded."""
+        return foreign.shards_weights(self._written)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """What the config says; frameworks ask before they save whole weights."""
+        zero = self._written.get("zero_optimization", {})
+        return bool(zero.get("stage3_gather_16bit_weights_on_model_save", False))
+
+    # Saving and loading
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        return self._live.state_dict(trainable_only=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Rank 0 writes the whole state dict with torch.save; collective. True."""
+        state = self._live.state_dict(trainable_only=exclude_frozen_parameters)
+        if self._engine.rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        return True
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write one of our checkpoints to ``save_dir/tag``, by default ``global_step<N>``; collective. True.
+
+        client_state: JSON. It is always named in ``latest``.
+        """
+        name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
+        self._live.save_checkpoint(save_dir, name, client_state, frozen=not exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **others: Any,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint → (its directory, the client state); (None, None) where there is none at all.
+
+        Those of ``save_checkpoint``, at any stage and number of ranks. `shardengine import` reads DeepSpeed's own.
+        """
+        if tag is None and not Path(load_dir, directory.LATEST).exists():
+            _log.warning("load_checkpoint: %s has no file %r, nothing is loaded", load_dir, directory.LATEST)
+            return None, None
+        if any(value is not None for value in others.values()):
+            raise UsageError(f"load_checkpoint: expected None for {', '.join(others)}, which are not available")
+        weights_only = load_module_only or not load_optimizer_states
+        if not load_lr_scheduler_states and not weights_only and self._engine.lr_scheduler is not None:
+            raise UsageError(
+                "load_checkpoint: load_lr_scheduler_states=False is not available in an engine with a scheduler; set "
+                "engine.lr_scheduler = None and step your own"
+            )
+        found = self._live.load_checkpoint(
+            load_dir, None if tag is None else str(tag), strict=load_module_strict, weights_only=weights_only
+        )
+        return str(found.directory), found.client_state
+
+    # End
+
+    def destroy(self) -> None:
+        """End the engine; collective. Weights that are sharded stay so, for the next ``initialize`` of the model; below
+        stage 3 it is an ordinary one again. Nothing happens the second time."""
+        if self._is_open:
+            self._is_open = False
+            _open.discard(self)
+            gathering.unmark(self._engine)
+            self._engine.close(restore=False)
+
+    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the engine owns where and in which dtype the weights live."""
+        self._engine.to(*args, **kwargs)
+
+    half = float = double = bfloat16 = cuda = cpu = to
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" in self.__dict__.get("_modules", {}) and name in self._modules:
+            return self._modules[name]
+        if name.startswith("__") or "_engine" not in self.__dict__:
+            raise AttributeError(f"DeepSpeedEngine has no attribute {name!r}")
+        return getattr(self._engine, name)

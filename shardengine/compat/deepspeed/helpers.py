@@ -1,0 +1,130 @@
+"""Small functions and classes of deepspeed's ops, utils, checkpoint.utils and accelerator. Must not know: engines."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardengine.optim import Lion
+
+logger = logging.getLogger("shardengine.compat.deepspeed")
+SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``--deepspeed`` and ``--deepspeed_config`` for a script's own parser, which is returned."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with an engine")
+    group.add_argument("--deepspeed_config", default=None, help="the engine's JSON config")
+    return parser
+
+
+# Optimizers: what is stepped on shards is the arithmetic of torch's, on every device
+
+
+def DeepSpeedCPUAdam(
+    model_params: Any, lr: float = 1e-3, *, adamw_mode: bool = True, **options: Any
+) -> torch.optim.Optimizer:
+    """torch's AdamW, or Adam without ``adamw_mode``; ``offload_optimizer`` in the config says where it steps."""
+    return _adam(model_params, lr, options, decoupled=adamw_mode)
+
+
+def FusedAdam(
+    model_params: Any, lr: float = 1e-3, *, adam_w_mode: bool = True, **options: Any
+) -> torch.optim.Optimizer:
+    """torch's AdamW, or Adam without ``adam_w_mode``."""
+    return _adam(model_params, lr, options, decoupled=adam_w_mode)
+
+
+def _adam(parameters: Any, lr: float, options: dict[str, Any], *, decoupled: bool) -> torch.optim.Optimizer:
+    for name in ("fp32_optimizer_states", "set_grad_none"):
+        options.pop(name, None)
+    if not options.pop("bias_correction", True):
+        raise ValueError("Adam: expected bias_correction to be true, moments are always bias-corrected")
+    options = {"weight_decay": 0.0, **options}
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, lr=lr, **options)
+
+
+def DeepSpeedCPULion(model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
+    """shardengine.lion.Lion."""
+    options.pop("fp32_optimizer_states", None)
+    return Lion(model_params, lr=lr, **options)
+
+
+# Modules and tensors
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[type[nn.Module] | str]) -> list[nn.Module]:
+    """The modules of ``model`` of these classes. Nothing else: a module whose parts a rank chooses among is gathered as
+    one as it is, and ``zero_optimization.units`` in the config names others."""
+    names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def constructor_as_it_is(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
+    """``function``: no constructor of tensors is replaced."""
+    return function
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """``item`` with a copy of every tensor in it, on ``device``, so that none holds a larger buffer."""
+    if isinstance(item, torch.Tensor):
+        copy = item.detach().clone()
+        return copy if device is None else copy.to(device)
+    if isinstance(item, dict):
+        return type(item)((name, clone_tensors_for_torch_save(each, device)) for name, each in item.items())
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+    return item
+
+
+class Accelerator:
+    """What deepspeed says about devices: CUDA's, or the CPU."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda", "cuda:0" or "cpu"."""
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
+
+    def current_device_name(self) -> str:
+        """Of the device that is current."""
+        return self.device_name(torch.cuda.current_device() if torch.cuda.is_available() else None)
+
+    def current_device(self) -> int | str:
+        """Its number; "cpu" without one."""
+        return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+
+    def device_count(self) -> int:
+        """How many this process sees."""
+        return torch.cuda.device_count()
+
+    def is_available(self) -> bool:
+        """Whether it can be computed on."""
+        return True
+
+    def set_device(self, device_index: int) -> None:
+        """Make a device current; nothing on a CPU."""
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device_index)
+
+    def communication_backend_name(self) -> str:
+        """Of torch.distributed."""
+        return "nccl" if torch.cuda.is_available() else "gloo"
+
+    def empty_cache(self) -> None:
+        """Give memory that is not used back to the device."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+_ACCELERATOR = Accelerator()
+
+
+def get_accelerator() -> Accelerator:
+    """The one of this process."""
+    return _ACCELERATOR

@@ -1,0 +1,158 @@
+"""One table: dotted name below ``deepspeed`` → the object that answers, or why none does. Modules are made of it.
+
+Owns: which names there are, what a missing one says. Must not know: what the objects do, how modules are found.
+
+The names are those that transformers, accelerate, trl, peft and Lightning use, and that training scripts call;
+tests/compat/test_names.py reads the installed ones and fails for every name that is not in here.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shardengine.compat.deepspeed import facade, gathering, helpers, processes
+from shardengine.errors import UsageError
+from shardengine.version import __version__
+
+DEEPSPEED = "0.19.8"
+"""The version of which these are the names; frameworks compare with it."""
+VERSION = f"{DEEPSPEED}+shardengine.{__version__}"
+
+_TENSOR_PARALLEL = "tensor parallelism changes the model, and data-parallel ranks each run all of it"
+_SEQUENCES = "sequences are not cut over ranks: every rank trains on whole ones"
+_PIPELINE = "the model is not cut into pipeline stages; stage 3 trains what one device cannot hold"
+_EXPERTS = "every rank holds all experts of the model; stages 1 to 3 shard them like other weights"
+_INFERENCE = "there is no engine for inference: call generate() of the engine, or inside of zero.GatheredParameters"
+_BY_CONFIG = "take torch.optim.AdamW, Adam or SGD, or name one in the config's `optimizer`"
+_SCHEDULES = "name it in the config's `scheduler`, or give initialize a torch scheduler"
+_WRITING = "write inside of `with zero.GatheredParameters(parameters, modifier_rank=0):`"
+_RECOMPUTATION = "set `activation_checkpointing.enabled` in the config, or use torch.utils.checkpoint"
+
+REFUSED: dict[str, str] = {
+    "tp_model_init": _TENSOR_PARALLEL,
+    "PipelineModule": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "init_inference": _INFERENCE,
+    "InferenceEngine": _INFERENCE,
+    "DeepSpeedHybridEngine": _INFERENCE,
+    "OnDevice": "make or load the model as usual: `initialize` shards it one flat buffer at a time",
+    "DeepSpeedConfig": "`shardengine.load_config(file)` reads and checks one",
+    "DeepSpeedConfigError": "catch shardengine.ConfigError",
+    "pipe.PipelineModule": _PIPELINE,
+    "pipe.LayerSpec": _PIPELINE,
+    "moe.layer.MoE": _EXPERTS,
+    "ops.adagrad.DeepSpeedCPUAdagrad": f"Adagrad is not available; {_BY_CONFIG}",
+    "ops.lamb.FusedLamb": f"it needs the norm of each full parameter; {_BY_CONFIG}",
+    **{f"runtime.lr_schedules.{name}": _SCHEDULES for name in helpers.SCHEDULES},
+    "runtime.utils.move_to_device": "call .to(device) on each tensor of the batch",
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
+    "utils.groups._get_sequence_parallel_group": _SEQUENCES,
+    "utils.groups._get_sequence_parallel_rank": _SEQUENCES,
+    "utils.groups._get_sequence_parallel_world_size": _SEQUENCES,
+    "utils.safe_set_full_fp32_param": _WRITING,
+    "utils.safe_set_full_optimizer_state": "the engine's `full_optimizer_state(writable=True)` takes what is written",
+    "utils.safe_set_full_grad": "the engine's `full_grads(writable=True)` takes what is written",
+    "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": "`shardengine export` writes whole weights",
+    "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": "`shardengine export` writes whole weights",
+    "checkpointing.checkpoint": _RECOMPUTATION,
+    "checkpointing.configure": _RECOMPUTATION,
+}
+"""Dotted name → why it is refused. Importing it is no error; calling it is, with the reason."""
+
+
+def _refusing(name: str, reason: str) -> type:
+    def refuse(_cls: type, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(f"deepspeed.{name} is not available through shardengine: {reason}")
+
+    leaf = name.rpartition(".")[2]
+    return type(leaf, (), {"__new__": refuse, "__doc__": reason})
+
+
+PROVIDED: dict[str, Any] = {
+    "initialize": facade.initialize,
+    "DeepSpeedEngine": facade.DeepSpeedEngine,
+    "runtime.engine.DeepSpeedEngine": facade.DeepSpeedEngine,
+    "runtime.base_optimizer.DeepSpeedOptimizer": facade.DeepSpeedOptimizer,
+    "runtime.lr_schedules.VALID_LR_SCHEDULES": list(helpers.SCHEDULES),
+    "init_distributed": processes.init_distributed,
+    "add_config_arguments": helpers.add_config_arguments,
+    "get_accelerator": helpers.get_accelerator,
+    "comm.init_distributed": processes.init_distributed,
+    "comm.is_initialized": dist.is_initialized,
+    "comm.get_rank": processes.get_rank,
+    "comm.get_local_rank": processes.get_local_rank,
+    "comm.get_world_size": processes.get_world_size,
+    "comm.barrier": processes.barrier,
+    "zero.Init": gathering.Init,
+    "zero.GatheredParameters": gathering.GatheredParameters,
+    "zero.register_external_parameter": gathering.register_external_parameter,
+    "zero.unregister_external_parameter": gathering.register_external_parameter,
+    "runtime.zero.Init": gathering.Init,
+    "runtime.zero.GatheredParameters": gathering.GatheredParameters,
+    "runtime.zero.partition_parameters.Init": gathering.Init,
+    "runtime.zero.partition_parameters.GatheredParameters": gathering.GatheredParameters,
+    "runtime.zero.partition_parameters.ZeroParamStatus": gathering.ZeroParamStatus,
+    "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": helpers.constructor_as_it_is,
+    "runtime.zero.partition_parameters._orig_torch_arange": torch.arange,
+    "runtime.zero.partition_parameters.get_accelerator": helpers.get_accelerator,
+    "utils.logger": helpers.logger,
+    "utils.logging.logger": helpers.logger,
+    "utils.is_initialized": dist.is_initialized,
+    "utils.set_z3_leaf_modules": helpers.set_z3_leaf_modules,
+    "utils.safe_get_full_fp32_param": gathering.safe_get_full_fp32_param,
+    "utils.safe_get_full_grad": gathering.safe_get_full_grad,
+    "utils.safe_get_full_optimizer_state": gathering.safe_get_full_optimizer_state,
+    "checkpoint.utils.clone_tensors_for_torch_save": helpers.clone_tensors_for_torch_save,
+    "ops.adam.DeepSpeedCPUAdam": helpers.DeepSpeedCPUAdam,
+    "ops.adam.FusedAdam": helpers.FusedAdam,
+    "ops.lion.DeepSpeedCPULion": helpers.DeepSpeedCPULion,
+    "ops.lion.FusedLion": helpers.DeepSpeedCPULion,
+    "accelerator.get_accelerator": helpers.get_accelerator,
+    "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env",
+    **{name: _refusing(name, reason) for name, reason in REFUSED.items()},
+}
+"""Dotted name → the object; one that is refused raises when it is called."""
+
+MODULES: frozenset[str] = frozenset(
+    name.rsplit(".", depth)[0] for name in PROVIDED for depth in range(1, name.count(".") + 1)
+)
+"""The dotted names of all modules below ``deepspeed``."""
+
+
+def missing(name: str) -> str:
+    """What is said of a dotted name that is not in the table."""
+    return (
+        f"deepspeed.{name} is not provided by shardengine {__version__}, which stands for deepspeed here: expected one "
+        "of the names in shardengine.compat.deepspeed.table"
+    )
+
+
+def fill(module: ModuleType, dotted: str) -> None:
+    """Give ``module`` what the table has directly below the module ``dotted``, "" for the package itself."""
+    start = f"{dotted}." if dotted else ""
+
+    def unknown(name: str) -> NoReturn:
+        raise AttributeError(missing(start + name), name=name, obj=module)
+
+    for name, value in PROVIDED.items():
+        if name.startswith(start) and "." not in name[len(start) :]:
+            setattr(module, name[len(start) :], value)
+    vars(module)["__getattr__"] = unknown
+
+
+def install_below(package: str) -> None:
+    """Make all modules of the table importable below ``package``, and attributes of it."""
+    for dotted in sorted(MODULES):
+        module = ModuleType(f"{package}.{dotted}", f"Names of deepspeed.{dotted}.")
+        module.__path__, module.__spec__ = [], ModuleSpec(module.__name__, None, is_package=True)
+        fill(module, dotted)
+        sys.modules[module.__name__] = module
+        holder, _, leaf = module.__name__.rpartition(".")
+        setattr(sys.modules[holder], leaf, module)

@@ -1,0 +1,140 @@
+"""The table of names: all of it answers, what is refused says why, and it has every name that frameworks use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardengine
+import shardengine.compat.deepspeed as deepspeed
+from shardengine.compat.deepspeed import table
+from shardengine.errors import UsageError
+from tests.compat.scan import names_in, names_used
+
+FRAMEWORKS = ("transformers", "accelerate", "peft", "trl", "lightning")
+
+
+def find(dotted: str) -> object:
+    """What a script gets for ``deepspeed.<dotted>``: an import of its module, then the name."""
+    module, _, name = f"{deepspeed.__name__}.{dotted}".rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", sorted(set(table.PROVIDED) - set(table.REFUSED)))
+def test_a_name_is_there(name: str) -> None:
+    assert find(name) is table.PROVIDED[name]
+
+
+@pytest.mark.parametrize("name", sorted(table.REFUSED))
+def test_a_refused_name_says_why_when_it_is_called(name: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find(name)(1, two=3)  # type: ignore[operator]
+    assert f"deepspeed.{name} is not available" in str(raised.value) and table.REFUSED[name] in str(raised.value)
+
+
+def test_a_name_that_is_not_in_the_table_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"deepspeed\.zero\.Final is not provided by shardengine"):
+        deepspeed.zero.Final  # noqa: B018
+    with pytest.raises(AttributeError, match=r"deepspeed\.fly is not provided"):
+        deepspeed.fly  # noqa: B018
+    assert not hasattr(deepspeed, "nothing")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_table_has_every_name_that_a_framework_uses(framework: str) -> None:
+    spec = importlib.util.find_spec(framework)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{framework} is not installed")
+    used = list(names_used(Path(spec.origin).parent))
+    assert used
+    known = {"", "__version__", *table.MODULES, *table.PROVIDED}
+    of_these = tuple(f"{name}." for name in table.PROVIDED)  # utils.logger.setLevel: an attribute of what is provided
+    unknown = [f"{name}: {place}" for name, place in used if name not in known and not name.startswith(of_these)]
+    assert not unknown, "\n".join(["neither provided nor refused:", *unknown])
+
+
+def test_the_scan_follows_names() -> None:
+    source = """
+from .deepspeed import ours
+def f():
+    import deepspeed
+    deepspeed.zero.Init()
+    from deepspeed import comm as dist
+    dist.get_rank()
+import deepspeed.ops as o
+o.adam
+"""
+    found = {name for name, _ in names_in(source)}
+    assert found == {"", "zero.Init", "comm", "comm.get_rank", "ops", "ops.adam"}
+    ast.parse(source)
+
+
+def run(*lines: str, arguments: tuple[str, ...] = ()) -> str:
+    command = [sys.executable, *arguments] if arguments else [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_importing_loads_no_framework() -> None:
+    said = run(
+        "import sys, shardengine, shardengine.compat.deepspeed",
+        f"print([name for name in {(*FRAMEWORKS, 'deepspeed')!r} if name in sys.modules])",
+    )
+    assert said.strip() == "[]"
+
+
+def test_importing_shardengine_does_not_load_the_door() -> None:
+    said = run("import sys, shardengine", "print([name for name in sys.modules if 'compat.deepspeed' in name])")
+    assert said.strip() == "[]"
+
+
+SCRIPT = """
+import importlib.metadata, importlib.util, sys
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed import comm as dist
+import deepspeed.runtime.zero.partition_parameters as parameters
+assert importlib.util.find_spec("deepspeed.zero") is not None
+try:
+    import deepspeed.moe.sharded
+except ModuleNotFoundError as error:
+    print(error)
+print(sys.argv, __name__, importlib.metadata.version("deepspeed") == deepspeed.__version__, deepspeed.__version__)
+"""
+
+
+@pytest.mark.parametrize("command", ["shardengine", "shardengine.run"])
+def test_a_script_finds_deepspeed_in_its_process_alone(command: str, tmp_path: Path) -> None:
+    script = tmp_path / "train_it.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    start = ("-m", command, *(("run",) if command == "shardengine" else ()), "--as-deepspeed")
+    said = run(arguments=(*start, str(script), "--config", "x", "-m"))
+    assert "deepspeed.moe.sharded is not provided" in said and "provided by shardengine in this process" in said
+    assert f"{[str(script), '--config', 'x', '-m']} __main__ True 0.19.8+shardengine.{shardengine.__version__}" in said
+    assert importlib.util.find_spec("deepspeed") is None or "shardengine" not in str(sys.modules.get("deepspeed"))
+
+
+def test_a_module_is_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_training.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(Path(shardengine.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    said = run(arguments=("-m", "shardengine.run", "--as-deepspeed", "-m", "my_training", "--steps", "3"))
+    assert "'--steps', '3'] __main__ True" in said
+
+
+def test_it_does_not_stand_in_for_one_that_is_there() -> None:
+    said = run(
+        "import sys, types",
+        "real = sys.modules['deepspeed'] = types.ModuleType('deepspeed'); real.__version__ = '0.16.0'",
+        "from shardengine.compat.deepspeed import stand_in",
+        "try: stand_in.install()",
+        "except RuntimeError as error: print(error)",
+    )
+    assert "deepspeed 0.16.0 was imported before" in said
