@@ -34,8 +34,9 @@ def _begin(core: Core, call: str, *, trainable_only: bool) -> set[int]:
     """All ranks mean the same ``call``; ids of the parameters that are left out; collective."""
     known = core.partition.first_names()
     frozen = {id(p) for p in core.partition.names.values() if trainable_only and not p.requires_grad}
-    compare(core.collectives, {f"trainable_only of {call}": [str(trainable_only)]})
-    compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
+    compare(core.collectives, {"call": [f"{call} with trainable_only={trainable_only}"]})
+    if trainable_only:
+        compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
     return frozen
 
 
