@@ -231,8 +231,9 @@ class Engine(Inspection):
         schedule.finish_open_backward()
         self._core.adopt_written_weights()
         self._core.step_state.require("backward")
-        count = self.gradient_accumulation_steps() if divide else 1
-        if self.optimizer is not None:
+        steps = self.gradient_accumulation_steps()
+        count = steps if divide else 1
+        if self.optimizer is not None and steps > 1:  # a single micro-batch is the same either way
             self.optimizer.divisors.add(count)
         scaled = loss if count == 1 else loss / count
         schedule.begin_backward()

@@ -9,8 +9,6 @@ weights as AdamW does, or says in ``adam_w_mode`` which of the two it is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _STATES = {
@@ -22,6 +20,10 @@ _STATES = {
 _ADAMW = (
     "AdamW", "AdamW8bit", "AdamW32bit", "AdamW4bit", "AdamWFp8", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit",
 )  # fmt: skip
+_ADAM = (
+    "Adam", "Adam8bit", "Adam32bit", "Adam4bit", "AdamFp8", "PagedAdam", "PagedAdam8bit", "PagedAdam32bit",
+)  # fmt: skip
+"""Without weight decay, which each library means in its own way."""
 _LION = ("Lion", "Lion8bit", "Lion32bit", "PagedLion", "PagedLion8bit", "PagedLion32bit")
 _BY_MODE = ("FusedAdam", "DeepSpeedCPUAdam")
 """Their attribute ``adam_w_mode`` says which of the two they are."""
@@ -47,8 +49,8 @@ def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     elif name in _LION:
         kind = "Lion"
     elif name in _BY_MODE:
-        kind = "AdamW" if _decouples(optimizer) else "Adam"
-    elif name.endswith(("Adam", "Adam8bit", "Adam32bit")) and not _decays(optimizer):
+        kind = "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
+    elif name in _ADAM and not any(group.get("weight_decay") for group in groups):
         kind = "Adam"
     else:
         return None
@@ -62,11 +64,3 @@ def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
 def advice_for(optimizer: torch.optim.Optimizer) -> str:
     """Why it is none for shards, or what to use; "" where nothing is known."""
     return _ADVICE.get(type(optimizer).__name__, "")
-
-
-def _decouples(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "adam_w_mode", True))
-
-
-def _decays(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("weight_decay") for group in optimizer.param_groups)

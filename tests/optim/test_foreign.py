@@ -91,6 +91,7 @@ def test_it_is_stepped_as_what_it_computes(
         ("lomo_optim.lomo.LOMO", {}, "it steps while backward runs"),
         ("bitsandbytes.optim.adam.Adam8bit", {}, "expected torch.optim.AdamW"),
         ("apex.optimizers.fused_adam.FusedAdam", {"bias_correction": False}, "expected torch.optim.AdamW"),
+        ("deepspeed.runtime.fp16.onebit.OnebitAdam", {"weight_decay": 0.0}, "expected torch.optim.AdamW"),
         ("mine.AdamW8bit", {}, "other elementwise optimizers are not available yet"),
     ],
 )

@@ -432,3 +432,20 @@ def divides_alone(stage: str) -> str:
 def test_losses_that_are_divided_on_one_rank_alone_are_told(pools: Pools, stage: str) -> None:
     texts = pools(2).run(divides_alone, stage)
     assert ["losses divided by [2]" in texts[0], "losses divided by [1]" in texts[1]] == [True, True]
+
+
+def backward_in_two_ways() -> list[float]:
+    """One micro-batch per step: what divides by one may be called beside what does not divide."""
+    engine = engine_of("2")
+    loss = cases.loss_of(engine, 0, 0, 0)
+    engine.backward(loss) if engine.rank == 0 else loss.backward()
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.close()
+    assert norm is not None
+    return [norm]
+
+
+def test_one_rank_may_call_backward_of_the_loss(pools: Pools) -> None:
+    first, second = pools(2).run(backward_in_two_ways)
+    assert first == second

@@ -132,7 +132,7 @@ def mark(engine: Engine) -> None:
 
 
 def unmark(engine: Engine) -> None:
-    """They are whole from now on."""
+    """They carry nothing any more, and are no engine's."""
     for parameter in engine.module.parameters():
         if _held.pop(parameter, None) is not None:
             for name in _CARRIED:
