@@ -45,17 +45,23 @@ def _look(
     if (left := LeftShards.on(model)) is not None:
         left.check(model, mesh.rank, mesh.ranks, mesh.platform)
     for name, buffer in model.named_buffers():
-        if buffer.is_meta and trial.device.type != "meta":
+        if buffer.is_meta and mesh.rank == 0 and trial.device.type != "meta":
             raise UsageError(
-                f"buffer {name!r} is on the meta device, it has no values: expected one with values; to_empty does not "
-                "fill it, so compute it anew as the model's __init__ does (from_pretrained does that)"
+                f"buffer {name!r} is on the meta device, it has no values: expected one with values on rank 0; "
+                "to_empty does not fill it, so compute it anew as the model's __init__ does (from_pretrained does that)"
             )
     units = config.zero_optimization.units
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     found = partition.analyse(
-        model, units, group_of, shards_weights=shards_weights, which=trial.precision, device=trial.device
+        model,
+        units,
+        group_of,
+        shards_weights=shards_weights,
+        which=trial.precision,
+        device=trial.device,
+        gives_values=mesh.rank == 0,
     )
     return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
 
@@ -137,9 +143,7 @@ def _assemble(
         if found.left is not None:
             found.left.end(model)
         buffers = BufferSync(model, collectives)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(collectives.mesh.device).contiguous()
+        placing.place_buffers(model, collectives.mesh)
         buffers.broadcast(persistent_only=False)
     step_state = StepState(
         Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks

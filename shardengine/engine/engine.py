@@ -74,8 +74,8 @@ def initialize(
     """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
 
     Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
-    (one flat buffer at a time) and takes rank 0's values; its parameters stay the user's own objects under their own
-    names.
+    (one flat buffer at a time) and takes rank 0's values, so that on other ranks it may be on the meta device; its
+    parameters stay the user's own objects under their own names.
 
     config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's

@@ -5,6 +5,10 @@ Owns: who gets master weights, and what they begin with. Must not know: stages, 
 [Note: Peak] A flat buffer is filled bucket by bucket, and what a parameter came with is let go of with its last bucket.
 So beside the model state there is never more than one bucket in fp32 and those parameters that are not in yet. These
 count only where the model came in the same memory.
+
+[Note: No values] Ranks other than 0 take its values and read none of their own, which may be on the meta device. torch
+lets no parameter move from there by ``.data``, so it is exchanged in place for one with a single element behind its
+shape, until it shows its part of a flat buffer.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ def place(
         for name, parameter in partition.named_outside():
             dtype = dtype_of(parameter, which)
             order = memory_order(parameter) or tuple(range(parameter.dim()))
-            moved = parameter.data.permute(order).to(mesh.device, dtype).contiguous()
+            moved = _on(mesh, parameter.data.permute(order), dtype)
+            _leave_meta(parameter, mesh)
             collectives.broadcast(moved, Named([name]), Purpose.START)
             parameter.data = moved.permute([order.index(dimension) for dimension in range(len(order))])
         named = [("the root", None), *partition.units]
@@ -65,6 +70,8 @@ def place(
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
                 flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
+                for member in found:
+                    _leave_meta(member.parameter, mesh)
                 _fill(flat_buffer, found, layout, collectives, which, left)
                 members += found
                 flat_buffers.append(flat_buffer)
@@ -73,6 +80,34 @@ def place(
                 unit.detach_shards()
             units.append(unit)
     return units
+
+
+def place_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Move every buffer to the mesh's device. One without values ([Note: No values]) gets memory, with any values."""
+    placed: dict[int, Tensor] = {}  # one that several modules share stays one
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if id(buffer) not in placed:
+                placed[id(buffer)] = _on(mesh, buffer, buffer.dtype)
+            module._buffers[name] = placed[id(buffer)]
+
+
+def _on(mesh: Mesh, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` on the mesh's device, contiguous; with any values if it has none."""
+    if tensor.is_meta and mesh.device.type != "meta":
+        return torch.empty(tensor.shape, dtype=dtype, device=mesh.device)
+    return tensor.to(mesh.device, dtype).contiguous()
+
+
+def _leave_meta(parameter: nn.Parameter, mesh: Mesh) -> None:
+    """``parameter`` may show memory of the mesh's device from now on ([Note: No values])."""
+    if not parameter.is_meta or mesh.device.type == "meta":
+        return
+    shape_alone = torch.empty(1, dtype=parameter.dtype, device=mesh.device).expand(parameter.shape)
+    other = nn.Parameter(shape_alone, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    other.__class__ = type(parameter)
+    torch.utils.swap_tensors(parameter, other)
 
 
 def new_flat_buffer(
@@ -105,7 +140,7 @@ def _fill(
         for piece in layout.pieces(bucket.layout):
             member, spec = by_index[piece.parameter], layout.parameters[piece.parameter]
             target = full[piece.start - bucket.layout.start : piece.end - bucket.layout.start]
-            if left is None or not left.hides(member.parameter):
+            if collectives.mesh.rank == 0 and (left is None or not left.hides(member.parameter)):
                 target.copy_(in_memory_order(member.parameter, spec).reshape(-1)[piece.offset : piece.offset_end])
             parts.append((member.parameter, piece.offset, target))
             complete += [member] if piece.offset_end == spec.numel else []

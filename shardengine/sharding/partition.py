@@ -72,10 +72,12 @@ def analyse(
     shards_weights: bool,
     which: Precision = Precision(),  # noqa: B008  (frozen)
     device: torch.device = HOST,
+    gives_values: bool = True,
 ) -> Partition:
     """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
 
-    which: the dtypes that parameters will have · device: where they will be.
+    which: the dtypes that parameters will have · device: where they will be · gives_values: whether the weights begin
+    with this rank's values; those of other ranks may be on the meta device.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     all_names: dict[int, list[str]] = {}
@@ -84,7 +86,8 @@ def analyse(
     parameters = list(model.parameters())
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     left = LeftShards.on(model)
-    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16, device=device)
+    may_be_meta = device.type == "meta" or not gives_values
+    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16, may_be_meta=may_be_meta)
     _check_sparse(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
@@ -255,16 +258,16 @@ def _check(
     left: LeftShards | None,
     *,
     scaled: bool,
-    device: torch.device,
+    may_be_meta: bool,
 ) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
-        if parameter.is_meta and device.type != "meta":
+        if parameter.is_meta and not may_be_meta:
             raise UsageError(
-                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights "
-                "(from_pretrained, or to_empty and an initialisation)"
+                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
+                "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
             )
         hidden = left is not None and left.hides(parameter)
         if parameter.numel() > 1 and not any(parameter.stride()) and not hidden:

@@ -296,11 +296,10 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "requires_grad": (lambda model: model.inp.bias.requires_grad_(False), "frozen"),
     "buffers": (lambda model: model.register_buffer("table", torch.zeros(3)), "table"),
     "trainable bf16": (lambda model: model.inp.bfloat16(), "torch.bfloat16"),
-    "meta": (lambda model: model.inp.to("meta"), "meta"),
 }
 
 
-RAISE_THERE = ("trainable bf16", "meta", "bad config", "bad batch size", "optimizer raises", "scheduler raises")
+RAISE_THERE = ("trainable bf16", "bad config", "bad batch size", "optimizer raises", "scheduler raises")
 """These raise on the odd rank itself; the others hear of it."""
 
 
