@@ -5,7 +5,8 @@
 #   ARGS    passed on to the command, for example: make demo ARGS="--steps 20 --ranks 1"
 #   CONFIG  the config of the demo
 #   PART    of `make gpu`: 1, 2 or 3, else all in turn; FRESH=1 runs again what is done
-#   ALL     `make test ALL=1` runs every test, `make test` the quick ones (tests/support/tiers.py says which these are)
+#   ALL     `make test` runs the quick tests, `make test ALL=1` every test function, with a spread of its cases where these
+#           are long, `make test EVERY=1` every case (tests/support/tiers.py says which are which)
 
 VENV   ?= .venv
 CONFIG ?= configs/zero2.json
@@ -31,9 +32,9 @@ demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU
 # what they share. ARGS chooses among all tests, in one process.
 WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: setup  ## the promises, in about 3 minutes; ALL=1: every test, lint and types included, in about 20
+test: setup  ## the promises, in 3 minutes; ALL=1: every test, lint and types included, in 13; EVERY=1: every case, in 22
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest $(TOGETHER) $(if $(ALL),,-m quick) $(if $(RECORD),--record-durations)
+	$(PY) -m pytest $(TOGETHER) $(if $(EVERY),,-m $(if $(ALL),thorough,quick)) $(if $(RECORD),--record-durations)
 else
 	$(PY) -m pytest $(ARGS)
 endif

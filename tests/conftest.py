@@ -64,7 +64,7 @@ class Durations:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--record-durations``."""
-    text = f"write what each test took to {tiers.RECORD.name}: after `make test ALL=1`, on an idle machine"
+    text = f"write what each test took to {tiers.RECORD.name}: after `make test EVERY=1`, on an idle machine"
     parser.addoption("--record-durations", action="store_true", help=text)
 
 
@@ -73,15 +73,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--record-durations"):
         return
     if config.option.markexpr or config.option.keyword:
-        raise pytest.UsageError("--record-durations: expected a run of every test (make test ALL=1 RECORD=1)")
+        raise pytest.UsageError("--record-durations: expected a run of every test (make test EVERY=1 RECORD=1)")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Durations())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what is quick, for ``-m quick``; then, of what was chosen, long files first."""
+    """Mark what is quick and thorough, for ``-m``; then, of what was chosen, long files first."""
     record = tiers.read()
+    for item in tiers.thorough(items, record):
+        item.add_marker("thorough")
     for item in tiers.quick(items, record):
         item.add_marker("quick")
     yield

@@ -1,7 +1,8 @@
-"""The quick tier: it stays quick, it touches everything, and its rule does what it says."""
+"""The tiers: they stay as quick as they say, they touch everything, and their rule does what it says."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +14,8 @@ import pytest
 from tests.support import HANG_S, tiers
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK_S = 400.0
-"""Of the recorded seconds of all quick tests together, which several workers share."""
+QUICK_S, THOROUGH_S = 400.0, 2500.0
+"""Of the recorded seconds of all tests of a tier together, which several workers share."""
 
 
 class Item:
@@ -47,6 +48,13 @@ def test_the_rule() -> None:
     assert ids(cases, {}) == [case.nodeid for case in cases], "what was not recorded is quick"
     assert ids([Item("a.py::core[0]", "core"), Item("a.py::core[1]", "core")], record) == ["a.py::core[0]"]
     assert ids([Item("a.py::full", "full")], record) == []
+
+
+def test_every_function_is_thorough_with_a_spread_of_its_cases() -> None:
+    cases: list[Any] = [Item(f"a.py::many[{number}]") for number in range(9)]
+    others: list[Any] = [Item("a.py::long", "full"), Item("a.py::new")]
+    found = tiers.thorough([*cases, *others], {"a.py::many": (9, 18.0), "a.py::long": (1, 100.0)})
+    assert [item.nodeid for item in found] == [*(f"a.py::many[{n}]" for n in (0, 4, 8)), "a.py::long", "a.py::new"]
 
 
 def test_the_longest_file_comes_first() -> None:
@@ -82,8 +90,11 @@ def test_the_quick_tier_touches_every_folder_and_nearly_every_file(collected: li
 
 
 @pytest.mark.full
-def test_the_quick_tier_is_quick() -> None:
+@pytest.mark.parametrize(
+    ("most", "rule"), [(QUICK_S, ()), (THOROUGH_S, (tiers.THOROUGH_S, math.inf))], ids=["quick", "thorough"]
+)
+def test_a_tier_is_as_quick_as_it_says(most: float, rule: tuple[float, ...]) -> None:
     record, spent = tiers.read(), 0.0
     for cases, seconds in record.values():
-        spent += len(tiers.chosen(cases, seconds / cases)) * seconds / cases
-    assert spent < QUICK_S, f"{spent:.0f} s: lower BUDGET_S in tests/support/tiers.py"
+        spent += len(tiers.chosen(cases, seconds / cases, *rule)) * seconds / cases
+    assert spent < most, f"{spent:.0f} s: lower the tier's budget in tests/support/tiers.py"

@@ -1,11 +1,11 @@
-"""Which tests are quick, decided at collection by what they cost, so that nobody has to think of it.
+"""Which tests are quick and which thorough, decided at collection by what they cost, so that nobody has to think of it.
 
-`make test` runs the quick ones, `make test ALL=1` every one. What a test costs was recorded:
-`tests/data/durations.json` holds, for each test function, how many cases it had and the seconds of all of them
-(``--record-durations`` writes it).
+`make test` runs the quick ones, `make test ALL=1` the thorough ones: every test function, and of long lists of cases a
+spread. `make test EVERY=1` runs every case. What a test costs was recorded: `tests/data/durations.json` holds, for each
+test function, how many cases it had and the seconds of all of them (``--record-durations`` writes it).
 
-- Of each function as many cases are quick as fit into ``BUDGET_S``, spread evenly over the list of its cases.
-- Where not even one fits, one is quick if it takes no more than ``LONGEST_S``.
+- Of each function as many cases are in a tier as fit into its budget, spread evenly over the list of its cases.
+- Where not even one fits, one is thorough, and quick if it takes no more than ``LONGEST_S``.
 - ``@pytest.mark.core``: then the first case is quick whatever it costs. For promises of which every test is long.
 - ``@pytest.mark.full``: never quick. For costs that the record does not show. Nor is what needs a GPU.
 - A function that was not recorded is quick: whoever writes a test runs it.
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 
 RECORD = Path(__file__).parents[1] / "data" / "durations.json"
 BUDGET_S, LONGEST_S = 0.6, 3.0
+THOROUGH_S = 6.0
 
 Record = Mapping[str, tuple[int, float]]
 """Test function ("file::function") → its cases, their seconds."""
@@ -54,25 +56,36 @@ def cost(nodeid: str, record: Record) -> float:
     return seconds / cases
 
 
-def chosen(count: int, each_s: float) -> set[int]:
-    """Which of ``count`` cases that take ``each_s`` are quick."""
-    fit = count if count * each_s <= BUDGET_S else int(BUDGET_S / each_s + 1e-9)
-    if fit == 0 and each_s <= LONGEST_S:
+def chosen(count: int, each_s: float, budget_s: float = BUDGET_S, longest_s: float = LONGEST_S) -> set[int]:
+    """Which of ``count`` cases that take ``each_s`` fit into ``budget_s``; one at least, up to ``longest_s``."""
+    fit = count if count * each_s <= budget_s else int(budget_s / each_s + 1e-9)
+    if fit == 0 and each_s <= longest_s:
         fit = 1
     return {round(number * (count - 1) / max(fit - 1, 1)) for number in range(fit)}
 
 
 def quick(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]:
     """Those of ``items`` that are quick."""
-    functions: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        functions[function_of(item.nodeid)].append(item)
-    for function, cases in functions.items():
+    for function, cases in _by_function(items).items():
         numbers = chosen(len(cases), cost(function, record))
         if not numbers and cases[0].get_closest_marker("core") is not None:
             numbers = {0}
         if not any(cases[0].get_closest_marker(name) for name in ("full", "gpu")):
             yield from (cases[number] for number in sorted(numbers))
+
+
+def thorough(items: Sequence[pytest.Item], record: Record) -> Iterator[pytest.Item]:
+    """Those of ``items`` that are thorough."""
+    for function, cases in _by_function(items).items():
+        numbers = chosen(len(cases), cost(function, record), THOROUGH_S, math.inf)
+        yield from (cases[number] for number in sorted(numbers))
+
+
+def _by_function(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[function_of(item.nodeid)].append(item)
+    return functions
 
 
 def longest_files_first(items: list[pytest.Item], record: Record) -> None:
