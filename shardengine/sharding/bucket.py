@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,20 +36,19 @@ class _Poison:
         self._value: float | int = float("nan") if has_nan else torch.iinfo(dtype).min
         with torch.inference_mode(False):
             self.element = torch.full((), self._value, dtype=dtype, device=device)
-        self._written: Fetched | None = None
+        self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # what one waits for concerns no other
 
     def restore(self, platform: Platform) -> bool:
         """Whether it was written to before it was restored last, as far as the device is. Never blocks."""
-        if self._written is None:
+        if platform not in self._asked:
             with torch.no_grad():
                 is_nan = self._value != self._value
                 written = self.element == self.element if is_nan else self.element != self._value
-                self._written = platform.fetch(written)
+                self._asked[platform] = platform.fetch(written)
                 self.element.fill_(self._value)
-        if not self._written.reached:
+        if not self._asked[platform].reached:
             return False
-        written, self._written = self._written.get(), None
-        return bool(written)
+        return bool(self._asked.pop(platform).get())
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +155,25 @@ def test_poison_of_integers_reads_as_their_smallest_value(dtype: torch.dtype) ->
 def test_writing_to_poison_raises() -> None:
     with pytest.raises(RuntimeError):
         poison(torch.float32, (5,), CPU).add_(1)
+
+
+class Hanging(Platform):
+    """A device that never reaches what it is asked."""
+
+    class _Never:
+        reached = False
+
+    def fetch(self, flag: torch.Tensor) -> Any:
+        return self._Never()
+
+
+def test_a_device_that_hangs_hides_no_write_from_other_engines() -> None:
+    ordinary, hanging = Platform(CPU), Hanging(CPU)
+    for _ in range(2):
+        assert not restore_poison(torch.float32, hanging)
+        poison(torch.float32, (), CPU).fill_(1.0)
+        assert restore_poison(torch.float32, ordinary)
+        assert not restore_poison(torch.float32, ordinary)
 
 
 def test_poison_takes_the_memory_of_one_element() -> None:
