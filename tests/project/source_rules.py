@@ -20,9 +20,9 @@ IMPORT_ORDER = (
     "errors", "version", "trace", "other_engines",
     "config", "stages", "kernels", "offload", "comm", "sharding", "ddp", "runtime", "optim", "planner",
     "engine", "checkpoint", "interchange", "lion", "monitors", "__init__",
-    "compat", "app", "run", "__main__",
+    "compat", "integrations", "app", "run", "__main__",
 )  # fmt: skip
-NO_FRONT_DOOR = ("interchange", "compat", "app")
+NO_FRONT_DOOR = ("interchange", "compat", "integrations", "app")
 """Packages of which the files are imported one by one: nobody needs all of them, and some need other libraries."""
 LAZY_IMPORTS_ALLOWED = ("app",)
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
