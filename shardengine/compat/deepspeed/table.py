@@ -61,6 +61,8 @@ REFUSED: dict[str, str] = {
     "utils.safe_set_full_grad": "the engine's `full_grads(writable=True)` takes what is written",
     "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": "`shardengine export` writes whole weights",
     "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": "`shardengine export` writes whole weights",
+    "utils.zero_to_fp32.get_model_state_file": "`shardengine export` writes whole weights",
+    "utils.zero_to_fp32.get_optim_files": "`shardengine export` writes whole weights",
     "checkpointing.checkpoint": _RECOMPUTATION,
     "checkpointing.configure": _RECOMPUTATION,
 }
