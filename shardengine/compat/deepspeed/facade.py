@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.checkpoint import directory
-from shardengine.compat.deepspeed import foreign, gathering, processes
+from shardengine.compat.deepspeed import checkpoints, foreign, gathering, processes
 from shardengine.engine import Engine
 from shardengine.engine import initialize as make_engine
 from shardengine.errors import UsageError
@@ -232,6 +232,8 @@ class DeepSpeedEngine(nn.Module):
         """
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
         self._live.save_checkpoint(save_dir, name, client_state, frozen=not exclude_frozen_parameters)
+        if self._engine.rank == 0:
+            checkpoints.write_script(save_dir)
         return True
 
     def load_checkpoint(
@@ -246,7 +248,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint → (its directory, the client state); (None, None) where there is none at all.
 
-        Those of ``save_checkpoint``, at any stage and number of ranks. `shardengine import` reads DeepSpeed's own.
+        Those of ``save_checkpoint``, at any stage and number of ranks, and DeepSpeed's own.
         """
         if tag is None and not Path(load_dir, directory.LATEST).exists():
             _log.warning("load_checkpoint: %s has no file %r, nothing is loaded", load_dir, directory.LATEST)
@@ -259,10 +261,16 @@ class DeepSpeedEngine(nn.Module):
                 "load_checkpoint: load_lr_scheduler_states=False is not available in an engine with a scheduler; set "
                 "engine.lr_scheduler = None and step your own"
             )
-        found = self._live.load_checkpoint(
-            load_dir, None if tag is None else str(tag), strict=load_module_strict, weights_only=weights_only
-        )
-        return str(found.directory), found.client_state
+        with checkpoints.readable(load_dir, None if tag is None else str(tag)) as (folder, name, theirs):
+            strict = load_module_strict and not (theirs and self._engine.lr_scheduler is not None)
+            found = self._live.load_checkpoint(folder, name, strict=strict, weights_only=weights_only)
+        if not theirs:
+            return str(found.directory), found.client_state
+        client_state = dict(found.client_state)
+        saved = client_state.pop(checkpoints.SCHEDULER, None)
+        if load_lr_scheduler_states and not weights_only:
+            checkpoints.resume_schedule(self._engine, saved)
+        return str(checkpoints.place_of(load_dir, tag)), client_state
 
     # End
 
