@@ -60,10 +60,13 @@ def DeepSpeedCPULion(model_params: Any, lr: float = 1e-3, **options: Any) -> tor
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[type[nn.Module] | str]) -> list[nn.Module]:
-    """The modules of ``model`` of these classes. Nothing else: a module whose parts a rank chooses among is gathered as
-    one as it is, and ``zero_optimization.units`` in the config names others."""
+    """The modules of ``model`` of these classes, with the mark that frameworks look for. It has no effect: a module
+    of whose parts each rank uses others is gathered as one anyhow, and ``zero_optimization.units`` names more."""
     names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
-    return [module for module in model.modules() if type(module).__name__ in names]
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    for module in found:
+        vars(module)["_z3_leaf"] = True
+    return found
 
 
 def constructor_as_it_is(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
