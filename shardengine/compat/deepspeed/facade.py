@@ -128,8 +128,7 @@ class DeepSpeedEngine(nn.Module):
             self._optimizer = DeepSpeedOptimizer(self._engine.optimizer, self._was_skipped)
         self._is_open = True
         _open.add(self)
-        if foreign.shards_weights(tree):
-            gathering.mark(self._engine)
+        gathering.mark(self._engine, sharded=foreign.shards_weights(tree))
 
     @property
     def _live(self) -> Engine:
