@@ -353,6 +353,13 @@ def test_what_nobody_has_written_for_auto_is_an_error_where_results_depend_on_it
         deepspeed.initialize(model=make_model(), config={**config_of(1), key: value})
 
 
+def test_of_a_model_that_is_not_trained_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = {**CONFIG, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}, "steps_per_print": float("inf")}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    assert not caplog.records
+    engine.destroy()
+
+
 def test_diagnostics_and_sizes_never_stop_a_training(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(3)
     config |= {"steps_per_print": None, "_comment": 1, "wall_clock_breakdown": True, "zero_allow_untested_optimizer": 1}

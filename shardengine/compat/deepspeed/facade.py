@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.checkpoint import directory
-from shardengine.compat.deepspeed import checkpoints, foreign, gathering, loader, notices, processes
+from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
 from shardengine.compat.deepspeed import client_state as client_states
 from shardengine.config import NOT_CLIPPED, Config, load_config
 from shardengine.engine import Engine
@@ -46,7 +46,6 @@ def initialize(
     *more: Any,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
     **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
@@ -59,6 +58,7 @@ def initialize(
     arguments that are not available (``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
     """
     config = others.pop("config_params", None) if config is None else config
+    collate_fn = others.pop("collate_fn", None)
     _check(model, more, others)
     assert model is not None
     tree = foreign.written(config, args)
@@ -67,7 +67,7 @@ def initialize(
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
     batches = None
     if training_data is not None:
-        batches = loader.make(
+        batches = helpers.data_loader(
             training_data,
             rank=engine.rank,
             ranks=engine.world_size,
@@ -96,7 +96,7 @@ def _tell(tree: dict[str, Any], told: list[str], *, trained: bool) -> Config | d
         config = load_config(tree)
     except ConfigError:
         return tree  # which the engine says, on every rank
-    said = notices.message(told, [each for each in config.notices if trained or each != NOT_CLIPPED])
+    said = foreign.message(told, [each for each in config.notices if trained or each != NOT_CLIPPED])
     if said and processes.get_rank() == 0:
         _log.warning("of the DeepSpeed config:%s", said)
     return replace(config, notices=())

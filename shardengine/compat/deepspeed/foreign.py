@@ -1,6 +1,6 @@
 """What of a config means something else under DeepSpeed than here. Everything else is the business of `load_config`.
 
-Owns: reading what a script calls a config, the few differences, a notice for each. Must not know: engines.
+Owns: reading what a script calls a config, the few differences, the one message that tells all. Must not know: engines.
 
 [Note: "auto"] Frameworks write numbers for "auto" before they hand a config over. What is left then, and would change
 what is computed, is an error, as under DeepSpeed; the size of a bucket is not, and takes our default. So does the one
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardengine.config import ZeroConfig
+from shardengine.config import NO_EFFECT_BECAUSE, READ_AS, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 
 _STAGE_OF_SHARDED_WEIGHTS = 3
@@ -31,6 +31,8 @@ _FILLED = (
     *(f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay")),
 )
 """Keys without which nobody can know what to compute ([Note: "auto"]); `load_config` refuses others itself."""
+_INSIDE = ("zero_optimization.", "activation_checkpointing.", "aio.", "optimizer.")
+"""Sections whose keys without effect say how DeepSpeed does something, which is done in another way here."""
 
 
 def written(config: Any, args: Any) -> dict[str, Any]:
@@ -77,9 +79,9 @@ def translate(
     if scheduler and tree.pop("scheduler", None):
         told.append("scheduler has no effect, because initialize was given one")
     if not optimizer and not tree.get("optimizer"):
-        tree.pop("optimizer", None)
-        tree.pop("scheduler", None)
-        zero.pop("offload_optimizer", None)  # of a model that is not trained, nothing is said
+        for name in ("optimizer", "scheduler", "gradient_clipping"):
+            tree.pop(name, None)  # of a model that is not trained, nothing is said
+        zero.pop("offload_optimizer", None)
     for name in _UNTOLD:
         tree.pop(name, None)
     for name in _GATHERS_ON_SAVE:
@@ -93,6 +95,28 @@ def translate(
     return tree, told
 
 
+def message(own: Iterable[str], notices: Iterable[str]) -> str:
+    """One text of ``own`` sentences and the ``notices`` of our config; "" where there is nothing to say.
+
+    Left out: under which name of ours a key is read. Keys without effect are told by what they have in common.
+    """
+    inside, others, said = list[str](), dict[str, list[str]](), list(own)
+    for notice in notices:
+        key, mark, reason = notice.partition(NO_EFFECT_BECAUSE)
+        if mark and key.startswith(_INSIDE):
+            inside.append(key)
+        elif mark:
+            others.setdefault(reason, []).append(key)
+        elif READ_AS not in notice:
+            said.append(notice)
+    said += [
+        f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {why}" for why, keys in others.items()
+    ]
+    if inside:
+        said.append(f"without effect, because it is done in another way (docs/config.md): {', '.join(inside)}")
+    return "".join(f"\n- {sentence}" for sentence in said)
+
+
 def _own_sizes(zero: dict[str, Any], hidden: int | None) -> list[str]:
     """Take sizes that frameworks have written for "auto" out of ``zero`` where ours are larger ([Note: "auto"])."""
     if hidden is None:
@@ -101,10 +125,11 @@ def _own_sizes(zero: dict[str, Any], hidden: int | None) -> list[str]:
     replaced = [name for name, size in written.items() if zero.get(name) == size < getattr(ZeroConfig, name)]
     for name in replaced:
         del zero[name]
-    names = " and ".join(f"zero_optimization.{name}" for name in replaced)
-    return [f'{names}: what frameworks write for "auto"; the default of {ZeroConfig.reduce_bucket_size} counts'] * bool(
-        names
-    )
+    return [
+        f'zero_optimization.{name}: {written[name]} is what frameworks write for "auto"; our default of '
+        f"{getattr(ZeroConfig, name)} counts"
+        for name in replaced
+    ]
 
 
 def _hidden_size(model: Any) -> int | None:
