@@ -407,6 +407,14 @@ def test_the_square_of_the_hidden_size_is_nobodys_wish(shape: Any, written: int,
     engine.destroy()
 
 
+def test_keys_with_dots_are_read_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    dotted = {"zero_optimization.stage3_prefetch_bucket_size": 921.6, "optimizer.params.lr": 7.0}
+    engine, *_ = deepspeed.initialize(model=make_model(), config={**config_of(3), **dotted})
+    assert engine.get_lr() == [1e-2]
+    assert "optimizer.params.lr has no effect" in caplog.text and "prefetch_bucket_size has" not in caplog.text
+    engine.destroy()
+
+
 def test_a_config_that_means_something_else_here(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(2)
     config["zero_optimization"] |= {"offload_param": {"device": "cpu"}}

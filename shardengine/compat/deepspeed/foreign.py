@@ -19,6 +19,7 @@ from typing import Any
 from shardengine.config import NO_EFFECT_BECAUSE, READ_AS, ZeroConfig
 from shardengine.errors import ConfigError, UsageError
 
+_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _STAGE_OF_SHARDED_WEIGHTS = 3
 """DeepSpeed's number, which its keys depend on."""
 _GATHERS_ON_SAVE = tuple(
@@ -86,6 +87,7 @@ def translate(
         tree.pop(name, None)
     for name in _GATHERS_ON_SAVE:
         zero.pop(name, None)
+    told += [f"{name} has no effect, as under DeepSpeed: write it into its section" for name in _dotted(tree)]
     told += _own_sizes(zero, _hidden_size(model))
     left = [name for name in _FILLED if _value(tree, name) == "auto"]
     if left:
@@ -115,6 +117,14 @@ def message(own: Iterable[str], notices: Iterable[str]) -> str:
     if inside:
         said.append(f"without effect, because it is done in another way (docs/config.md): {', '.join(inside)}")
     return "".join(f"\n- {sentence}" for sentence in said)
+
+
+def _dotted(tree: dict[str, Any]) -> list[str]:
+    """Take keys like "zero_optimization.stage", which DeepSpeed does not read, out of ``tree``; those to be told."""
+    found = [name for name in tree if "." in name]
+    for name in found:
+        del tree[name]
+    return [name for name in found if not name.endswith(_SIZES)]  # trl writes these, for a reference model
 
 
 def _own_sizes(zero: dict[str, Any], hidden: int | None) -> list[str]:
