@@ -96,7 +96,8 @@ def _tell(tree: dict[str, Any], told: list[str], *, trained: bool) -> Config | d
         config = load_config(tree)
     except ConfigError:
         return tree  # which the engine says, on every rank
-    said = foreign.message(told, [each for each in config.notices if trained or each != NOT_CLIPPED])
+    notices = [each for each in config.notices if trained or each != NOT_CLIPPED]
+    said = foreign.message(told, notices, trained=trained)
     if said and processes.get_rank() == 0:
         _log.warning("of the DeepSpeed config:%s", said)
     return replace(config, notices=())

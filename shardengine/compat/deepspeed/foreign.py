@@ -97,10 +97,11 @@ def translate(
     return tree, told
 
 
-def message(own: Iterable[str], notices: Iterable[str]) -> str:
+def message(own: Iterable[str], notices: Iterable[str], *, trained: bool) -> str:
     """One text of ``own`` sentences and the ``notices`` of our config; "" where there is nothing to say.
 
-    Left out: under which name of ours a key is read. Keys without effect are told by what they have in common.
+    Left out: under which name of ours a key is read. Keys without effect are told by what they have in common; those of
+    how something is done only where a model is ``trained``.
     """
     inside, others, said = list[str](), dict[str, list[str]](), list(own)
     for notice in notices:
@@ -114,7 +115,7 @@ def message(own: Iterable[str], notices: Iterable[str]) -> str:
     said += [
         f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {why}" for why, keys in others.items()
     ]
-    if inside:
+    if inside and trained:
         said.append(f"without effect, because it is done in another way (docs/config.md): {', '.join(inside)}")
     return "".join(f"\n- {sentence}" for sentence in said)
 
