@@ -1,0 +1,59 @@
+"""A loop with accelerate: accumulation, clipping, a checkpoint from which the same command with more steps goes on:
+
+    shardengine run --as-deepspeed --children \\
+        accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2 examples/accelerate_loop.py
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py     # DistributedDataParallel
+
+Without a GPU both need ``--cpu`` before ``--num_processes``, and the second one no ``--multi_gpu``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from hf_tiny import make_model, make_tokenizer, questions
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import DataCollatorForLanguageModeling
+
+STATE = Path("runs/accelerate_loop/state")
+
+
+def main(steps: int) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
+    tokenizer, model = make_tokenizer(), make_model()
+    rows = [tokenizer(row["prompt"] + row["completion"] + "</s>") for row in questions()]
+    loader = DataLoader(rows, batch_size=2, shuffle=True, collate_fn=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if STATE.exists():
+        accelerator.load_state(STATE)  # at any stage, and with another number of ranks
+    step = 0
+    while step < steps:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            mean = accelerator.gather(loss.detach()).mean()
+            if accelerator.sync_gradients:
+                step += 1
+                accelerator.print(f"step {step}: loss {mean.item():.7f}")
+            if step == steps:
+                break
+    accelerator.save_state(STATE)  # on every rank
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    main(parser.parse_args().steps)

@@ -1,0 +1,54 @@
+"""Supervised fine-tuning with trl: chat messages, a loss on what the assistant says, LoRA adapters by peft:
+
+    torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed examples/hf_sft_lora.py --stage 3
+    torchrun --nproc-per-node 2 examples/hf_sft_lora.py     # the same under DistributedDataParallel
+
+The base model is sharded and stays as it is; optimizer state, checkpoints and what is saved are the adapters' alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from hf_tiny import ds_config, make_model, make_tokenizer, parse, questions, show
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+
+def main(stage: int | None, steps: int) -> None:
+    arguments = SFTConfig(
+        output_dir="runs/hf_sft_lora",
+        deepspeed=ds_config(stage),
+        assistant_only_loss=True,  # the chat template marks the assistant's tokens with {% generation %}
+        max_length=64,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-2,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_steps=steps,
+        disable_tqdm=True,
+        report_to=[],
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+    )
+    chats = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        for row in questions()
+    ]
+    trainer = SFTTrainer(
+        model=make_model(),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"messages": chats}),
+        processing_class=make_tokenizer(),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()  # adapter_model.safetensors
+    show(trainer.state.log_history)
+
+
+if __name__ == "__main__":
+    options = parse()
+    main(options.stage, options.steps)
