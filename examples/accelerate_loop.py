@@ -1,10 +1,8 @@
-"""A loop with accelerate: accumulation, clipping, a checkpoint from which the same command with more steps goes on:
+"""A loop with accelerate: accumulation, clipping, and checkpoints, from the newest of which a run with more steps goes on:
 
     shardengine run --as-deepspeed --children \\
         accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2 examples/accelerate_loop.py
-    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py     # DistributedDataParallel
-
-Without a GPU both need ``--cpu`` before ``--num_processes``, and the second one no ``--multi_gpu``.
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py     # the same under DistributedDataParallel
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling
 
-STATE = Path("runs/accelerate_loop/state")
+CHECKPOINTS = Path("runs/accelerate_loop")
 
 
 def main(steps: int) -> None:
@@ -30,9 +28,9 @@ def main(steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    if STATE.exists():
-        accelerator.load_state(STATE)  # at any stage, and with another number of ranks
-    step = 0
+    step = max((int(folder.name) for folder in CHECKPOINTS.glob("[0-9]*")), default=0)
+    if step:
+        accelerator.load_state(CHECKPOINTS / str(step))  # weights, optimizer, scheduler, random numbers
     while step < steps:
         for batch in loader:
             with accelerator.accumulate(model):
@@ -49,7 +47,7 @@ def main(steps: int) -> None:
                 accelerator.print(f"step {step}: loss {mean.item():.7f}")
             if step == steps:
                 break
-    accelerator.save_state(STATE)  # on every rank
+    accelerator.save_state(CHECKPOINTS / str(step))  # on every rank
     accelerator.end_training()
 
 

@@ -32,6 +32,7 @@ def main(stage: int | None, steps: int) -> None:
         save_steps=max(steps // 2, 1),
         load_best_model_at_end=True,
         metric_for_best_model="accuracy",
+        average_tokens_across_devices=False,  # where the loss is a mean over the batch, not over counted tokens
         disable_tqdm=True,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +15,8 @@ from hf_tiny import ds_config, make_model, make_tokenizer, parse, questions, sho
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
+
+BASE = "runs/hf_qlora/base"  # or a model's name on the hub
 
 
 def main(stage: int | None, steps: int) -> None:
@@ -38,14 +38,9 @@ def main(stage: int | None, steps: int) -> None:
     )
     dtype = torch.bfloat16 if cuda else torch.float32
     packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        make_model().save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            quantization_config=packing,
-            dtype=dtype,
-            device_map={"": int(os.environ["LOCAL_RANK"]) if cuda else "cpu"},
-        )
+    with arguments.main_process_first():
+        make_model().save_pretrained(BASE)
+    model = AutoModelForCausalLM.from_pretrained(BASE, quantization_config=packing, dtype=dtype)
     trainer = SFTTrainer(
         model=model,
         args=arguments,

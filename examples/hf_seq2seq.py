@@ -26,6 +26,7 @@ def main(stage: int | None, steps: int) -> None:
         eval_strategy="steps",
         eval_steps=steps,
         save_steps=steps,
+        average_tokens_across_devices=False,  # where the loss is a mean over the batch, not over counted tokens
         disable_tqdm=True,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
