@@ -5,9 +5,9 @@ Owns: what accelerate's calls mean for an engine. Must not know: Trainer; the en
 [Note: Who says what] accelerate knows where a window ends (``sync_gradients``) and divides losses by its accumulation
 steps; the engine is told the one and leaves the other. It clips when it steps, to what ``clip_grad_norm_`` was given.
 
-[Note: Precision] ``mixed_precision`` means what it means to accelerate, autocast over weights in the model's own dtype.
+[Note: Precision] ``mixed_precision`` means what it means to accelerate: autocast, over weights in the model's dtype.
 accelerate wraps the model's forward for it, so that evaluation of the bare model is under autocast as well; the engine
-is told (``torch_autocast``), because it scales the loss of fp16. Where the config says ``bf16`` or ``fp16``, the weights
+is told (``torch_autocast``), because it scales the loss of fp16. Where the config says ``bf16`` or ``fp16``, weights
 are in that dtype and there is no autocast.
 """
 
@@ -42,15 +42,15 @@ _made: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class ConfigOptimizer(torch.optim.Optimizer):
-    """Stands for the optimizer of the engine's config until ``prepare``. params: as of any torch optimizer; options that
-    a group sets itself, for example ``weight_decay``, count before the config's."""
+    """Stands for the optimizer of the engine's config until ``prepare``. params: as of any torch optimizer; options
+    that a group sets itself, for example ``weight_decay``, count before the config's."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
 
 
 class ShardOptimizer(AcceleratedOptimizer):
-    """The optimizer of an engine, as ``prepare`` returns it: it acts at the end of a window, and does nothing before."""
+    """The optimizer of an engine, as ``prepare`` returns it: it acts at the end of a window, not before."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -79,14 +79,17 @@ class ShardAccelerator(Accelerator):
     """
 
     engine_config: dict[str, Any]
+    gradient_accumulation_steps: int
+    _models: list[Any]
+    _optimizers: list[Any]
     _auto: dict[str, Any]
     _unsynchronised = 0
     _saving: dict[str, Any] | None = None
     _told_of_clipping = False
 
     def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
-        """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves out,
-        or that are "auto", are accelerate's. Everything else is as of ``accelerate.Accelerator``.
+        """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves
+        out, or that are "auto", are accelerate's. Everything else is as of ``accelerate.Accelerator``.
 
         ConfigError with every problem of the config; UsageError where accelerate was started for another engine.
         """
@@ -107,8 +110,8 @@ class ShardAccelerator(Accelerator):
     def _begin(self, engine_config: Mapping[str, Any] | str | Path | None, auto: Mapping[str, Any]) -> None:
         if self.distributed_type not in _KINDS:
             raise UsageError(
-                f"ShardAccelerator: accelerate was started for {self.distributed_type.value}; expected no DeepSpeed, FSDP "
-                "or other plugin, for example by `torchrun` or `accelerate launch --multi_gpu`"
+                f"ShardAccelerator: accelerate was started for {self.distributed_type.value}; expected no DeepSpeed, "
+                "FSDP or other plugin, for example by `torchrun` or `accelerate launch --multi_gpu`"
             )
         self.engine_config = written(engine_config)
         self._auto = dict(auto)
@@ -160,8 +163,8 @@ class ShardAccelerator(Accelerator):
         expected = _AUTOCAST[str(self.state.mixed_precision)]
         if autocast is not None and autocast != expected:
             raise UsageError(
-                f"engine_config: torch_autocast in {autocast} needs the same mixed_precision, so that evaluation is under "
-                f"autocast, too; got {self.state.mixed_precision!r}"
+                f"engine_config: torch_autocast in {autocast} needs the same mixed_precision, so that evaluation is "
+                f"under autocast, too; got {self.state.mixed_precision!r}"
             )
         self.native_amp = autocast is not None
 
@@ -174,14 +177,15 @@ class ShardAccelerator(Accelerator):
         model; and as ``shardengine.initialize``.
         """
         models = [each for each in args if isinstance(each, nn.Module)]
-        held = {each.engine.module: each for each in args if isinstance(each, ShardOptimizer)}
+        held = {each.engine.module: each.engine for each in args if isinstance(each, ShardOptimizer)}
+        if not all(engine.is_open for engine in held.values()):
+            raise UsageError("prepare: expected a new torch optimizer, got one whose engine was closed")
         batch = next((size for size in map(self._batch_size, args) if size), None)
         optimizers = self._pair(models, args)
         made: dict[int, Any] = {}
         for model in models:
-            before = held.get(model)
-            if before is not None and before.engine.is_open:
-                made[id(model)] = before.engine
+            if model in held:
+                made[id(model)] = held[model]
                 continue
             optimizer = optimizers.get(model)
             engine = made[id(model)] = self._shard(model, optimizer, batch)
@@ -196,8 +200,8 @@ class ShardAccelerator(Accelerator):
         return super().prepare(*result, device_placement=device_placement)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """An engine for ``model``, without an optimizer; with ``evaluation_mode`` the model itself, whole on every rank,
-        as accelerate leaves it then."""
+        """An engine for ``model``, without an optimizer; with ``evaluation_mode`` the model itself, whole on every
+        rank, as accelerate leaves it then."""
         if evaluation_mode or isinstance(model, Engine):
             return super().prepare_model(model, device_placement, evaluation_mode) if evaluation_mode else model
         return self.prepare(model)
@@ -249,7 +253,7 @@ class ShardAccelerator(Accelerator):
         return max(1, size // self.num_processes)
 
     def _engines(self) -> list[Engine]:
-        return [each for each in self._models if isinstance(each, Engine)]
+        return [each for each in self._models if isinstance(each, Engine) and each.is_open]
 
     def _engine_of(self, model: Any) -> Engine | None:
         """The engine that ``model`` is, or is held by."""
@@ -276,7 +280,7 @@ class ShardAccelerator(Accelerator):
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """As accelerate's; ``loss.backward()`` inside counts as ``accelerator.backward(loss)`` but divides by nothing."""
+        """As accelerate's; ``loss.backward()`` inside counts as ``accelerator.backward(loss)``, but is not divided."""
         with super().accumulate(*models):
             self._say_boundary()
             yield
@@ -342,8 +346,8 @@ class ShardAccelerator(Accelerator):
                 continue
             if not stepped <= given:
                 raise UsageError(
-                    "clip_grad_norm_: expected all parameters that the optimizer steps, as in model.parameters(); a part "
-                    "of them cannot be clipped alone"
+                    "clip_grad_norm_: expected all parameters that the optimizer steps, as in model.parameters(); a "
+                    "part of them cannot be clipped alone"
                 )
             return engine
         return None
@@ -430,7 +434,7 @@ class ShardAccelerator(Accelerator):
             self._optimizers = every
 
 
-def written(engine_config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+def written(engine_config: Any) -> dict[str, Any]:
     """A config as a dict of its own. UsageError for what is neither a dict nor a path, ConfigError as `load_config`."""
     if isinstance(engine_config, str | Path):
         return read_json(Path(engine_config))

@@ -7,9 +7,10 @@ surface.
 the optimizer's states, as Trainer keeps a DDP model. Trainer evaluates the model itself, whose weights gather where it
 runs.
 
-[Note: Checkpoints] Beside Trainer's files, in its ``checkpoint-<N>``, lies one of the engine's, as through the door that
-has DeepSpeed's name. Trainer loads weights before it prepares the model; where the engine's checkpoint is there they come
-with it, afterwards. One without it (``save_only_model``, or a run under DDP) gives the weights.
+[Note: Checkpoints] Beside Trainer's files, in its ``checkpoint-<N>``, lies one of the engine's, as the stand-in for
+DeepSpeed writes it (compat/deepspeed). Trainer loads weights before it prepares the model; where the engine's
+checkpoint is there, they come with it, afterwards. One without it gives weights, and that of a run under DDP the optimizer's
+states, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,24 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from shardengine.checkpoint import directory
-from shardengine.config import SchedulerConfig, load_config
+from shardengine.config import Config, load_config
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
-from shardengine.integrations.accelerate import ConfigOptimizer, ShardAccelerator, written
+from shardengine.integrations.accelerate import ConfigOptimizer, ShardAccelerator, ShardOptimizer, written
 from shardengine.optim import lr_schedules
 
 _log = logging.getLogger(__name__)
+_MANY = 10**9
+"""Steps with which a schedule is looked at before their number is known."""
 
 
 class ShardTrainerMixin:
     """For a class derived from Trainer, written before it: ``class ShardSFT(ShardTrainerMixin, SFTTrainer)``.
 
-    engine_config: the engine's config, a dict or the path of a JSON file, as an argument or as an attribute of the class.
-    What it leaves out, or where it says "auto", TrainingArguments say: batch sizes, clipping, precision, the optimizer
-    and its schedule. ``bf16=True`` is autocast, as without an engine; ``"bf16": {"enabled": "auto"}`` in the config makes
-    it weights in bf16 with master weights in fp32.
+    engine_config: the engine's config, a dict or the path of a JSON file, as an argument or as an attribute of the
+    class. What it leaves out, or where it says "auto", TrainingArguments say: batch sizes, clipping, precision, the
+    optimizer and its schedule. ``bf16=True`` is autocast, as without an engine; with ``"bf16": {"enabled": "auto"}`` in
+    the config it is weights in bf16 and master weights in fp32.
     """
 
     engine_config: Mapping[str, Any] | str | Path | None = None
@@ -72,7 +76,9 @@ class ShardTrainerMixin:
         tree.setdefault("gradient_clipping", "auto")
         self._schedule = tree.pop("scheduler", None)  # Trainer steps it
         if self._schedule is not None:
-            self._read_schedule(1)
+            told = [each for each in self._read_schedule(_MANY).notices if "scheduler" in each]
+            if told and self.accelerator.is_main_process:
+                _log.warning("of the config: %s", "; ".join(told))
         self.accelerator = ShardAccelerator.adopt(self.accelerator, tree, _auto(self.args))
 
     @property
@@ -94,23 +100,27 @@ class ShardTrainerMixin:
         """Trainer's; where the config has one and none was given, that one."""
         if self._schedule is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
-        schedule = self._read_schedule(num_training_steps)
+        schedule = self._read_schedule(num_training_steps).scheduler
+        assert schedule is not None
         self.lr_scheduler = lr_schedules.build(schedule, self.optimizer if optimizer is None else optimizer)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _read_schedule(self, steps: int) -> SchedulerConfig:
-        """The config's, over ``steps`` optimizer steps where it says "auto"."""
+    def _read_schedule(self, steps: int) -> Config:
+        """The config's schedule, over ``steps`` optimizer steps where it says "auto"."""
         auto = _auto(self.args) | {"scheduler.params.total_num_steps": steps}
         auto["scheduler.params.warmup_num_steps"] = self.args.get_warmup_steps(steps)
-        read = load_config({"train_batch_size": 1, "scheduler": self._schedule}, auto).scheduler
-        assert read is not None
-        lr_schedules.check(read)
+        read = load_config({"train_batch_size": 1, "scheduler": self._schedule}, auto)
+        if read.scheduler is not None:
+            lr_schedules.check(read.scheduler)
         return read
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is None:
             self.model_wrapped = self.model
+            if isinstance(self.optimizer, ShardOptimizer):
+                _log.warning("the engine was closed since the last train(): the optimizer's states begin anew")
+                self.optimizer = None
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -161,10 +171,7 @@ class ShardTrainerMixin:
         if _is_ours(checkpoint):
             self._need_engine().load_checkpoint(checkpoint)
         elif Path(checkpoint, OPTIMIZER_NAME).exists():
-            raise UsageError(
-                f"resume_from_checkpoint: {checkpoint} holds an optimizer that no engine wrote; expected a checkpoint of "
-                f"an engine. To go on with its weights and a new optimizer, remove {OPTIMIZER_NAME} and {SCHEDULER_NAME}"
-            )
+            _take_over(self._need_engine(), Path(checkpoint, OPTIMIZER_NAME))
         file = Path(checkpoint, SCHEDULER_NAME)
         if file.exists():
             self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
@@ -188,6 +195,31 @@ class ShardTrainer(ShardTrainerMixin, Trainer):
 
 def _is_ours(checkpoint: str) -> bool:
     return Path(checkpoint, directory.LATEST).exists()
+
+
+def _take_over(engine: Engine, file: Path) -> None:
+    """Go on with the states that a torch optimizer over the same groups has saved, as Trainer does under DDP."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    ours = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    theirs = [list(group["params"]) for group in saved["param_groups"]]
+    if list(map(len, ours)) != list(map(len, theirs)):
+        raise UsageError(
+            f"{file}: expected an optimizer over groups of {list(map(len, ours))} parameters, got "
+            f"{list(map(len, theirs))}; without this file training goes on with the weights and a new optimizer"
+        )
+    with engine.full_optimizer_state(writable=True) as states:
+        for name, number in zip(chain(*ours), chain(*theirs), strict=True):
+            held: Any = states[name]
+            for key, value in saved["state"].get(number, {}).items():
+                if key == "step":
+                    held[key] = int(value)
+                else:
+                    held[key].copy_(value)
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in other.items() if key != "params" and key in group})
 
 
 def _check(args: TrainingArguments) -> None:

@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.compat.test_trainer import assert_equal, assert_same
-from tests.support.forks import Forks
+from tests.integrations.runs import MISSING, Runs
 
-_MISSING = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]  # not imported here
-pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{_MISSING} are not installed")
-Log = list[dict[str, float]]
-
-
-def _import() -> None:
-    import tests.integrations.programs  # noqa: F401
-
-
-def _make(*args: Any) -> None:
-    from tests.integrations import programs
-
-    programs.make_model(*args)
-
-
-def _train(say: Any, rank: int, folder: str, port: int, stage: int | None, output: str, options: Any) -> None:
-    from tests.integrations import programs
-
-    programs.train(say, rank, folder, port, programs.Run(stage, output, **options))
-
-
-class Runs:
-    """A model on the disk, and runs of programs over it, each once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.forks = Forks(_import)
-        self.folder = folder
-        self.forks.live(_make, str(folder / "model"))
-        self._logs: dict[str, Log] = {}
-
-    def output(self, stage: int | None, **options: Any) -> Path:
-        """Where this run writes."""
-        name = f"{stage}-{sorted(options.items())}".replace(str(self.folder), "")
-        return self.folder / "".join(letter if letter.isalnum() else "-" for letter in name)
-
-    def said(self, program: Any, *args: Any, ranks: int = 2) -> list[list[Any]]:
-        """What each rank of ``program`` said."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return self.forks.live(program, str(self.folder / "model"), port, *args, ranks=ranks)
-
-    def log(self, stage: int | None, **options: Any) -> Log:
-        """Of a run at ``stage``; options: of ``programs.Run``. That of all ranks, which is the same."""
-        output = str(self.output(stage, **options))
-        if output not in self._logs:
-            ranks = options.get("ranks", 2)
-            said = self.said(_train, stage, output, options, ranks=ranks)
-            assert len(said) == ranks and all(words == said[0] for words in said)
-            self._logs[output] = said[0][0]
-        return self._logs[output]
-
-    def final(self, stage: int | None, file: str = "model.safetensors", **options: Any) -> dict[str, torch.Tensor]:
-        """The weights that the run saved last."""
-        self.log(stage, **options)
-        return load_file(self.output(stage, **options) / "final" / file)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("runs"))
+    runs = Runs(tmp_path_factory.mktemp("runs"), "train")
     yield runs
-    runs.forks.end()
+    runs.end()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -104,12 +44,19 @@ def test_it_evaluates_first_predicts_generates_and_trains_twice(stage: int, runs
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (3, 2)])
 def test_it_resumes_at_this_and_another_stage(stage: int, ranks: int, runs: Runs) -> None:
     whole = runs.log(3, ranks=2, k=2)
-    checkpoint = runs.output(3, ranks=2, k=2) / "checkpoint-2"
+    checkpoint = runs.output(3, k=2, ranks=2) / "checkpoint-2"
     resumed = runs.log(stage, ranks=ranks, k=2, resume=str(checkpoint))
     if ranks == 2:
         assert_same(resumed, whole)
     else:
         assert len(resumed) >= 5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_under_ddp_goes_on_over_an_engine(stage: int, runs: Runs) -> None:
+    checkpoint = runs.output(None, k=2, ranks=2) / "checkpoint-2"
+    expected = runs.log(None, ranks=2, k=2)
+    assert_same(runs.log(stage, k=2, resume=str(checkpoint)), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -118,7 +65,7 @@ def test_adapters_train_and_are_saved_without_the_base(stage: int, runs: Runs) -
     adapters = runs.final(stage, "adapter_model.safetensors", lora=True)
     expected = runs.final(None, "adapter_model.safetensors", lora=True)
     assert adapters.keys() == expected.keys()
-    folder = runs.output(stage, lora=True) / "checkpoint-2"
+    folder = runs.output(stage, lora=True, ranks=2) / "checkpoint-2"
     kept = [name for file in (folder / "global_step2").glob("*.safetensors") for name in load_file(file)]
     assert all(name.startswith("random/") or ".lora_" in name for name in kept)
     assert_same(runs.log(4 - stage, lora=True, resume=str(folder)), runs.log(None, lora=True))
@@ -136,7 +83,7 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
     }
     for stage in (2, 3):
         assert_same(runs.log(stage, options=options), runs.log(None, options=options))
-        assert len(list(runs.output(stage, options=options).glob("checkpoint-*"))) == 1
+        assert len(list(runs.output(stage, options=options, ranks=2).glob("checkpoint-*"))) == 1
     assert_equal(runs.final(2, options=options), runs.final(3, options=options))
 
 
