@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import DistributedType
@@ -112,6 +113,12 @@ class ShardAccelerator(Accelerator):
             raise UsageError(
                 f"ShardAccelerator: accelerate was started for {self.distributed_type.value}; expected no DeepSpeed, "
                 "FSDP or other plugin, for example by `torchrun` or `accelerate launch --multi_gpu`"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else self.num_processes
+        if ranks != self.num_processes:
+            raise UsageError(
+                f"ShardAccelerator: accelerate knows of {self.num_processes} processes, torch.distributed of {ranks}; "
+                "expected a launcher that sets LOCAL_RANK, for example torchrun, or no process group made before"
             )
         self.engine_config = written(engine_config)
         self._auto = dict(auto)

@@ -9,8 +9,8 @@ runs.
 
 [Note: Checkpoints] Beside Trainer's files, in its ``checkpoint-<N>``, lies one of the engine's, as the stand-in for
 DeepSpeed writes it (compat/deepspeed). Trainer loads weights before it prepares the model; where the engine's
-checkpoint is there, they come with it, afterwards. One without it gives weights, and that of a run under DDP the optimizer's
-states, too.
+checkpoint is there, they come with it, afterwards. One without it gives weights, and that of a run under DDP the
+optimizer's states, too.
 """
 
 from __future__ import annotations
