@@ -1,7 +1,7 @@
 """Runs of transformers' own Trainer on a tiny model; deepspeed is answered by shardengine in the process that forks.
 
-Owns: the program, which is the same under DDP and with a DeepSpeed config. Importing this file takes seconds and changes
-the process (``stand_in``): only processes that fork runs do.
+Owns: the program, which is the same under DDP and with a DeepSpeed config. Importing this file takes seconds and
+changes the process (``stand_in``): only processes that fork runs do.
 """
 
 from __future__ import annotations
