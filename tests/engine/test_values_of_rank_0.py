@@ -30,7 +30,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2))
         self.tied = nn.Linear(WIDTH, 8, bias=False)
         self.tied.weight = self.down.weight
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
@@ -40,12 +40,13 @@ class Net(nn.Module):
         shift = torch.randn(WIDTH)
         self.register_buffer("shift", shift, persistent=False)
         self.up.register_buffer("same", shift)
+        self.register_buffer("kept", torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x) * self.frozen * self.marked
         for block in self.blocks:
             hidden = torch.relu(block(hidden))
-        hidden = (hidden + self.shift + self.up.same).to(x.dtype)
+        hidden = (hidden + self.shift + self.up.same * self.kept).to(x.dtype)
         return self.down(hidden) + self.tied(hidden) + self.convolution.weight.sum()
 
 
