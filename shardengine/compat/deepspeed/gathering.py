@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardengine.compat.deepspeed import hosts
 from shardengine.engine import Engine
 from shardengine.errors import UsageError
 
@@ -38,14 +37,10 @@ class ZeroParamStatus(enum.Enum):
 
 
 class Init:
-    """``with`` this, a model is made as usual: ``initialize`` shards it one flat buffer at a time.
+    """``with`` this, a model is made as usual: ``initialize`` shards it one flat buffer at a time."""
 
-    Where transformers loads a model inside, its ordinary loader does, on every rank (hosts.load_ordinarily).
-    """
-
-    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **_: Any) -> None:
-        if enabled:
-            hosts.load_ordinarily()
+    def __init__(self, module: nn.Module | None = None, **_: Any) -> None:
+        pass
 
     def __enter__(self) -> Init:
         return self

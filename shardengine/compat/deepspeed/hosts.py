@@ -1,10 +1,11 @@
 """What has to be changed in frameworks so that they work with an engine that is not DeepSpeed's, each with its reason.
 
-Nothing of them is imported: what is not loaded needs no change, and ``stand_in`` changes accelerate when it is loaded.
+Nothing of them is imported: ``stand_in`` changes the modules in ``CHANGES`` when they are loaded.
 
 [Note: Ordinary loading] Under stage 3 transformers loads a model on rank 0 and writes it into parameters that
 DeepSpeed has sharded before. Its ordinary loader maps the files into memory, of which the ranks of a machine share the
-pages, and converts and renames weights, which the other does not. ``initialize`` shards from there.
+pages, and converts and renames weights, which the other does not. ``initialize`` shards from there. A model that is
+made from a configuration would have its random weights on rank 0 alone, in another order than without stage 3.
 
 [Note: Ranks on a CPU] Without an accelerator accelerate knows no backend for DeepSpeed and takes every process for the
 only one, so that batches and ranks do not fit. gloo works there.
@@ -13,15 +14,12 @@ only one, so that batches and ranks do not fit. gloo works there.
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 
-def load_ordinarily() -> None:
-    """transformers' loader takes its ordinary way ([Note: Ordinary loading]); everything else of it sees stage 3."""
-    loader = sys.modules.get("transformers.modeling_utils")
-    if loader is not None:
-        vars(loader)["is_deepspeed_zero3_enabled"] = _no
+def load_ordinarily(loader: Any) -> None:
+    """transformers' ``loader`` takes its ordinary way ([Note: Ordinary loading]); the rest of it sees stage 3."""
+    vars(loader)["is_deepspeed_zero3_enabled"] = _no
 
 
 def _no() -> bool:
@@ -43,3 +41,7 @@ def know_ranks_on_cpus(state: Any) -> None:
     if not hasattr(ordinary, "__wrapped__"):
         vars(prepare)["__wrapped__"] = ordinary
         kind._prepare_backend = prepare
+
+
+CHANGES = {"accelerate.state": know_ranks_on_cpus, "transformers.modeling_utils": load_ordinarily}
+"""A module's name -> what changes it."""

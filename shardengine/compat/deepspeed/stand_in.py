@@ -18,7 +18,6 @@ from shardengine.compat.deepspeed import hosts, table
 from shardengine.errors import UsageError
 
 _NAME = "deepspeed"
-_ACCELERATE = "accelerate.state"
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -50,7 +49,7 @@ class _Names(importlib.abc.Loader):
 
 
 class _Changed(importlib.abc.Loader):
-    """Loads accelerate's state as ever, then changes what has to be."""
+    """Loads a framework's module as ever, then changes what has to be."""
 
     def __init__(self, ordinary: importlib.abc.Loader) -> None:
         self._ordinary = ordinary
@@ -62,7 +61,7 @@ class _Changed(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """And the change."""
         self._ordinary.exec_module(module)
-        hosts.know_ranks_on_cpus(module)
+        hosts.CHANGES[module.__name__](module)
 
 
 class _Finder(importlib.metadata.DistributionFinder):
@@ -72,7 +71,7 @@ class _Finder(importlib.metadata.DistributionFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Of ``deepspeed`` and what is below it; ModuleNotFoundError for what the table has not."""
-        if fullname == _ACCELERATE:
+        if fullname in hosts.CHANGES:
             return self._change(fullname, path)
         root, _, dotted = fullname.partition(".")
         if root != _NAME:
@@ -107,5 +106,6 @@ def install() -> None:
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-        if _ACCELERATE in sys.modules:
-            hosts.know_ranks_on_cpus(sys.modules[_ACCELERATE])
+        for name, change in hosts.CHANGES.items():
+            if name in sys.modules:
+                change(sys.modules[name])

@@ -1,8 +1,8 @@
 """Python runs this file when it starts, if its folder is in PYTHONPATH: `shardengine run --as-deepspeed --children`.
 
 Owns: that a process which was started by another one finds shardengine as deepspeed. It imports nothing of shardengine
-until somebody asks for deepspeed, or loads the part of accelerate that has to be changed. Another sitecustomize of the
-path runs, too.
+until somebody asks for deepspeed, or loads a module that has to be changed. Another sitecustomize of the path runs,
+too.
 """
 
 import importlib.machinery
@@ -10,6 +10,8 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+
+_CHANGED = ("accelerate.state", "transformers.modeling_utils")
 
 
 class _Later(importlib.metadata.DistributionFinder):
@@ -24,8 +26,8 @@ class _Later(importlib.metadata.DistributionFinder):
         return sys.meta_path[0]
 
     def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
-        """Of ``deepspeed`` and ``accelerate.state``."""
-        if fullname.partition(".")[0] == "deepspeed" or fullname == "accelerate.state":
+        """Of ``deepspeed``, and of what ``hosts.CHANGES`` names."""
+        if fullname.partition(".")[0] == "deepspeed" or fullname in _CHANGED:
             return self._make_way().find_spec(fullname, path, target)
         return None
 
