@@ -42,6 +42,8 @@ class Net(nn.Module):
         self.marked.word = "kept"  # type: ignore[attr-defined]
         self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         shift = torch.randn(WIDTH)
+        self.shift: Tensor
+        self.kept: Tensor
         self.register_buffer("shift", shift, persistent=False)
         self.register_buffer("again", shift)
         self.up.register_buffer("same", shift)
@@ -51,7 +53,7 @@ class Net(nn.Module):
         hidden = self.up(x) * self.frozen * self.marked
         for block in self.blocks:
             hidden = torch.relu(block(hidden))
-        hidden = (hidden + self.shift + self.up.same * self.kept).to(x.dtype)
+        hidden = (hidden + self.shift + self.up.get_buffer("same") * self.kept).to(x.dtype)
         return self.down(hidden) + self.tied(hidden) + self.convolution.weight.sum()
 
 

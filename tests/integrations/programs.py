@@ -99,6 +99,7 @@ def load_large(say: Say, rank: int, _folder: str, port: int, run: Run) -> None:
         shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 2}
         LlamaForCausalLM(LlamaConfig(vocab_size=10000, **shape)).save_pretrained(folder)
     torch.distributed.barrier()
+    LlamaForCausalLM.from_pretrained(_folder)  # what the first load imports
     taken, models = [], []
     for loads in (
         lambda: LlamaForCausalLM.from_pretrained(folder),
