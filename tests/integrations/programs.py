@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -250,6 +250,73 @@ def loop(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         prepared = accelerator.free_memory(*prepared)
         log += run_epoch(accelerator, make_loop(accelerator, inner))
     say(log)
+
+
+def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+    """Loops that do not look like accelerate's examples; says the losses of each."""
+    join(rank, run.ranks, port)
+    accelerator = make_accelerator(run)
+
+    def prepare() -> tuple[Any, Any, list[Any]]:
+        model = load(folder)
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+        return model, optimizer, list(loader)
+
+    def with_loss_backward() -> Iterator[Any]:
+        model, optimizer, _ = prepare()
+        for batch in accelerator._dataloaders[-1]:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            yield loss
+
+    def accumulating_by_hand() -> Iterator[Any]:
+        model, optimizer, batches = prepare()
+        for number, batch in enumerate(batches):
+            loss = model(**batch).loss / 2
+            accelerator.backward(loss * run.k)
+            if number % 2 or number + 1 == len(batches):
+                yield accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            yield loss
+
+    def without_sync() -> Iterator[Any]:
+        model, optimizer, batches = prepare()
+        for first, second in zip(batches[::2], batches[1::2], strict=False):
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**first).loss)
+            loss = model(**second).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    def two_models() -> Iterator[Any]:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+        makes, judges, first, second = accelerator.prepare(*models, *optimizers)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            noise, real = torch.randn(3, 4), torch.randn(3, 4)
+            second.zero_grad()
+            apart = judges(real).mean() - judges(makes(noise).detach()).square().mean()
+            accelerator.backward(apart)
+            second.step()
+            first.zero_grad()
+            near = judges(makes(noise)).square().mean()
+            accelerator.backward(near)
+            first.step()
+            yield from (apart, near)
+
+    for each in (with_loss_backward, accumulating_by_hand, without_sync, two_models):
+        accelerator.free_memory()
+        accelerator.gradient_state._set_sync_gradients(True)
+        say([float(value.detach()) for value in each()])
 
 
 # What frameworks must have, and what users get wrong
