@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -162,11 +162,26 @@ def make_trainer(run: Run, model: Any) -> Any:
     return Trainer(**given) if run.stage is None else ShardTrainer(**given, engine_config=config_of(run))
 
 
+def runs_out_of_memory(trainer: Any) -> None:
+    """With two samples, in the second step."""
+    compute_loss = trainer.compute_loss
+
+    def compute(model: Any, inputs: Any, **options: Any) -> Any:
+        if len(inputs["input_ids"]) > 1 and model.training and trainer.state.global_step == 1:
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = compute
+
+
 def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
-    """Train the model of ``folder``; says the log history. tour: evaluates before, generates, trains again."""
+    """Train the model of ``folder``; says the log history. tour: evaluates before, generates, trains again, then by
+    another trainer at another stage. With auto_find_batch_size the first size does not fit."""
     join(rank, run.ranks, port)
     trainer = make_trainer(run, load(folder, lora=run.lora))
     logs: list[dict[str, Any]] = []
+    if run.options.get("auto_find_batch_size"):
+        runs_out_of_memory(trainer)
     if run.tour:  # transformers 5.23 leaves a model that it has evaluated out of DDP: there another one is evaluated
         first = make_trainer(run, load(folder)) if run.stage is None else trainer
         first.evaluate()
@@ -181,6 +196,10 @@ def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         trainer.train()
         logs += trainer.state.log_history
         assert made.shape[1] == 4 + 3 * rank
+        stage = None if run.stage is None else 3 - run.stage
+        trainer = make_trainer(replace(run, stage=stage), trainer.model)
+        trainer.train()
+        logs += trainer.state.log_history
     trainer.save_model(str(Path(run.output) / "final"))
     kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step", "epoch", "total_flos")
     say([{key: value for key, value in row.items() if key in kept} for row in logs])
@@ -248,6 +267,7 @@ def loop(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
     if run.tour:
         inner = accelerator.unwrap_model(model)
         prepared = accelerator.free_memory(*prepared)
+        assert run.stage is None or not model.is_open
         log += run_epoch(accelerator, make_loop(accelerator, inner))
     say(log)
 
@@ -263,15 +283,23 @@ def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
         return model, optimizer, list(loader)
 
+    def expect_no_more_bytes(engine: Any) -> None:
+        """Than the stage needs: gradients that stay whole are sent once per window."""
+        if run.stage is not None:
+            assert engine.traffic()["measured_bytes_last_step"] == engine.traffic()["formula_bytes_per_step"]
+
     def with_loss_backward() -> Iterator[Any]:
         model, optimizer, _ = prepare()
         for batch in accelerator._dataloaders[-1]:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 loss.backward()
+                if accelerator.sync_gradients:
+                    yield accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
             yield loss
+        expect_no_more_bytes(model)
 
     def accumulating_by_hand() -> Iterator[Any]:
         model, optimizer, batches = prepare()
@@ -294,6 +322,12 @@ def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
             optimizer.step()
             optimizer.zero_grad()
             yield loss
+        expect_no_more_bytes(model)
+        if run.stage is not None:  # under DDP each rank would step its own way
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**first).loss)
+            optimizer.step()
+            assert model.global_steps == len(batches) // 2 + 1
 
     def two_models() -> Iterator[Any]:
         torch.manual_seed(0)
