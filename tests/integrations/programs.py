@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -163,11 +163,26 @@ def make_trainer(run: Run, model: Any) -> Any:
     return Trainer(**given) if run.stage is None else ShardTrainer(**given, engine_config=config_of(run))
 
 
+def runs_out_of_memory(trainer: Any) -> None:
+    """With two samples, in the second step."""
+    compute_loss = trainer.compute_loss
+
+    def compute(model: Any, inputs: Any, **options: Any) -> Any:
+        if len(inputs["input_ids"]) > 1 and model.training and trainer.state.global_step == 1:
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = compute
+
+
 def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
-    """Train the model of ``folder``; says the log history. tour: evaluates before, generates, trains again."""
+    """Train the model of ``folder``; says the log history. tour: evaluates before, generates, trains again, then by
+    another trainer at another stage. With auto_find_batch_size the first size does not fit."""
     join(rank, run.ranks, port)
     trainer = make_trainer(run, load(folder, lora=run.lora))
     logs: list[dict[str, Any]] = []
+    if run.options.get("auto_find_batch_size"):
+        runs_out_of_memory(trainer)
     if run.tour:  # transformers 5.23 leaves a model that it has evaluated out of DDP: there another one is evaluated
         first = make_trainer(run, load(folder)) if run.stage is None else trainer
         first.evaluate()
@@ -182,6 +197,10 @@ def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         trainer.train()
         logs += trainer.state.log_history
         assert made.shape[1] == 4 + 3 * rank
+        stage = None if run.stage is None else 3 - run.stage
+        trainer = make_trainer(replace(run, stage=stage), trainer.model)
+        trainer.train()
+        logs += trainer.state.log_history
     trainer.save_model(str(Path(run.output) / "final"))
     kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step", "epoch", "total_flos")
     say([{key: value for key, value in row.items() if key in kept} for row in logs])
@@ -249,8 +268,90 @@ def loop(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
     if run.tour:
         inner = accelerator.unwrap_model(model)
         prepared = accelerator.free_memory(*prepared)
+        assert run.stage is None or not model.is_open
         log += run_epoch(accelerator, make_loop(accelerator, inner))
     say(log)
+
+
+def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+    """Loops that do not look like accelerate's examples; says the losses of each."""
+    join(rank, run.ranks, port)
+    accelerator = make_accelerator(run)
+
+    def prepare() -> tuple[Any, Any, list[Any]]:
+        model = load(folder)
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+        return model, optimizer, list(loader)
+
+    def expect_no_more_bytes(engine: Any) -> None:
+        """Than the stage needs: gradients that stay whole are sent once per window."""
+        if run.stage is not None:
+            assert engine.traffic()["measured_bytes_last_step"] == engine.traffic()["formula_bytes_per_step"]
+
+    def with_loss_backward() -> Iterator[Any]:
+        model, optimizer, _ = prepare()
+        for batch in accelerator._dataloaders[-1]:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                loss.backward()
+                if accelerator.sync_gradients:
+                    yield accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            yield loss
+        expect_no_more_bytes(model)
+
+    def accumulating_by_hand() -> Iterator[Any]:
+        model, optimizer, batches = prepare()
+        for number, batch in enumerate(batches):
+            loss = model(**batch).loss / 2
+            accelerator.backward(loss * run.k)
+            if number % 2 or number + 1 == len(batches):
+                yield accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            yield loss
+
+    def without_sync() -> Iterator[Any]:
+        model, optimizer, batches = prepare()
+        for first, second in zip(batches[::2], batches[1::2], strict=False):
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**first).loss)
+            loss = model(**second).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+        expect_no_more_bytes(model)
+        if run.stage is not None:  # under DDP each rank would step its own way
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**first).loss)
+            optimizer.step()
+            assert model.global_steps == len(batches) // 2 + 1
+
+    def two_models() -> Iterator[Any]:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+        makes, judges, first, second = accelerator.prepare(*models, *optimizers)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            noise, real = torch.randn(3, 4), torch.randn(3, 4)
+            second.zero_grad()
+            apart = judges(real).mean() - judges(makes(noise).detach()).square().mean()
+            accelerator.backward(apart)
+            second.step()
+            first.zero_grad()
+            near = judges(makes(noise)).square().mean()
+            accelerator.backward(near)
+            first.step()
+            yield from (apart, near)
+
+    for each in (with_loss_backward, accumulating_by_hand, without_sync, two_models):
+        accelerator.free_memory()
+        accelerator.gradient_state._set_sync_gradients(True)
+        say([float(value.detach()) for value in each()])
 
 
 # What frameworks must have, and what users get wrong

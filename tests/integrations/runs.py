@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ class Runs:
 
     def output(self, stage: int | None, **options: Any) -> Path:
         """Where this run writes."""
-        name = f"{stage}-{sorted(options.items())}".replace(str(self.folder), "")
-        return self.folder / "".join(letter if letter.isalnum() else "-" for letter in name)
+        text = repr((stage, sorted(options.items()))).replace(str(self.folder), "")
+        return self.folder / f"stage-{stage}-{zlib.crc32(text.encode()):08x}"
 
     def said(self, program: str, stage: int | None = None, *, ranks: int = 2, **options: Any) -> list[list[Any]]:
         """What each rank of ``program`` said; options: of ``programs.Run``."""

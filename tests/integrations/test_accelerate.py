@@ -53,6 +53,14 @@ def test_adapters_and_a_model_that_is_prepared_again(stage: int, runs: Runs) -> 
     assert_same(runs.log(stage, lora=True, tour=True), runs.log(None, lora=True, tour=True))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_other_loops_are_what_they_are_under_ddp(stage: int, runs: Runs) -> None:
+    for ours, theirs in zip(runs.said("habits", stage, k=2), runs.said("habits", None, k=2), strict=True):
+        assert len(ours) == len(theirs) == 4
+        for losses, expected in zip(ours, theirs, strict=True):
+            assert losses == pytest.approx(expected, abs=1e-6) and len(losses) > 1
+
+
 def test_frameworks_have_what_the_doors_use(runs: Runs) -> None:
     """A name that is gone is named, before anything trains wrongly without it."""
     *found, lost = runs.said("contract", ranks=1)[0]

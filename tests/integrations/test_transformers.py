@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.compat.test_trainer import assert_equal, assert_same
@@ -20,8 +21,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs.end()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("ranks", "k"), [(2, 1), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "k", "stage"), [*((2, k, stage) for k in (1, 2, 3) for stage in (0, 1, 2, 3)), (3, 3, 1), (3, 3, 3)]
+)
 def test_a_trainer_logs_what_it_logs_under_ddp(ranks: int, k: int, stage: int, runs: Runs) -> None:
     """Five micro-batches an epoch, or four: the last window is shorter."""
     expected = runs.log(None, ranks=ranks, k=k)
@@ -39,6 +41,13 @@ def test_stages_with_one_third_letter_have_the_same_bits(k: int, runs: Runs) -> 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_it_evaluates_first_predicts_generates_and_trains_twice(stage: int, runs: Runs) -> None:
     assert_same(runs.log(stage, tour=True), runs.log(None, tour=True))
+
+
+def test_a_batch_size_that_fits_is_found(runs: Runs) -> None:
+    """transformers 5.23 leaves the model out of DDP then: stages are compared with each other."""
+    options = {"auto_find_batch_size": True}
+    logs = [runs.log(stage, k=1, options=options) for stage in (2, 3)]
+    assert logs[0] == logs[1] and len(logs[0]) >= 20 and logs[0][-2]["eval_loss"] < logs[0][0]["loss"]
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (3, 2)])
@@ -76,6 +85,8 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
     options = {
         "gradient_checkpointing": True,
         "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,  # the best one is not the last one
         "save_strategy": "epoch",
         "save_total_limit": 1,
         "save_only_model": save_only_model,
@@ -83,8 +94,31 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
     }
     for stage in (2, 3):
         assert_same(runs.log(stage, options=options), runs.log(None, options=options))
-        assert len(list(runs.output(stage, options=options, ranks=2).glob("checkpoint-*"))) == 1
+        kept, expected = (
+            {path.name for path in runs.output(each, options=options, ranks=2).glob("checkpoint-*")}
+            for each in (stage, None)
+        )
+        assert kept == expected
+    best = runs.final(None, options=options)
+    for name, value in runs.final(3, options=options).items():
+        assert torch.allclose(value, best[name], atol=1e-5), name
     assert_equal(runs.final(2, options=options), runs.final(3, options=options))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_the_config_says_counts_and_auto_is_what_the_arguments_say(stage: int, runs: Runs) -> None:
+    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    warmup = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}
+    config = {
+        "train_batch_size": "auto",
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
+        "bf16": {"enabled": "auto"},
+    }
+    found = runs.log(stage, config=config, options={"adam_beta2": 0.9})
+    expected = {"adam_beta2": 0.9, "max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
+    assert_same(found, runs.log(None, options=expected))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
