@@ -4,7 +4,8 @@ Known by the name of their class; nothing of them is imported. Must not know: sh
 
 [Note: The same arithmetic] AdamW with states of 8 bits is AdamW with fewer digits: it is stepped with fp32 states,
 which take 8 bytes per parameter over all ranks together instead of 2 on each. What these libraries call Adam decays
-weights as AdamW does, or says in ``adam_w_mode`` which of the two it is.
+weights as Adam does in some of them and as AdamW in others: it is known without weight decay alone, or where its
+``adam_w_mode`` says which of the two it is.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def place_buffers(model: nn.Module, mesh: Mesh) -> None:
     """Move every buffer to the mesh's device. One without values ([Note: No values]) gets memory, with any values."""
     placed: dict[int, Tensor] = {}  # one that several modules share stays one
     for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in placed:
                 placed[id(buffer)] = _on(mesh, buffer, buffer.dtype)
             module._buffers[name] = placed[id(buffer)]

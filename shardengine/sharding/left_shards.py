@@ -91,7 +91,7 @@ class LeftShards:
                 self._buckets.setdefault(name, []).append(left)
 
     def attach(self, model: nn.Module, barriers: Sequence[_Removable]) -> None:
-        """Leave this on ``model``, whose parameters show what they will until it is taken over."""
+        """Leave this on ``model``, whose parameters show what they show now until it is taken over."""
         self._shown = [(parameter.data_ptr(), parameter.dtype) for parameter in self._parameters]
         self._barriers = list(barriers)
         vars(model)[_ATTRIBUTE] = self
@@ -116,7 +116,7 @@ class LeftShards:
         """``UsageError`` where an engine of ``model`` cannot take them over."""
         anew = "build the model anew, and load a checkpoint with engine.load_checkpoint(dir)"
         same = (rank, ranks) == (self.rank, self.ranks)
-        if not same and not self._hides:
+        if not self._hides and (self._begun or not same):
             self.end(model)  # the weights are there
         elif not same:
             raise UsageError(f"{self.refusal()}; got rank {rank} of {ranks}. For other ranks {anew}")

@@ -307,9 +307,12 @@ def facts(
 ) -> dict[str, list[str]]:
     """What ranks must agree on at start, for ``compare``: config, model, optimizer groups, torch."""
     outside = {id(p) for p in found.outside}
+    orders = {id(p): memory_order(p) for p in found.outside}
+    orders |= {id(p): spec.order for p, spec in zip(found.inside, found.specs, strict=True)}
     parameters = [
         f"{name}: shape {tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
         + (", outside" if id(p) in outside else "")
+        + (f", dimensions in memory {orders[id(p)]}" if orders[id(p)] else "")
         for name, p in found.names.items()
     ]
     buffers = [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]

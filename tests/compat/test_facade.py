@@ -154,6 +154,17 @@ def test_whole_weights_are_saved_for_torch(stage: int, pools: Pools, tmp_path: P
         assert torch.equal(saved[name], value), name
 
 
+def test_an_end_that_is_refused_leaves_the_engine_as_it_was() -> None:
+    engine = make(3)
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters), pytest.raises(UsageError, match="after the `with` block"):
+        engine.destroy()
+    assert loss_of(engine, 0).isfinite() and hasattr(parameters[0], "ds_id")
+    engine.destroy()
+    assert not hasattr(parameters[0], "ds_id")
+    deepspeed.initialize(model=engine.module, config=config_of(3))[0].destroy()
+
+
 def test_optimizers_of_its_names_are_torchs() -> None:
     parameters = list(make_model().parameters())
     for name, options, kind in (

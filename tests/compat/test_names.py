@@ -14,7 +14,7 @@ import pytest
 
 import shardengine
 import shardengine.compat.deepspeed as deepspeed
-from shardengine.compat.deepspeed import table
+from shardengine.compat.deepspeed import hosts, table
 from shardengine.errors import UsageError
 from tests.compat.scan import names_in, names_used
 
@@ -172,3 +172,10 @@ def test_it_does_not_stand_in_for_one_that_is_there() -> None:
         "except RuntimeError as error: print(error)",
     )
     assert "deepspeed 0.16.0 was imported before" in said
+
+
+def test_child_processes_change_the_modules_that_have_to_be() -> None:
+    """Their file imports nothing of shardengine, so it says the names once more."""
+    path = Path(shardengine.__file__).parent / "compat/for_children/sitecustomize.py"
+    said = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
+    assert {name for each in said for name in ast.literal_eval(each.value)} == set(hosts.CHANGES)

@@ -136,6 +136,11 @@ def test_low_precision_has_the_same_bits_at_stages_2_and_3(
     assert logs[0] == logs[1] and logs[0][-2]["eval_loss"] < logs[0][0]["loss"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_random_weights_are_those_of_a_run_under_ddp(stage: int, runs: Runs) -> None:
+    assert_same(runs.log(stage, begins=True), runs.log(None, begins=True))
+
+
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (2, 2), (3, 2)])
 def test_a_trainer_resumes_at_this_and_another_stage(stage: int, ranks: int, runs: Runs) -> None:
     whole = runs.log(3, ranks=2, k=2)

@@ -18,7 +18,7 @@ from shardengine.compat.deepspeed import stand_in
 
 stand_in.install()
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 ROWS, LENGTH = 20, 12
 
@@ -26,7 +26,7 @@ ROWS, LENGTH = 20, 12
 @dataclass(frozen=True)
 class Run:
     """One training. stage: None: under DDP · k: accumulation steps · resume: a checkpoint's folder · config: joined to
-    ``ds_config`` · options: further arguments of TrainingArguments."""
+    ``ds_config`` · options: further arguments of TrainingArguments · begins: from random weights."""
 
     stage: int | None
     output: str
@@ -36,6 +36,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    begins: bool = False
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -81,6 +82,12 @@ def ds_config(stage: int, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def make_whole(folder: str) -> Any:
+    """With random weights, of the shape that ``folder`` says."""
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
 def train(say: Callable[[Any], None], rank: int, folder: str, port: int, run: Run) -> None:
     """Train the model of ``folder``; says the log history."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -108,7 +115,7 @@ def train(say: Callable[[Any], None], rank: int, folder: str, port: int, run: Ru
             **run.options,
         }
     )
-    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = make_whole(folder) if run.begins else LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if run.lora:
         from peft import LoraConfig, get_peft_model
 

@@ -240,6 +240,23 @@ def test_whole_weights_that_were_written_meanwhile_count() -> None:
     engine.close()
 
 
+def test_a_start_that_took_over_a_part_of_the_masters_leaves_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, before = closed("1")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(placing, "begin_master", fail)
+        assert "no memory" in told(lambda: engine_of(model, "1", MIXED))
+    engine = engine_of(model, "1", MIXED)
+    after = weights_of(engine)
+    for name, _ in model.named_parameters():
+        assert torch.equal(after[name], before[name])
+        assert torch.equal(after[f"{name} stepped"], before[name].float()), "masters are gone"
+    engine.close()
+
+
 def test_what_is_left_goes_with_the_module(tmp_path: Path) -> None:
     tier = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 3}
     model, _ = closed("3", {**MIXED, "zero": {"offload_param": tier, "offload_optimizer": tier}})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardengine
+from shardengine.errors import MismatchError
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -27,10 +28,13 @@ class Marked(nn.Parameter):
 class Net(nn.Module):
     """Tied and frozen weights, another memory order, buffers that no checkpoint holds or that two modules share."""
 
+    shift: Tensor
+    kept: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2))
         self.tied = nn.Linear(WIDTH, 8, bias=False)
         self.tied.weight = self.down.weight
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
@@ -38,14 +42,18 @@ class Net(nn.Module):
         self.marked.word = "kept"  # type: ignore[attr-defined]
         self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         shift = torch.randn(WIDTH)
+        self.shift: Tensor
+        self.kept: Tensor
         self.register_buffer("shift", shift, persistent=False)
+        self.register_buffer("again", shift)
         self.up.register_buffer("same", shift)
+        self.register_buffer("kept", torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x) * self.frozen * self.marked
         for block in self.blocks:
             hidden = torch.relu(block(hidden))
-        hidden = (hidden + self.shift + self.up.same).to(x.dtype)
+        hidden = (hidden + self.shift + self.up.get_buffer("same") * self.kept).to(x.dtype)
         return self.down(hidden) + self.tied(hidden) + self.convolution.weight.sum()
 
 
@@ -79,6 +87,7 @@ def train(stage: str, options: dict[str, Any], elsewhere: str) -> dict[str, Any]
     engine.close()
     assert parameters == [id(parameter) for parameter in model.parameters()]
     assert model.down.weight is model.tied.weight and model.shift is model.up.same
+    assert model.again is model.shift
     assert type(model.marked) is Marked and vars(model.marked) == {"word": "kept"}
     assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
     return {"losses": losses, **state}
@@ -113,6 +122,23 @@ def test_rank_0_must_have_values(pools: Pools, what: str) -> None:
     said = pools(2).run(meta_on_rank_0, what)
     for text in said:
         assert "is on the meta device" in text and "on rank 0" in text
+
+
+def in_other_order(stage: str, frozen: bool) -> str:
+    mesh = cases.mesh_of_this_process()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+    if mesh.rank == 0:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model[0].requires_grad_(not frozen)
+    with pytest.raises(MismatchError) as raised:
+        shardengine.initialize(model, cases.config_of(stage), mesh=mesh)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("stage", "frozen"), [("1", True), ("3", False)])
+def test_weights_lie_in_the_same_order_on_every_rank(pools: Pools, stage: str, frozen: bool) -> None:
+    for text in pools(2).run(in_other_order, stage, frozen):
+        assert "0.weight: shape (4, 3, 3, 3)" in text and "dimensions in memory (0, 2, 3, 1)" in text
 
 
 def resident(without_values: bool) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import math
 import multiprocessing
 import os
@@ -94,6 +95,7 @@ def _serve(pipe: Connection, prepare: Callable[[], None] | None) -> None:
     cases.make_optimizer(cases.make_mlp(), "AdamW")
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection of a life looks at what it made itself
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
         pipe.send(_lives(*job))

@@ -303,12 +303,17 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """End the engine; collective. Weights that are sharded stay so, for the next ``initialize`` of the model; below
-        stage 3 it is an ordinary one again. Nothing happens the second time."""
-        if self._is_open:
-            self._is_open = False
-            _open.discard(self)
-            gathering.unmark(self._engine)
+        stage 3 it is an ordinary one again. Nothing happens the second time. UsageError where it must not end now, as
+        inside of ``zero.GatheredParameters``: it goes on."""
+        if not self._is_open:
+            return
+        try:
             self._engine.close(restore=False)
+        finally:
+            if not self._engine.is_open:
+                self._is_open = False
+                _open.discard(self)
+                gathering.unmark(self._engine)
 
     def to(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the engine owns where and in which dtype the weights live."""
