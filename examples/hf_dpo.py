@@ -1,21 +1,24 @@
-"""Direct preference optimization with trl; the reference model is sharded like the one that learns:
+"""Direct preference optimization with trl; the reference model is sharded like the one that learns.
 
-    torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed examples/hf_dpo.py --stage 3
+    torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed \\
+        examples/hf_dpo.py --deepspeed examples/ds_zero3.json
     torchrun --nproc-per-node 2 examples/hf_dpo.py     # the same under DistributedDataParallel
 """
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from datasets import Dataset
-from hf_tiny import ds_config, make_model, make_tokenizer, parse, questions, show
+from hf_tiny import make_model, make_tokenizer, questions
 from trl import DPOConfig, DPOTrainer
 
 
-def main(stage: int | None, steps: int) -> None:
+def main(deepspeed: str | None, steps: int) -> None:
     arguments = DPOConfig(
         output_dir="runs/hf_dpo",
-        deepspeed=ds_config(stage),
+        deepspeed=deepspeed,
         beta=0.1,
         max_length=64,
         max_steps=steps,
@@ -24,11 +27,11 @@ def main(stage: int | None, steps: int) -> None:
         learning_rate=1e-3,
         max_grad_norm=1.0,
         logging_steps=1,
-        save_steps=steps,
+        save_steps=5,
         disable_tqdm=True,
-        report_to=[],
-        bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
+        bf16=False,  # trl's default is True where there is a GPU; with it shards compute in bf16, DDP under autocast
+        ddp_find_unused_parameters=False,
     )
     rows = questions()
     pairs = {
@@ -45,9 +48,11 @@ def main(stage: int | None, steps: int) -> None:
     )
     trainer.train()
     trainer.save_model()
-    show(trainer.state.log_history)
 
 
 if __name__ == "__main__":
-    options = parse()
-    main(options.stage, options.steps)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed", help="a DeepSpeed config; without it DistributedDataParallel")
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    main(options.deepspeed, options.steps)

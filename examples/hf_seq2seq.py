@@ -1,22 +1,37 @@
-"""An encoder and a decoder with Seq2SeqTrainer; evaluation generates, with the sharded model, on all ranks:
+"""An encoder and a decoder: ShardTrainerMixin before Seq2SeqTrainer; evaluation generates with the sharded model.
 
-    torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed examples/hf_seq2seq.py --stage 3
+    torchrun --nproc-per-node 2 examples/hf_seq2seq.py --stage 3
     torchrun --nproc-per-node 2 examples/hf_seq2seq.py     # the same under DistributedDataParallel
 """
 
 from __future__ import annotations
 
+import argparse
+from functools import partial
+
 import numpy as np
 import torch
-from hf_tiny import ds_config, make_tokenizer, parse, questions, show
-from transformers import DataCollatorForSeq2Seq, EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments
-from transformers import T5Config, T5ForConditionalGeneration, set_seed
+from hf_tiny import make_tokenizer, questions
+from transformers import (
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    set_seed,
+)
+
+from shardengine.integrations.transformers import ShardTrainerMixin
+
+
+class ShardSeq2SeqTrainer(ShardTrainerMixin, Seq2SeqTrainer):
+    """Any class that is derived from Trainer is sharded like this."""
 
 
 def main(stage: int | None, steps: int) -> None:
     arguments = Seq2SeqTrainingArguments(
         output_dir="runs/hf_seq2seq",
-        deepspeed=ds_config(stage),
         predict_with_generate=True,
         generation_max_length=12,
         max_steps=steps,
@@ -24,18 +39,17 @@ def main(stage: int | None, steps: int) -> None:
         learning_rate=5e-3,
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=steps,
-        save_steps=steps,
-        average_tokens_across_devices=False,  # where the loss is a mean over the batch, not over counted tokens
+        eval_steps=5,
+        save_steps=5,
         disable_tqdm=True,
-        report_to=[],
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
     )
     set_seed(0)
     tokenizer = make_tokenizer()
     shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     config = T5Config(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)
-    model = T5ForConditionalGeneration(config)
+    model = T5ForConditionalGeneration(config)  # from_pretrained(name)
 
     def compute_metrics(found: EvalPrediction) -> dict[str, float]:
         def texts(tokens: np.ndarray) -> list[str]:
@@ -45,7 +59,10 @@ def main(stage: int | None, steps: int) -> None:
         return {"exact": sum(map(str.__eq__, answers, expected)) / len(expected)}
 
     rows = [tokenizer(row["prompt"], text_target=row["completion"] + "</s>") for row in questions()]
-    trainer = Seq2SeqTrainer(
+    make = Seq2SeqTrainer
+    if stage is not None:
+        make = partial(ShardSeq2SeqTrainer, engine_config={"zero_optimization": {"stage": stage}})
+    trainer = make(
         model=model,
         args=arguments,
         train_dataset=rows,
@@ -55,10 +72,12 @@ def main(stage: int | None, steps: int) -> None:
         compute_metrics=compute_metrics,
     )
     trainer.train()
-    trainer.save_model()
-    show(trainer.state.log_history)
+    trainer.save_model()  # on every rank: whole weights, for from_pretrained
 
 
 if __name__ == "__main__":
-    options = parse()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="without it DistributedDataParallel")
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
     main(options.stage, options.steps)

@@ -1,38 +1,40 @@
-"""transformers' Trainer with a DeepSpeed config; without the door and --stage, the same under DistributedDataParallel:
+"""transformers' Trainer, and nothing of shardengine in the file: with the name deepspeed it runs as it is.
 
-    torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed examples/hf_trainer.py --stage 3
-    torchrun --nproc-per-node 2 examples/hf_trainer.py
+    torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed \\
+        examples/hf_trainer.py --deepspeed examples/ds_zero3.json
+    torchrun --nproc-per-node 2 examples/hf_trainer.py     # the same under DistributedDataParallel
 
-Both print the same losses. A checkpoint of either stage is resumed at any other one and with other ranks:
-``trainer.train(resume_from_checkpoint=True)``.
+Both log the same losses. A second run with ``--resume`` and more ``--steps`` goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from hf_tiny import ds_config, make_model, make_tokenizer, parse, questions, show
+from hf_tiny import make_model, make_tokenizer, questions
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 
-def main(stage: int | None, steps: int) -> None:
+def main(deepspeed: str | None, steps: int, resume: bool) -> None:
     arguments = TrainingArguments(  # before the model, as transformers asks for with DeepSpeed
         output_dir="runs/hf_trainer",
-        deepspeed=ds_config(stage),  # or the name of a JSON file
+        deepspeed=deepspeed,
         max_steps=steps,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         learning_rate=3e-3,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="constant_with_warmup",
         warmup_steps=2,
         weight_decay=0.1,
         max_grad_norm=1.0,
         eval_strategy="steps",
-        eval_steps=max(steps // 2, 1),
-        save_steps=max(steps // 2, 1),
-        logging_steps=max(steps // 10, 1),
+        eval_steps=5,
+        save_steps=5,
+        logging_steps=1,
         disable_tqdm=True,
-        report_to=[],
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
     )
     tokenizer, model = make_tokenizer(), make_model()
     rows = [tokenizer(row["prompt"] + row["completion"] + "</s>") for row in questions()]
@@ -44,11 +46,14 @@ def main(stage: int | None, steps: int) -> None:
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()  # on every rank: whole weights, for from_pretrained
-    show(trainer.state.log_history)
 
 
 if __name__ == "__main__":
-    options = parse()
-    main(options.stage, options.steps)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed", help="a DeepSpeed config; without it DistributedDataParallel")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    main(options.deepspeed, options.steps, options.resume)
