@@ -198,6 +198,8 @@ def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         logs += trainer.state.log_history
         assert made.shape[1] == 4 + 3 * rank
         stage = None if run.stage is None else 3 - run.stage
+        if stage is None:
+            vars(trainer.model).pop("_is_accelerate_prepared", None)  # predict() has set it
         trainer = make_trainer(replace(run, stage=stage), trainer.model)
         trainer.train()
         logs += trainer.state.log_history
