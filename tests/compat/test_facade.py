@@ -112,6 +112,68 @@ def test_micro_batches_may_stay_on_their_rank(stage: int, pools: Pools) -> None:
     pools(RANKS).run(without_synchronising, stage)
 
 
+def with_data(stage: int) -> list[list[int]]:
+    model, data = make_model(), [(torch.full((8,), float(number)), number) for number in range(22)]
+    config = {**config_of(stage), "train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": True}
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), training_data=data, config=config
+    )
+    assert loader is not None and len(loader) == 2 == len(list(loader))
+    seen = []
+    for x, numbers in loader:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        seen.append(numbers.tolist())
+    assert engine.global_steps == 1 and [numbers.tolist() for _, numbers in loader] == seen
+    loader.sampler.set_epoch(1)
+    assert [numbers.tolist() for _, numbers in loader] != seen
+    engine.destroy()
+    one, _, listed, _ = deepspeed.initialize(
+        model=model, training_data=data, collate_fn=list, config={**config_of(stage), "optimizer": {}}
+    )
+    assert len(listed) == 3 and isinstance(next(iter(listed)), list)
+    one.destroy()
+    return seen
+
+
+def test_a_loader_of_training_data_gives_every_rank_its_part(pools: Pools) -> None:
+    seen = [{number for batch in batches for number in batch} for batches in pools(RANKS).run(with_data, 3)]
+    assert [len(part) for part in seen] == [8, 8] and not seen[0] & seen[1]
+
+
+def asked(stage: int) -> None:
+    for section in ("fp16", "bf16", "fp32"):
+        more: dict[str, Any] = {} if section == "fp32" else {section: {"enabled": True}}
+        engine = make(stage, **more)
+        assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (section == "fp16", section == "bf16")
+        assert engine.global_rank == deepspeed.comm.get_rank()
+        assert engine.local_rank == deepspeed.comm.get_local_rank()
+        engine.tput_timer.update_epoch_count()
+        engine.destroy()
+
+
+def test_what_scripts_ask_of_ranks_and_precision(pools: Pools) -> None:
+    pools(RANKS).run(asked, 2)
+
+
+def test_modules_are_read_and_replaced_by_their_path() -> None:
+    inner = nn.Sequential(nn.Linear(1, 1))
+    model = nn.Sequential(inner)
+    helper, new = deepspeed.compression.helper, nn.Linear(1, 2)
+    assert helper.recursive_getattr(model, "0.0") is inner[0]
+    helper.recursive_setattr(model, "0.0", new)
+    assert inner[0] is new
+    helper.recursive_setattr(model, "0", new)
+    assert model[0] is new
+
+
+def test_random_numbers_are_seeded_by_the_accelerator() -> None:
+    deepspeed.get_accelerator().manual_seed_all(7)
+    first = torch.rand(3, device=deepspeed.get_accelerator().current_device_name())
+    deepspeed.get_accelerator().manual_seed_all(7)
+    assert torch.equal(torch.rand(3, device=deepspeed.get_accelerator().current_device_name()), first)
+
+
 def compiled(stage: int) -> None:
     losses = []
     for compiles in (False, True):

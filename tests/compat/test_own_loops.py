@@ -224,7 +224,7 @@ def test_a_model_that_an_engine_holds_is_taken_over(pools: Pools) -> None:
     [
         ({"model": "net"}, "expected model=, a torch module, got str"),
         ({"mpu": object()}, "mpu= is not available"),
-        ({"training_data": [1]}, "DistributedSampler"),
+        ({"training_data": iter([1])}, "expected training_data with a length"),
         ({"config": None}, "expected config="),
         ({"colour": 1}, "colour= is unknown"),
     ],

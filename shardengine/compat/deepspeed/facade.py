@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from shardengine.checkpoint import directory
-from shardengine.compat.deepspeed import checkpoints, foreign, gathering, processes
+from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
 from shardengine.engine import Engine
 from shardengine.engine import initialize as make_engine
 from shardengine.errors import UsageError
@@ -30,8 +31,6 @@ _open: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 _REFUSED = {
     "mpu": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
     "mesh_param": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
-    "training_data": "make a DataLoader with a torch DistributedSampler: the engine makes none",
-    "collate_fn": "make a DataLoader with a torch DistributedSampler: the engine makes none",
 }
 """Arguments of ``initialize`` that must be None, each with what to do."""
 _WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
@@ -46,22 +45,40 @@ def initialize(
     lr_scheduler: Any = None,
     config: Any = None,
     **others: Any,
-) -> tuple[DeepSpeedEngine, Any, None, Any]:
-    """Shard ``model`` as ``config`` says → (engine, its optimizer, None for a data loader, its scheduler); collective.
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """Shard ``model`` as ``config`` says → (engine, its optimizer, a data loader, its scheduler); collective.
 
     config: a dict or the path of a JSON file (also ``config_params=``, or ``args.deepspeed_config``) · optimizer: a
-    torch optimizer or a function from parameters to one; it counts before the config's, and so does ``lr_scheduler``.
+    torch optimizer or a function from parameters to one; it counts before the config's, and so does ``lr_scheduler`` ·
+    training_data: a dataset with a length, of which the loader gives every rank its part in micro-batches, shuffled
+    and in the same order each time unless ``loader.sampler.set_epoch`` is called; without it, the loader is None.
     An engine that holds the model already is destroyed. UsageError for arguments that are not available
-    (``training_data``, ``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
+    (``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
     """
     config = others.pop("config_params", None) if config is None else config
+    data, collate_fn = (others.pop(name, None) for name in ("training_data", "collate_fn"))
     _check(model, more, others)
     assert model is not None
+    if data is not None and not hasattr(data, "__len__"):
+        raise UsageError(
+            "deepspeed.initialize: expected training_data with a length, of which every rank takes its part, got "
+            f"{type(data).__name__}; make a DataLoader of your own"
+        )
     tree = foreign.written(config, args)
+    drops_last = data is not None and tree.pop("dataloader_drop_last", False)
     for before in [each for each in _open if each.module is model]:
         before.destroy()
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
-    return engine, engine.optimizer, None, engine.lr_scheduler
+    loader: DataLoader[Any] | None = None
+    if data is not None:
+        loader = DataLoader(
+            data,
+            engine.train_micro_batch_size_per_gpu(),
+            sampler=DistributedSampler(data, engine.world_size, engine.rank),
+            collate_fn=collate_fn,
+            drop_last=drops_last,
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None:
@@ -190,6 +207,29 @@ class DeepSpeedEngine(nn.Module):
     def config(self) -> dict[str, Any]:
         """The config as it was written."""
         return self._written
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine, as the launcher says."""
+        return processes.get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return self._engine.rank
+
+    @property
+    def tput_timer(self) -> helpers.NoTimer:
+        """What scripts tell where an epoch ends: nothing is timed."""
+        return helpers.NoTimer()
+
+    def fp16_enabled(self) -> bool:
+        """Whether the config trains in fp16; scripts cast their batches by it."""
+        return self._engine.config.fp16.enabled is True
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the config trains in bf16."""
+        return self._engine.config.bf16.enabled is True
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether weights are sharded."""
