@@ -112,35 +112,6 @@ def test_micro_batches_may_stay_on_their_rank(stage: int, pools: Pools) -> None:
     pools(RANKS).run(without_synchronising, stage)
 
 
-def with_data(stage: int) -> list[list[int]]:
-    model, data = make_model(), [(torch.full((8,), float(number)), number) for number in range(22)]
-    config = {**config_of(stage), "train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": True}
-    engine, _, loader, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), training_data=data, config=config
-    )
-    assert loader is not None and len(loader) == 2 == len(list(loader))
-    seen = []
-    for x, numbers in loader:
-        engine.backward(engine(x).square().mean())
-        engine.step()
-        seen.append(numbers.tolist())
-    assert engine.global_steps == 1 and [numbers.tolist() for _, numbers in loader] == seen
-    loader.sampler.set_epoch(1)
-    assert [numbers.tolist() for _, numbers in loader] != seen
-    engine.destroy()
-    one, _, listed, _ = deepspeed.initialize(
-        model=model, training_data=data, collate_fn=list, config={**config_of(stage), "optimizer": {}}
-    )
-    assert len(listed) == 3 and isinstance(next(iter(listed)), list)
-    one.destroy()
-    return seen
-
-
-def test_a_loader_of_training_data_gives_every_rank_its_part(pools: Pools) -> None:
-    seen = [{number for batch in batches for number in batch} for batches in pools(RANKS).run(with_data, 3)]
-    assert [len(part) for part in seen] == [8, 8] and not seen[0] & seen[1]
-
-
 def asked(stage: int) -> None:
     for section in ("fp16", "bf16", "fp32"):
         more: dict[str, Any] = {} if section == "fp32" else {section: {"enabled": True}}

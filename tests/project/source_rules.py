@@ -71,8 +71,8 @@ SLIVERS: Mapping[str, str] = {
     "runtime/prefetch_order.py": "an order of numbers, which is tested and counted without units",
 }
 """Modules below ``SLIVER_LINES`` that one file alone imports, each with the reason why it is no part of that file."""
-NOT_OURS = frozenset({"data", "grad"})
-"""Attributes of torch's tensors, which some class of ours has, too."""
+NOT_OURS = frozenset({"data", "grad", "lr_scheduler"})
+"""Attributes of torch's tensors and of Trainer, which some class of ours has, too."""
 
 FORBIDDEN_TEXT = {
     "a machine's path": re.compile(r"(?<![\w.~])/(?:work|root|home)(?:/|\b)"),
