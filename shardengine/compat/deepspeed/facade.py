@@ -219,6 +219,29 @@ class DeepSpeedEngine(nn.Module):
         """The config as it was written."""
         return self._written
 
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine, as the launcher says."""
+        return processes.get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return self._engine.rank
+
+    @property
+    def tput_timer(self) -> helpers.NoTimer:
+        """What scripts tell where an epoch ends: nothing is timed."""
+        return helpers.NoTimer()
+
+    def fp16_enabled(self) -> bool:
+        """Whether the config trains in fp16; scripts cast their batches by it."""
+        return self._engine.config.fp16.enabled is True
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the config trains in bf16."""
+        return self._engine.config.bf16.enabled is True
+
     def zero_optimization_partition_weights(self) -> bool:
         """Whether weights are sharded."""
         return foreign.shards_weights(self._written)
