@@ -191,6 +191,7 @@ class DeepSpeedEngine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients between two steps; inside of a window they stay, as under DeepSpeed."""
         if self._optimizer is not None:
+            self._live  # noqa: B018  (refuses)
             self._optimizer.zero_grad(set_to_none)
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -251,6 +252,17 @@ class DeepSpeedEngine(nn.Module):
         return foreign.gathers_on_save(self._written)
 
     # Saving and loading
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's, under "module.". UsageError at stage 3, unless all of it is gathered."""
+        try:
+            return super().state_dict(*args, **kwargs)
+        except UsageError as error:
+            raise UsageError(
+                "DeepSpeedEngine.state_dict() while the weights are sharded would hold NaN: call it on every rank "
+                "inside of `with deepspeed.zero.GatheredParameters(list(engine.parameters())):`, or save the weights "
+                "with engine.save_16bit_model(dir), on every rank, too"
+            ) from error
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         return self._live.state_dict(trainable_only=exclude_frozen_parameters)
