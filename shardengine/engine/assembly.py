@@ -360,11 +360,11 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
                 "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
             )
 
-    units = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}
+    places = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}
 
     def refuse_load(part: nn.Module) -> None:
         for parameter in part.parameters(recurse=False):
-            unit, index = units.get(id(parameter), (None, 0))
+            unit, index = places.get(id(parameter), (None, 0))
             if unit and unit.state is UnshardState.SHARDED and not (core.attachments.open or unit.is_summoned(index)):
                 raise UsageError(
                     "load_state_dict() while the weights are sharded would be lost: load it inside "

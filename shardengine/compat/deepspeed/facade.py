@@ -253,7 +253,7 @@ class DeepSpeedEngine(nn.Module):
 
     # Saving and loading
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's, under "module.". UsageError at stage 3, unless all of it is gathered."""
         try:
             return super().state_dict(*args, **kwargs)
