@@ -17,7 +17,7 @@ from shardengine.config import kinds
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
 from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, load_or_default
-from shardengine.config.reader import Source
+from shardengine.config.reader import Source, read_json
 from shardengine.config.schema import (
     KEYS,
     SECTIONS,
@@ -54,4 +54,5 @@ __all__ = [
     "load_or_default",
     "nearest",
     "plain",
+    "read_json",
 ]
