@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,19 @@ from torch import Tensor
 import shardengine
 from shardengine import Config, Engine
 from shardengine.config import read_json
-from shardengine.errors import CheckpointError, ShardEngineError, UsageError
+from shardengine.errors import CheckpointError, UsageError
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {},
     "bf16-true": {"bf16": {"enabled": True}},
     "16-true": {"fp16": {"enabled": True}},
     "bf16-mixed": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "16-mixed": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "16-mixed": {
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+        "fp16": {"enabled": False, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1},
+    },
 }
-"""What Lightning's ``precision`` is in the config."""
+"""What Lightning's ``precision`` is in the config; the loss scale is that of torch's GradScaler."""
 _OF_LIGHTNING = (
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
     "process_group_backend", "timeout", "start_method",
@@ -121,6 +124,7 @@ class ShardStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Make the engine: to train, or, with weights alone, to evaluate."""
+        self._end(restore=False)
         self.accelerator.setup(trainer)
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if self._layer_sync is not None:
@@ -143,17 +147,28 @@ class ShardStrategy(DDPStrategy):
             self._load(part, weights_only=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """The run ends with ``exception``, which nothing that follows may hide."""
+        """The run ends with ``exception``, which nothing that follows may hide or delay."""
         self._fails = True
 
     def teardown(self) -> None:
-        """The model is an ordinary one again, with whole weights, on the CPU."""
-        engine, self._engine = self._engine, None
+        """The model is an ordinary one again, with whole weights, on the CPU.
+
+        After an exception an engine of several ranks stays open until the next run: the others may wait in a collective
+        of the model's own, and would not help to gather weights.
+        """
         self.model = self.lightning_module
-        if engine is not None:
-            with suppress(ShardEngineError) if self._fails else nullcontext():
-                engine.close()
+        if self._fails and self.world_size > 1:
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            return
+        self._end(restore=True)
         super().teardown()
+
+    def _end(self, *, restore: bool) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(restore=restore)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -176,6 +191,11 @@ class ShardStrategy(DDPStrategy):
         else:
             self.engine.backward(loss, *args, divide=False, **kwargs)
         return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's: ``closure``, clipping, the engine's step, also of a window whose last batch gave no loss."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Checkpoints
 
@@ -201,6 +221,7 @@ class ShardStrategy(DDPStrategy):
         if self._engine is None or self._engine.optimizer is None:
             if resumes:
                 rank_zero_warn(f"{path} {_WITHOUT_STATES}")
+                checkpoint[_KEY] = {"tag": None, "full_weights": True}
         elif resumes or not self._full_weights:
             tag = f"step-{self._engine.global_steps:08d}"
             self._engine.save_checkpoint(_beside(path), tag)
@@ -216,7 +237,8 @@ class ShardStrategy(DDPStrategy):
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
         said, self._beside = checkpoint.get(_KEY), None
         if said is not None:
-            self._beside = _beside(Path(os.path.realpath(path))) / said["tag"]
+            if said["tag"] is not None:
+                self._beside = _beside(Path(os.path.realpath(path))) / said["tag"]
             checkpoint["optimizer_states"] = []  # Lightning asks whether they are there
         return checkpoint
 
@@ -240,6 +262,8 @@ class ShardStrategy(DDPStrategy):
         UsageError for a checkpoint of another strategy; CheckpointError where the part is missing or damaged.
         """
         if self._beside is None:
+            if _KEY in checkpoint:
+                raise UsageError(f"fit(ckpt_path=...): the file {_WITHOUT_STATES}")
             raise UsageError(
                 "fit(ckpt_path=...): expected a checkpoint of ShardStrategy, got one of another strategy, whose "
                 "optimizer states are not sharded; to begin anew with its weights, fit Model.load_from_checkpoint(path)"
@@ -298,10 +322,11 @@ def _with_what_the_trainer_knows(tree: dict[str, Any], trainer: Any, precision: 
         raise UsageError("gradient_clipping in config and Trainer(gradient_clip_val=...): expected one of them")
     wanted = _PRECISIONS[precision]
     for section in ("bf16", "fp16", "torch_autocast") if wanted else ():
-        said, ours = dict(tree.get(section, {})), wanted.get(section, {"enabled": False})
-        if any(said.get(key, "auto") not in ("auto", value) for key, value in ours.items()):
+        ours = wanted.get(section, {"enabled": False})
+        said = {key: value for key, value in dict(tree.get(section, {})).items() if value != "auto"}
+        if any(said.get(key, ours.get(key)) != ours.get(key) for key in ("enabled", "dtype")):
             raise UsageError(f"Trainer(precision={precision!r}) and {section} {said} in config: expected one of them")
-        tree[section] = said | ours
+        tree[section] = ours | said
     return tree
 
 
