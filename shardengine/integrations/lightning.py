@@ -76,6 +76,9 @@ class ShardStrategy(DDPStrategy):
     ConfigError for every problem of the config; UsageError for other arguments.
     """
 
+    optimizers: list[Any]
+    model: Any
+
     def __init__(
         self,
         config: Mapping[str, Any] | str | Path | Config | None = None,

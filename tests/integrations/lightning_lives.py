@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import tempfile
 import warnings
@@ -13,12 +15,13 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardengine.integrations.lightning import ShardStrategy
+from shardengine.integrations.lightning import _OF_LIGHTNING, ShardStrategy
 
 Say = Callable[[Any], None]
 
@@ -131,7 +134,8 @@ class Penalty(Net):
     """The loss reads a weight outside of its module's forward."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return super().training_step(batch, index) + 0.1 * self.blocks[0].weight.square().sum() * self.gain.sum()
+        block: Any = self.blocks[0]
+        return super().training_step(batch, index) + 0.1 * block.weight.square().sum() * self.gain.sum()
 
 
 class Normed(Net):
@@ -348,3 +352,27 @@ def misuse(say: Say, rank: int, ranks: int, store: str) -> None:
         "auto": lambda: trained(ShardStrategy({"train_batch_size": "auto", "gradient_clipping": "auto"}, 2)),
     }
     say({name: said_by(call) for name, call in calls.items()})
+
+
+_OURS = {"engine", "_load", "_end", "_tree", "_full_weights", "_left_out", "_beside", "_engine", "_fails", "__init__"}
+
+
+def missing(say: Say, _rank: int, _ranks: int, _store: str, path: str, more: list[str]) -> None:
+    """Names of Lightning that the strategy overrides, reads or calls, and that are not there."""
+    [strategy] = [node for node in ast.parse(Path(path).read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+    names = {node.name for node in strategy.body if isinstance(node, ast.FunctionDef)} - _OURS | set(more)
+    for node in ast.walk(strategy):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
+            names |= {node.attr} - _OURS
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    wanted: list[tuple[Any, str, list[str]]] = [
+        (DDPStrategy(), "DDPStrategy", sorted(names)),
+        (trainer, "Trainer", ["accumulate_grad_batches", "gradient_clip_val", "callbacks", "state", "fit_loop"]),
+        (trainer.fit_loop, "Trainer.fit_loop", ["_should_accumulate"]),
+        (Net(), "LightningModule", ["strict_loading", "automatic_optimization", "trainer", "backward"]),
+        (MixedPrecision("bf16-mixed", "cpu"), "MixedPrecision", ["scaler", "precision", "pre_backward"]),
+        (Precision(), "Precision", ["precision", "backward", "post_backward"]),
+    ]
+    lacks = [f"{owner}.{name}" for each, owner, found in wanted for name in found if name not in dir(each)]
+    accepted = inspect.signature(DDPStrategy.__init__).parameters
+    say(lacks + [f"DDPStrategy({name}=)" for name in _OF_LIGHTNING if name not in accepted])

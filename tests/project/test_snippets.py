@@ -26,7 +26,16 @@ from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("getting-started", "choosing-a-stage", "training-loop", "offload", "precision", "checkpoints", "migrating")
+NAMES = (
+    "getting-started",
+    "choosing-a-stage",
+    "training-loop",
+    "offload",
+    "precision",
+    "checkpoints",
+    "migrating",
+    "lightning",
+)
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 RANKS = 2
 GIVEN = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -41,7 +50,7 @@ def blocks(page: str, kind: str) -> list[str]:
 
 def is_script(block: str) -> bool:
     """Whether it stands alone."""
-    return "import shardengine\n" in block
+    return "\nimport shardengine" in block
 
 
 SCRIPTS = [(page, block) for page in PAGES for block in blocks(page, "python") if is_script(block)]
@@ -123,7 +132,8 @@ def test_the_pages_have_code() -> None:
 @pytest.mark.parametrize("index", range(len(SCRIPTS)), ids=lambda index: f"{SCRIPTS[index][0]}-{index}")
 def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: int) -> None:
     _, block = SCRIPTS[index]
-    if "shardengine.launch" not in block:
+    launches = "shardengine.launch" in block
+    if not launches and "lightning" not in block:
         pools(RANKS).run(run_script, block, str(tmp_path))
         assert "save_pretrained" not in block or list(tmp_path.rglob("model.safetensors"))
         return
@@ -133,6 +143,9 @@ def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: in
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
+    if not launches:
+        assert "`Trainer.fit` stopped" in done.stderr and list(tmp_path.rglob("*.ckpt.shards"))
+        return
     norms = json.loads(done.stdout)
     assert len(norms) == RANKS and norms[0] == norms[1]
 
