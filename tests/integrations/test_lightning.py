@@ -101,6 +101,12 @@ def test_buffers_are_rank_0s_and_norms_of_gradients_the_whole_ones(run: Run) -> 
         assert torch.allclose(first[0][2]["norm.running_mean"], sharded[2]["norm.running_mean"], atol=1e-6)
 
 
+def test_gradients_are_shown_after_the_last_backward_of_a_window(run: Run) -> None:
+    for found in run("stages", "Shows", {"accumulate_grad_batches": 3, "max_epochs": 1}):
+        for losses, *_ in found[1:]:
+            assert losses == [0, 0, 11, 0, 0, 11, 0, 0, 11, 0, 11]
+
+
 def test_a_window_whose_last_batch_gives_no_loss_is_stepped(run: Run) -> None:
     [[ddp, one, three]] = run("stages", "Skips", {"accumulate_grad_batches": 2}, ranks=1)
     assert_near(ddp, one)
