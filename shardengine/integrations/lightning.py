@@ -195,6 +195,12 @@ class ShardStrategy(DDPStrategy):
             self.engine.backward(loss, *args, divide=False, **kwargs)
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing: each micro-batch's gradients are added up where the stage has them. Lightning would call the
+        engine's ``no_sync``, as it does of all that has one, and whole gradients would rest on every rank."""
+        yield
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Lightning's: ``closure``, clipping, the engine's step, also of a window whose last batch gave no loss."""
         self.engine.set_gradient_accumulation_boundary(True)

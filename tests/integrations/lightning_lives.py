@@ -192,6 +192,21 @@ class OnMeta(Net):
                 self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
 
 
+def traffic(say: Say, rank: int, ranks: int, store: str) -> None:
+    """Per stage, (bytes that the last step sent, the formula's)."""
+    begin(rank, ranks, store)
+    found: list[tuple[int, int]] = []
+
+    class Counts(Net):
+        def on_train_end(self) -> None:
+            told = self.trainer.strategy.engine.traffic()
+            found.append((told["measured_bytes_last_step"], told["formula_bytes_per_step"]))
+
+    for stage in range(4):
+        trained(f"shardengine_stage_{stage}", Counts, accumulate_grad_batches=3, limit_train_batches=9)
+    say(found)
+
+
 def meta(say: Say, rank: int, ranks: int, store: str) -> None:
     begin(rank, ranks, store)
     say([trained(f"shardengine_stage_{stage}", OnMeta)[0] for stage in (2, 3)])

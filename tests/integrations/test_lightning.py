@@ -107,6 +107,11 @@ def test_gradients_are_shown_after_the_last_backward_of_a_window(run: Run) -> No
             assert losses == [0, 0, 11, 0, 0, 11, 0, 0, 11, 0, 11]
 
 
+def test_a_window_sends_what_its_stage_says(run: Run) -> None:
+    for found in run("traffic"):
+        assert len(found) == 4 and all(measured == formula > 0 for measured, formula in found)
+
+
 def test_a_window_whose_last_batch_gives_no_loss_is_stepped(run: Run) -> None:
     [[ddp, one, three]] = run("stages", "Skips", {"accumulate_grad_batches": 2}, ranks=1)
     assert_near(ddp, one)
