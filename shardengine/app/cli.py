@@ -63,9 +63,16 @@ def _train(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from shardengine.app import script
 
-    if not options.as_deepspeed or not (options.module or options.script):
-        raise UsageError("expected --as-deepspeed, and then SCRIPT or -m MODULE with its own arguments")
-    script.run(options.module or options.script, is_module=bool(options.module))
+    command = options.module or options.script
+    try:
+        if not options.as_deepspeed or not command:
+            raise UsageError("expected --as-deepspeed, and then SCRIPT or -m MODULE with its own arguments")
+        file = None if options.module else script.find(command[0])
+        script.prepare(children=options.children)
+    except UsageError as error:
+        print(f"shardengine run: {error}", file=sys.stderr)
+        return 2
+    script.run(command, file)
     return 0
 
 
@@ -169,9 +176,15 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "run",
         help="run a script that was written for DeepSpeed, as it is",
         description="Run a script or a module in this process; `import deepspeed` finds shardengine in it. It starts "
-        "no ranks: torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed SCRIPT ... does.",
+        "no ranks: torchrun --nproc-per-node 2 -m shardengine.run --as-deepspeed SCRIPT ... does, or "
+        "shardengine run --as-deepspeed --children accelerate launch --use_deepspeed ... SCRIPT ...",
     )
     command.add_argument("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardengine (needed)")
+    command.add_argument(
+        "--children",
+        action="store_true",
+        help="so it does in Python processes that SCRIPT starts: for launchers (accelerate launch ..., torchrun ...)",
+    )
     command.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE", help="a module and its arguments"
     )

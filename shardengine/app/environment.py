@@ -40,7 +40,7 @@ WHERE_SET = (
 """As are all of TORCH_NCCL_."""
 PRIVATE = (
     "MASTER_ADDR SLURM_JOB_NODELIST SLURM_STEP_NODELIST TORCHELASTIC_RUN_ID SHARDENGINE_CACHE SHARDENGINE_CONTROL_DIR "
-    "XDG_CACHE_HOME"
+    "PYTHONPATH XDG_CACHE_HOME"
 ).split()
 """Their values may name a machine or its user: only that they are set is told."""
 

@@ -17,7 +17,7 @@ from shardengine.config import kinds
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
 from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, load_or_default
-from shardengine.config.reader import Source, read_json
+from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_json
 from shardengine.config.schema import (
     KEYS,
     SECTIONS,
@@ -35,6 +35,8 @@ from shardengine.config.schema import (
 __all__ = [
     "KEYS",
     "NOT_CLIPPED",
+    "NO_EFFECT_BECAUSE",
+    "READ_AS",
     "SECTIONS",
     "TRIPLE",
     "AioConfig",

@@ -46,6 +46,9 @@ Source = Literal["file", "default", "auto", "derived"]
 _AUTOMATIC = (UNITS, PART)
 """Kinds of which "auto" is a value."""
 
+NO_EFFECT_BECAUSE, READ_AS = " has no effect, because ", " is read as "
+"""What stands in a notice between the key and the reason, and between its two names."""
+
 _ABSENT: Any = object()
 _OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
 
@@ -225,7 +228,7 @@ class Reader:
             if (switch := ALIAS_NEEDS.get(old)) is not None:
                 enabled = holder.get(switch.rpartition(".")[2])
                 if (self._auto.get(switch) if enabled == "auto" else enabled) is not True:
-                    self.notices.append(f"{old} has no effect, because {switch} is not true")
+                    self.notices.append(f"{old}{NO_EFFECT_BECAUSE}{switch} is not true")
                     continue
             value = ALIAS_VALUES[old](written) if old in ALIAS_VALUES else written
             section, _, leaf = new.rpartition(".")
@@ -241,7 +244,7 @@ class Reader:
             self.written[new] = old
             if new in SECTIONS or KEYS[new].status is not Status.NO_EFFECT:
                 changed = f": {json.dumps(value)}" if isinstance(written, bool) and value is not written else ""
-                self.notices.append(f"{old} is read as {new}{changed}")
+                self.notices.append(f"{old}{READ_AS}{new}{changed}")
 
     def _visit(self, tree: Mapping[str, Any], section: str) -> None:
         for name, value in tree.items():
@@ -272,7 +275,7 @@ class Reader:
         if key.status is Status.NO_EFFECT:
             asked = not is_off(value) if isinstance(value, Mapping) or not section else True
             if asked:
-                self.notices.append(f"{self._place(key.name)} has no effect, because {key.note}")
+                self.notices.append(f"{self._place(key.name)}{NO_EFFECT_BECAUSE}{key.note}")
             return
         if key.status is Status.REFUSED:
             if not is_off(value) and value not in key.default:
@@ -378,7 +381,7 @@ class Reader:
         self.sources.pop(dotted, None)
         fixed, owners, why = OPTIMIZER_FIXED.get(param, (None, (), ""))
         if param in OPTIMIZER_NO_EFFECT:
-            self.notices.append(f"{dotted} has no effect, because {OPTIMIZER_NO_EFFECT[param]}")
+            self.notices.append(f"{dotted}{NO_EFFECT_BECAUSE}{OPTIMIZER_NO_EFFECT[param]}")
         elif name not in owners:
             switch = ("adam_w_mode",) if name in ("Adam", "AdamW") else ()
             close = nearest(param, (*OPTIMIZERS[name], *OPTIMIZER_NO_EFFECT, *switch))

@@ -145,6 +145,7 @@ def _assemble(
         buffers = BufferSync(model, collectives)
         placing.place_buffers(model, collectives.mesh)
         buffers.broadcast(persistent_only=False)
+        collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
     step_state = StepState(
         Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks
     )

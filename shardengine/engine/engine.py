@@ -126,6 +126,7 @@ class Engine(Inspection):
         self._report = Report()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank, mesh.platform)
         attached.add(model)
+        self._is_open = True
         recovery.say_when_let_go(self._core.collectives)
 
     def _build(
@@ -570,7 +571,7 @@ class Engine(Inspection):
         config: that engine begins with the same bits, those of master weights included. CommunicationError where
         weights are sharded and another rank does not close its engine at this place.
         """
-        if self.module not in attached:
+        if not self.is_open:
             return
         self._core.step_state.require("close()" if restore else "close(restore=False)")
         alone = closing.part(self._core, saves=self._saves is not None)
@@ -586,6 +587,7 @@ class Engine(Inspection):
             finally:
                 self._monitors.close()  # they may ask the engine
                 attached.discard(self.module)
+                self._is_open = False
                 self.optimizer = None
                 self._give_back()
                 if self._saves is not None:

@@ -66,8 +66,14 @@ class Inspection:
     _lr_scheduler: Any
     _owns_scheduler: bool
     _buffers_sent: bool
+    _is_open: bool = False
     _saves: Any = None
     """What is written behind training (checkpoint.background.Background), from the first save on."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close()`` was not called yet."""
+        return self._is_open
 
     @property
     def device(self) -> torch.device:
@@ -239,7 +245,7 @@ class Inspection:
         return self._core.weight_bytes() + self._core.reducer.gradient_bytes() + states
 
     def _open_core(self) -> Core:
-        if self.module not in attached:
+        if not self.is_open:
             raise UsageError("this engine was closed: expected an open one; call shardengine.initialize again")
         return self._core
 

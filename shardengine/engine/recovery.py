@@ -31,7 +31,7 @@ from torch import nn
 
 from shardengine.comm import Collectives, Failures, Presence, compare, describe, meeting, run_on_all_ranks
 from shardengine.engine.core import Core
-from shardengine.engine.inspection import Inspection, attached
+from shardengine.engine.inspection import Inspection
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.other_engines import explain_arguments
@@ -146,7 +146,7 @@ def _reporting_with(engine: Inspection, call: str, context: AbstractContextManag
 @contextmanager
 def _reporting(engine: Inspection, call: str) -> Iterator[None]:
     """``Failures.reports_failure`` in a call of the engine. One rank may evaluate alone, so that is counted apart."""
-    if engine.module not in attached:
+    if not engine.is_open:
         yield  # closed: the call says so, and nobody waits for it
         return
     core = engine._core

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,7 @@ class _Reader:
             micro_steps=steps * self._micro_batches(steps, samples),
             loss_scale=self._loss_scale() if low else None,
             notes=self._notes,
+            client_state=self._client_state(),
         )
 
     def _count(self, key: str) -> int:
@@ -345,13 +346,30 @@ class _Reader:
         if scheduler:
             text = ", ".join(f"{key} {value}" for key, value in scheduler.items() if isinstance(value, int | float)) \
                 if isinstance(scheduler, Mapping) else ""  # fmt: skip
-            self._notes.append(f"learning-rate scheduler{f' ({text[:200]})' if text else ''}: its class is not named")
+            self._notes.append(
+                f"learning-rate scheduler{f' ({text[:200]})' if text else ''}: its class is not named; its state is in "
+                'the client state, as "lr_scheduler"'
+            )
         for key in ("data_sampler", "random_ltd"):
             if self._model.get(key):
                 self._notes.append(key)
-        extra = sorted(str(key)[:80] for key in self._model.keys() - _KNOWN)
+        extra = sorted(str(key)[:80] for key in self._model.keys() - _KNOWN if not _is_json(self._model[key]))
         if extra:
-            self._notes.append(f"client state: {', '.join(extra)}")
+            self._notes.append(f"client state that is no JSON: {', '.join(extra)}")
+
+    def _client_state(self) -> dict[str, Any]:
+        kept = {str(key): self._model[key] for key in self._model.keys() - _KNOWN if _is_json(self._model[key])}
+        scheduler = self._model.get("lr_scheduler")
+        return kept | ({"lr_scheduler": scheduler} if scheduler and _is_json(scheduler) else {})
+
+
+def _is_json(value: Any) -> bool:
+    """Whether ``value`` comes back the same from JSON, but for tuples, which become lists."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and isfinite(value))
 
 
 def _shapes(groups: list[Any], path: Path) -> Shapes:

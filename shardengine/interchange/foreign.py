@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Foreign:
 
     source: a phrase, "DeepSpeed 0.19.8, ZeRO stage 2, 2 ranks" · kind: the optimizer's class here, None: no optimizer
     state · groups: options of each group by torch's names, JSON only · notes: what was in it and is not taken over, and
-    what is assumed
+    what is assumed · client_state: what the program kept beside it, JSON only; a scheduler's state as "lr_scheduler"
     """
 
     source: str
@@ -66,6 +66,7 @@ class Foreign:
     micro_steps: int
     loss_scale: float | None
     notes: list[str]
+    client_state: dict[str, Any] = field(default_factory=dict)
 
 
 def whole_number(value: Any, what: str) -> int:

@@ -147,7 +147,7 @@ def _facts(foreign: Foreign) -> dict[str, Any]:
         "loss_scaler": _loss_scaler(foreign),
         "comm_hook": None,
         "counters": {"global_steps": steps, "global_samples": samples, "micro_steps": foreign.micro_steps},
-        "client_state": {},
+        "client_state": foreign.client_state,
     }
 
 

@@ -12,6 +12,7 @@ is over when ``copy`` returns, and all of this is empty.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -229,9 +230,13 @@ class Platform:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def free_cached(self) -> None:
-        """What torch keeps of the device's memory for its own later use is free for everybody."""
+        """What torch, or on a CPU malloc, keeps of the device's memory for its own later use is free for everybody."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        elif self.device.type == HOST.type:
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+            if trim is not None:
+                trim(0)
 
     def use_in_this_thread(self) -> None:
         """A new thread would take, and begin to use, the first device."""

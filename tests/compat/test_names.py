@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,39 @@ def test_a_module_is_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     said = run(arguments=("-m", "shardengine.run", "--as-deepspeed", "-m", "my_training", "--steps", "3"))
     assert "'--steps', '3'] __main__ True" in said
+
+
+PARENT = """
+import os, subprocess, sys
+child = "import deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))"
+subprocess.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"], check=True)
+print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True))
+"""
+
+
+def test_processes_that_a_script_starts_find_it_if_they_shall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
+    (tmp_path / "sitecustomize.py").write_text("print('the other sitecustomize')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(shardengine.__file__).parents[1])]))
+    command = ("-m", "shardengine", "run", "--as-deepspeed")
+    said = run(arguments=(*command, "--children", str(tmp_path / "parent.py")))
+    assert f"{table.VERSION} {table.VERSION}" in said and "the other sitecustomize" in said
+    assert "False" in said  # nothing is imported for those who do not ask
+    if importlib.util.find_spec("deepspeed") is None:
+        assert "ModuleNotFoundError" in run(arguments=(*command, str(tmp_path / "parent.py")))
+
+
+def test_a_command_on_the_path_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "launcher").write_text("#!/usr/bin/env python3\nimport deepspeed, sys; print(sys.argv[1:])")
+    (tmp_path / "launcher").chmod(0o755)
+    (tmp_path / "other").write_text("#!/bin/sh\n")
+    (tmp_path / "other").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "['--ranks', '2']" in run(arguments=("-m", "shardengine.run", "--as-deepspeed", "launcher", "--ranks", "2"))
+    for name, said in (("other", "expected a Python script"), ("nothing.py", "expected a Python file, or a command")):
+        command = [sys.executable, "-m", "shardengine.run", "--as-deepspeed", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_it_does_not_stand_in_for_one_that_is_there() -> None:

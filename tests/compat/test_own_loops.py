@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from torch import nn
 
 import shardengine
 import shardengine.compat.deepspeed as deepspeed
-from shardengine.errors import UsageError
+from shardengine.compat.deepspeed import client_state
+from shardengine.config import ZeroConfig
+from shardengine.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from tests.support import cases
 from tests.support.ranks import RankPool
 
@@ -224,7 +229,7 @@ def test_a_model_that_an_engine_holds_is_taken_over(pools: Pools) -> None:
     [
         ({"model": "net"}, "expected model=, a torch module, got str"),
         ({"mpu": object()}, "mpu= is not available"),
-        ({"training_data": [1]}, "DistributedSampler"),
+        ({"training_data": iter([1])}, "training_data: expected a data set with a length"),
         ({"config": None}, "expected config="),
         ({"colour": 1}, "colour= is unknown"),
     ],
@@ -232,6 +237,182 @@ def test_a_model_that_an_engine_holds_is_taken_over(pools: Pools) -> None:
 def test_arguments_of_initialize_that_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         deepspeed.initialize(**{"model": cases.make_mlp(), "config": config_of(0), **given})
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """0 to 10."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def shares(drop_last: bool) -> list[list[list[int]]]:
+    """The micro-batches of two epochs on this rank."""
+    config = {**config_of(1), "train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": drop_last}
+    engine, _, loader, _ = deepspeed.initialize(
+        model=make_model(), config=config, training_data=Numbers(), collate_fn=list
+    )
+    epochs = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        epochs.append(list(loader))
+    engine.destroy()
+    return epochs
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_training_data_becomes_a_loader_of_each_ranks_part(drop_last: bool, pools: Pools) -> None:
+    first, second = pools(RANKS).run(shares, drop_last)
+    for epoch in range(2):
+        seen = [first[epoch], second[epoch]]
+        assert [len(batch) for batch in seen[0]] == [len(batch) for batch in seen[1]] == ([4] if drop_last else [4, 2])
+        if not drop_last:
+            assert {row for batches in seen for batch in batches for row in batch} == set(range(11))
+    assert first[0] != first[1], "another epoch, another order"
+
+
+def keep(client: Any, folder: str) -> Any:
+    """Save with ``client`` and load in another engine; what came back."""
+    config = {**config_of(2), "gradient_accumulation_steps": 1}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    assert engine.save_checkpoint(folder, tag="here", client_state=client)
+    assert engine.save_checkpoint(folder, tag="here", client_state=client)  # replaces it
+    engine.destroy()
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    try:
+        return engine.load_checkpoint(folder)[1]
+    finally:
+        engine.destroy()
+
+
+ODD: dict[Any, Any] = {"epoch": 4, "best": torch.arange(3.0), "shape": (2, 3), 5: float("inf")}
+
+
+def test_a_client_state_that_is_not_json_comes_back(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(RANKS).run(keep, ODD, str(tmp_path)):
+        assert torch.equal(found.pop("best"), ODD["best"])
+        assert found == {key: value for key, value in ODD.items() if key != "best"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "latest", "zero_to_fp32.py"]
+    assert (tmp_path / "here" / client_state.FILE).is_file()
+
+
+def test_json_stays_in_the_index(tmp_path: Path) -> None:
+    assert keep({"epoch": 4, "best": [0.5, None]}, str(tmp_path)) == {"epoch": 4, "best": [0.5, None]}
+    assert not (tmp_path / "here" / client_state.FILE).exists()
+
+
+def test_classes_in_a_client_state_are_loaded_once_they_are_trusted(tmp_path: Path) -> None:
+    client = {"args": argparse.Namespace(lr=0.5)}
+    with pytest.raises(UsageError, match=r"torch\.serialization\.add_safe_globals"):
+        keep(client, str(tmp_path))
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert keep(client, str(tmp_path)) == client
+
+
+def test_a_client_state_file_that_is_lost_or_damaged_is_named(tmp_path: Path) -> None:
+    keep(ODD, str(tmp_path))
+    file = tmp_path / "here" / client_state.FILE
+    index = (tmp_path / "here" / "index.json").read_text(encoding="utf-8")
+    ((key, checksum),) = re.findall(r'"(sha256 of [^"]+)": *"(\w{64})"', index)
+    stored = {key: checksum}
+    assert client_state.found(stored, tmp_path / "here")["epoch"] == 4
+    file.rename(tmp_path / f".{checksum[:16]}-{client_state.FILE}")  # a program that was killed before it was moved
+    assert client_state.found(stored, tmp_path / "here")["epoch"] == 4
+    file.write_bytes(b"something else")
+    with pytest.raises(CheckpointError, match="damaged"):
+        client_state.found(stored, tmp_path / "here")
+    for each in (file, *tmp_path.glob(".*.pt")):
+        each.unlink()
+    with pytest.raises(CheckpointError, match="the file is missing"):
+        client_state.found(stored, tmp_path / "here")
+
+
+def cannot_be_kept(folder: str) -> str:
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config_of(1))
+    with pytest.raises((UsageError, MismatchError)) as raised:
+        engine.save_checkpoint(folder, client_state={"hook": lambda: None})
+    engine.destroy()
+    return str(raised.value)
+
+
+def test_what_cannot_be_pickled_is_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    said = pools(RANKS).run(cannot_be_kept, str(tmp_path))
+    assert "torch.save could not write it" in said[0] and "rank 0: UsageError: client_state.hook is function" in said[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gradient_clipping", "auto"), ("bf16", {"enabled": "auto"}), ("bfloat16", {"enabled": "auto"})],
+)
+def test_what_nobody_has_written_for_auto_is_an_error_where_results_depend_on_it(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match='"auto", which no framework has replaced'):
+        deepspeed.initialize(model=make_model(), config={**config_of(1), key: value})
+
+
+def test_of_a_model_that_is_not_trained_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = {**CONFIG, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}, "steps_per_print": float("inf")}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    assert not caplog.records
+    engine.destroy()
+
+
+def test_diagnostics_and_sizes_never_stop_a_training(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(3)
+    config |= {"steps_per_print": None, "_comment": 1, "wall_clock_breakdown": True, "zero_allow_untested_optimizer": 1}
+    config |= {"comment": "two", "flops_profiler": {"enabled": True}, "compile": {"deepcompile": False, "backend": "x"}}
+    config["zero_optimization"] |= {
+        "reduce_bucket_size": "auto",
+        "overlap_comm": "auto",
+        "stage3_gather_fp16_weights_on_model_save": True,
+        "stage3_max_live_parameters": "auto",
+        "cpu_offload_param": False,
+    }
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    for said in (
+        "- compile.backend has no effect: nothing is",
+        "- wall_clock_breakdown has no effect",
+        "- flops_profiler has no effect",
+        "reduce_bucket_size is",
+    ):
+        assert said in caplog.text, caplog.text
+    for key in ("_comment", "comment", "untested", "gather_fp16", "steps_per_print", "is read as"):
+        assert key not in caplog.text, key
+    assert caplog.text.count("DeepSpeed config") == len(caplog.records) == 1
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("shape", "written", "counts"),
+    [
+        ({"hidden_size": 64}, 64 * 64, ZeroConfig.reduce_bucket_size),
+        ({"hidden_sizes": [8, 64]}, 64 * 64, ZeroConfig.reduce_bucket_size),
+        ({"text_config": SimpleNamespace(hidden_size=64)}, 64 * 64, ZeroConfig.reduce_bucket_size),
+        ({"hidden_size": 64}, 4000, 4000),
+        ({"hidden_size": 8192}, 8192 * 8192, 8192 * 8192),
+        ({}, 64 * 64, 64 * 64),
+    ],
+)
+def test_the_square_of_the_hidden_size_is_nobodys_wish(shape: Any, written: int, counts: int) -> None:
+    model: Any = make_model()
+    model.config = SimpleNamespace(**shape)
+    config = config_of(3)
+    config["zero_optimization"] |= {"reduce_bucket_size": written}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert engine._engine.config.zero_optimization.reduce_bucket_size == counts
+    engine.destroy()
+
+
+def test_keys_with_dots_are_read_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    dotted = {"zero_optimization.stage3_prefetch_bucket_size": 921.6, "optimizer.params.lr": 7.0}
+    engine, *_ = deepspeed.initialize(model=make_model(), config={**config_of(3), **dotted})
+    assert engine.get_lr() == [1e-2]
+    assert "optimizer.params.lr has no effect" in caplog.text and "prefetch_bucket_size has" not in caplog.text
+    engine.destroy()
 
 
 def test_a_config_that_means_something_else_here(caplog: pytest.LogCaptureFixture) -> None:

@@ -227,6 +227,20 @@ def test_a_closed_engine_says_so_and_leaves_an_ordinary_model(stage: str) -> Non
     assert all(parameter.grad is not None for parameter in engine.module.parameters())
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_closing_an_engine_again_leaves_the_next_one_of_its_model_alone(stage: str) -> None:
+    engine = one_rank_engine(stage)
+    engine.close()
+    later = cases.make_engine(engine.module, cases.config_of(stage))
+    engine.close()
+    assert later.is_open and not engine.is_open
+    with pytest.raises(UsageError, match="closed"):
+        engine(torch.zeros(5, 7))
+    later.backward(cases.loss_of(later, 0, 0, 0))
+    later.step()
+    later.close()
+
+
 def forward_in_backward_out(engine: Any, step: int) -> None:
     with engine.full_params():
         loss = cases.loss_of(engine, step, 0, 0)

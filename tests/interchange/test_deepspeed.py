@@ -64,8 +64,11 @@ def test_every_value_is_what_deepspeed_says(name: str):
     order = [note for note in foreign.notes if "nothing else tells apart" in note]
     assert len(order) == (name == "stage0-fp32")
     assert foreign.notes == [
-        *order, "learning-rate scheduler (last_batch_iteration 2): its class is not named", "client state: epoch",
-    ]  # fmt: skip
+        *order,
+        "learning-rate scheduler (last_batch_iteration 2): its class is not named; its state is in the client state, "
+        'as "lr_scheduler"',
+    ]
+    assert foreign.client_state == {"epoch": 2, "lr_scheduler": {"last_batch_iteration": 2}}
 
 
 def engine_of(name: str, stage: str, ranks: int) -> shardengine.Engine:
@@ -216,7 +219,7 @@ def test_the_command_says_what_it_takes_over_and_what_not(tmp_path: Path, capsys
     text = capsys.readouterr().out
     for part in (
         f"imported DeepSpeed 0.19.8, ZeRO stage 3, 3 ranks: {out / 'step-00000003'}", "AdamW, groups: 2",
-        "10 parameters (float16, 2 frozen, 1 with several names), 2 buffers", "client state: epoch",
+        "10 parameters (float16, 2 frozen, 1 with several names), 2 buffers", '"lr_scheduler"',
         "how long the loss scale (256, imported) has held", "steps: 3, samples: 9",
     ):  # fmt: skip
         assert part in text

@@ -395,7 +395,11 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("engine/full_access.py", "full_optimizer_state", "optimizer.await_reader()"): PASSES_ON,
     ("engine/offload_states.py", "offload", "optimizer.await_reader()"): "so that the memory is free when it returns",
     ("engine/assembly.py", "_attach", "core.attachments.mark(model)"): "a mark on the model",
-    ("compat/deepspeed/facade.py", "DeepSpeedEngine.__init__", "gathering.mark(self._engine)"): "names on parameters",
+    (
+        "compat/deepspeed/facade.py",
+        "DeepSpeedEngine.__init__",
+        "gathering.mark(self._engine, sharded=foreign.shards_weights(tree))",
+    ): "names on parameters",
     ("checkpoint/background.py", "Background.await_copy", "self._copying.exception()"): COPIER,
     ("checkpoint/background.py", "Background.copy", "self.await_copy()"): COPIER,
     ("checkpoint/background.py", "Background.copy", "self._running[-2][1].exception()"): COPIER,

@@ -26,8 +26,9 @@ NO_FRONT_DOOR = ("interchange", "compat", "integrations", "app")
 """Packages of which the files are imported one by one: nobody needs all of them, and some need other libraries."""
 LAZY_IMPORTS_ALLOWED = ("app",)
 """Entries that may import our own package inside a function (so that ``--help`` and bad usage answer at once)."""
-LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ("engine/engine.py",)
-"""Single files with the same right, which may also look up: the engine loads `checkpoint/` at the first call."""
+LAZY_IMPORTS_EXCEPTIONS: tuple[str, ...] = ("engine/engine.py", "compat/for_children/sitecustomize.py")
+"""Single files with the same right, which may also look up: the engine loads `checkpoint/` at the first call, and what
+runs at the start of every Python process imports nothing before it is needed."""
 
 DATA_OPERATIONS = frozenset(
     "all_reduce all_reduce_coalesced reduce broadcast broadcast_object_list all_gather all_gather_object "
@@ -70,8 +71,8 @@ SLIVERS: Mapping[str, str] = {
     "runtime/prefetch_order.py": "an order of numbers, which is tested and counted without units",
 }
 """Modules below ``SLIVER_LINES`` that one file alone imports, each with the reason why it is no part of that file."""
-NOT_OURS = frozenset({"data", "grad"})
-"""Attributes of torch's tensors, which some class of ours has, too."""
+NOT_OURS = frozenset({"data", "grad", "lr_scheduler"})
+"""Attributes of torch's tensors and of Trainer, which some class of ours has, too."""
 
 FORBIDDEN_TEXT = {
     "a machine's path": re.compile(r"(?<![\w.~])/(?:work|root|home)(?:/|\b)"),

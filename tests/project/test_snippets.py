@@ -34,6 +34,7 @@ NAMES = (
     "precision",
     "checkpoints",
     "migrating",
+    "huggingface",
     "lightning",
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
@@ -50,7 +51,12 @@ def blocks(page: str, kind: str) -> list[str]:
 
 def is_script(block: str) -> bool:
     """Whether it stands alone."""
-    return "\nimport shardengine" in block
+    return "import shardengine\n" in block or is_of_framework(block)
+
+
+def is_of_framework(block: str) -> bool:
+    """Whether a framework starts the engine, and needs a launcher's variables for that."""
+    return "shardengine.integrations" in block
 
 
 SCRIPTS = [(page, block) for page in PAGES for block in blocks(page, "python") if is_script(block)]
@@ -132,8 +138,7 @@ def test_the_pages_have_code() -> None:
 @pytest.mark.parametrize("index", range(len(SCRIPTS)), ids=lambda index: f"{SCRIPTS[index][0]}-{index}")
 def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: int) -> None:
     _, block = SCRIPTS[index]
-    launches = "shardengine.launch" in block
-    if not launches and "lightning" not in block:
+    if "shardengine.launch" not in block and not is_of_framework(block):
         pools(RANKS).run(run_script, block, str(tmp_path))
         assert "save_pretrained" not in block or list(tmp_path.rglob("model.safetensors"))
         return
@@ -141,10 +146,14 @@ def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: in
     script.write_text(block, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script)]
+    if is_of_framework(block):
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        environment["ACCELERATE_USE_CPU"] = "true"
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    if not launches:
-        assert "`Trainer.fit` stopped" in done.stderr and list(tmp_path.rglob("*.ckpt.shards"))
+    if is_of_framework(block):
+        saved = "*.ckpt.shards" if "lightning" in block else "trained/model.safetensors"
+        assert list(tmp_path.rglob(saved))
         return
     norms = json.loads(done.stdout)
     assert len(norms) == RANKS and norms[0] == norms[1]

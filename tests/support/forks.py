@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import math
+import multiprocessing
 import os
 import pickle
 import select
@@ -36,10 +37,11 @@ NO_FILE_SYSTEM, NO_NETWORK = "no file system of its own", "no network of its own
 class Forks:
     """One process that forks others; not itself a thread, a group or an engine."""
 
-    def __init__(self) -> None:
-        context = fork_context()
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        """prepare: imports what the lives need, in a new process; None: what most tests need is imported."""
+        context: Any = fork_context() if prepare is None else multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process = context.Process(target=_serve, args=(theirs, prepare))
         self._process.start()
         assert self._pipe.poll(HANG_S), "the process that forks did not start"
         self._pipe.recv()
@@ -80,8 +82,10 @@ class Raised:
         self.text = text
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, prepare: Callable[[], None] | None) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if prepare is not None:
+        prepare()
     import torch
 
     import shardengine.checkpoint  # noqa: F401  # nobody has to import it again, nor what the first optimizer imports

@@ -4,6 +4,8 @@ table        every name that is provided or refused; modules that are made of it
 stand_in     ``import deepspeed`` finds this one, in one process
 facade       DeepSpeedEngine around our engine; initialize
 foreign      what of a config means something else there than here
+client_state what a program keeps beside a checkpoint
+checkpoints  DeepSpeed's own checkpoints, whole weights of ours
 gathering    zero.Init, GatheredParameters, what parameters carry
 processes    init_distributed and comm
 helpers      small functions of utils, checkpoint.utils and accelerator

@@ -12,6 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.checkpoint import directory
-from shardengine.compat.deepspeed import foreign, gathering, processes
+from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
+from shardengine.compat.deepspeed import client_state as client_states
+from shardengine.config import NOT_CLIPPED, Config, load_config
 from shardengine.engine import Engine
 from shardengine.engine import initialize as make_engine
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.optim import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
@@ -30,8 +33,6 @@ _open: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 _REFUSED = {
     "mpu": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
     "mesh_param": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
-    "training_data": "make a DataLoader with a torch DistributedSampler: the engine makes none",
-    "collate_fn": "make a DataLoader with a torch DistributedSampler: the engine makes none",
 }
 """Arguments of ``initialize`` that must be None, each with what to do."""
 _WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
@@ -43,25 +44,38 @@ def initialize(
     optimizer: Any = None,
     model_parameters: Any = None,
     *more: Any,
+    training_data: Any = None,
     lr_scheduler: Any = None,
     config: Any = None,
     **others: Any,
-) -> tuple[DeepSpeedEngine, Any, None, Any]:
-    """Shard ``model`` as ``config`` says → (engine, its optimizer, None for a data loader, its scheduler); collective.
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Shard ``model`` as ``config`` says → (engine, its optimizer, a data loader, its scheduler); collective.
 
     config: a dict or the path of a JSON file (also ``config_params=``, or ``args.deepspeed_config``) · optimizer: a
-    torch optimizer or a function from parameters to one; it counts before the config's, and so does ``lr_scheduler``.
-    An engine that holds the model already is destroyed. UsageError for arguments that are not available
-    (``training_data``, ``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
+    torch optimizer or a function from parameters to one; it counts before the config's, and so does ``lr_scheduler`` ·
+    training_data: a map-style data set, of which the data loader gives this rank's part in micro-batches of
+    ``collate_fn``; without one it is None. An engine that holds the model already is destroyed. UsageError for
+    arguments that are not available (``mpu``, ``mesh_param``), and as ``shardengine.initialize``.
     """
     config = others.pop("config_params", None) if config is None else config
+    collate_fn = others.pop("collate_fn", None)
     _check(model, more, others)
     assert model is not None
     tree = foreign.written(config, args)
     for before in [each for each in _open if each.module is model]:
         before.destroy()
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
-    return engine, engine.optimizer, None, engine.lr_scheduler
+    batches = None
+    if training_data is not None:
+        batches = helpers.data_loader(
+            training_data,
+            rank=engine.rank,
+            ranks=engine.world_size,
+            rows=engine.train_micro_batch_size_per_gpu(),
+            collate_fn=collate_fn,
+            drop_last=bool(tree.get("dataloader_drop_last", False)),
+        )
+    return engine, engine.optimizer, batches, engine.lr_scheduler
 
 
 def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None:
@@ -74,6 +88,19 @@ def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None
             raise UsageError(f"deepspeed.initialize: {name}= is unknown; expected config=, optimizer=, lr_scheduler=")
         if name in _REFUSED and value is not None:
             raise UsageError(f"deepspeed.initialize: {name}= is not available: {_REFUSED[name]}")
+
+
+def _tell(tree: dict[str, Any], told: list[str], *, trained: bool) -> Config | dict[str, Any]:
+    """Log all that is to be said of a config, on rank 0; the config, of which nothing is said any more."""
+    try:
+        config = load_config(tree)
+    except ConfigError:
+        return tree  # which the engine says, on every rank
+    notices = [each for each in config.notices if trained or each != NOT_CLIPPED]
+    said = foreign.message(told, notices, trained=trained)
+    if said and processes.get_rank() == 0:
+        _log.warning("of the DeepSpeed config:%s", said)
+    return replace(config, notices=())
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
@@ -108,15 +135,16 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         """As ``initialize``."""
         super().__init__()
-        tree, told = foreign.translate(config, optimizer=optimizer is not None, scheduler=lr_scheduler is not None)
+        tree, told = foreign.translate(
+            config, optimizer=optimizer is not None, scheduler=lr_scheduler is not None, model=model
+        )
         trained = optimizer is not None or "optimizer" in tree
-        if told and processes.get_rank() == 0:
-            _log.warning("of the config: %s", "; ".join(told))
+        quiet = _tell(tree, told, trained=trained)
         if model_parameters is not None and not isinstance(model_parameters, list):
             model_parameters = list(model_parameters)
         self._engine = make_engine(
             model,
-            tree,
+            quiet,
             optimizer=optimizer,
             model_parameters=model_parameters if trained and optimizer is None else None,
             lr_scheduler=lr_scheduler if trained else None,
@@ -128,8 +156,7 @@ class DeepSpeedEngine(nn.Module):
             self._optimizer = DeepSpeedOptimizer(self._engine.optimizer, self._was_skipped)
         self._is_open = True
         _open.add(self)
-        if foreign.shards_weights(tree):
-            gathering.mark(self._engine)
+        gathering.mark(self._engine, sharded=foreign.shards_weights(tree))
 
     @property
     def _live(self) -> Engine:
@@ -198,8 +225,7 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """What the config says; frameworks ask before they save whole weights."""
-        zero = self._written.get("zero_optimization", {})
-        return bool(zero.get("stage3_gather_16bit_weights_on_model_save", False))
+        return foreign.gathers_on_save(self._written)
 
     # Saving and loading
 
@@ -228,10 +254,13 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write one of our checkpoints to ``save_dir/tag``, by default ``global_step<N>``; collective. True.
 
-        client_state: JSON. It is always named in ``latest``.
+        client_state: a dict; what is not JSON is written by torch.save, by rank 0. It is always named in ``latest``.
         """
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
-        self._live.save_checkpoint(save_dir, name, client_state, frozen=not exclude_frozen_parameters)
+        with client_states.kept(save_dir, name, client_state) as kept:
+            self._live.save_checkpoint(save_dir, name, kept, frozen=not exclude_frozen_parameters)
+        if self._engine.rank == 0:
+            checkpoints.write_script(save_dir)
         return True
 
     def load_checkpoint(
@@ -246,7 +275,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint → (its directory, the client state); (None, None) where there is none at all.
 
-        Those of ``save_checkpoint``, at any stage and number of ranks. `shardengine import` reads DeepSpeed's own.
+        Those of ``save_checkpoint``, at any stage and number of ranks, and DeepSpeed's own.
         """
         if tag is None and not Path(load_dir, directory.LATEST).exists():
             _log.warning("load_checkpoint: %s has no file %r, nothing is loaded", load_dir, directory.LATEST)
@@ -259,10 +288,16 @@ class DeepSpeedEngine(nn.Module):
                 "load_checkpoint: load_lr_scheduler_states=False is not available in an engine with a scheduler; set "
                 "engine.lr_scheduler = None and step your own"
             )
-        found = self._live.load_checkpoint(
-            load_dir, None if tag is None else str(tag), strict=load_module_strict, weights_only=weights_only
-        )
-        return str(found.directory), found.client_state
+        with checkpoints.readable(load_dir, None if tag is None else str(tag)) as (folder, name, theirs):
+            strict = load_module_strict and not (theirs and self._engine.lr_scheduler is not None)
+            found = self._live.load_checkpoint(folder, name, strict=strict, weights_only=weights_only)
+        if not theirs:
+            return str(found.directory), client_states.found(found.client_state, found.directory)
+        client_state = dict(found.client_state)
+        saved = client_state.pop(checkpoints.SCHEDULER, None)
+        if load_lr_scheduler_states and not weights_only:
+            checkpoints.resume_schedule(self._engine, saved)
+        return str(checkpoints.place_of(load_dir, tag)), client_state
 
     # End
 

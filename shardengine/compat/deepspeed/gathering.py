@@ -24,7 +24,7 @@ from shardengine.engine import Engine
 from shardengine.errors import UsageError
 
 _held: Any = WeakIdKeyDictionary()
-"""Parameter → (the engine that shards it, weakly, and its name there)."""
+"""Parameter → (its engine, weakly, and its name there)."""
 _CARRIED = ("ds_id", "ds_numel", "ds_shape", "ds_status")
 _numbers = itertools.count()
 
@@ -75,7 +75,8 @@ class GatheredParameters:
                 f"zero.GatheredParameters: expected modifier_rank None or 0, got {modifier_rank}; write on rank 0"
             )
         given = [params] if isinstance(params, Tensor) else [each for each in params if each is not None]
-        self._wanted = [each for each in given if _holder_of(each) is not None] if enabled else []
+        sharded = [each for each in given if hasattr(each, _CARRIED[0]) and _holder_of(each) is not None]
+        self._wanted = sharded if enabled else []
         self._writable = modifier_rank is not None
         self._inside = ExitStack()
 
@@ -123,12 +124,13 @@ def register_external_parameter(_module: nn.Module, _parameter: Tensor) -> None:
     """Nothing: a parameter that another module uses is gathered for it anyhow."""
 
 
-def mark(engine: Engine) -> None:
-    """The parameters of ``engine`` are sharded: they say so from now on."""
+def mark(engine: Engine, *, sharded: bool) -> None:
+    """The parameters of ``engine`` are found by it from now on; where they are sharded, they say so."""
     for name, parameter in engine.module.named_parameters():
         _held[parameter] = (weakref.ref(engine), name)
-        values = (next(_numbers), parameter.numel(), parameter.shape, ZeroParamStatus.NOT_AVAILABLE)
-        vars(parameter).update(zip(_CARRIED, values, strict=True))
+        if sharded:
+            values = (next(_numbers), parameter.numel(), parameter.shape, ZeroParamStatus.NOT_AVAILABLE)
+            vars(parameter).update(zip(_CARRIED, values, strict=True))
 
 
 def unmark(engine: Engine) -> None:
@@ -166,8 +168,8 @@ def _holder(param: Tensor, call: str) -> tuple[Engine, str]:
     holder = _holder_of(param)
     if holder is None:
         raise UsageError(
-            f"deepspeed.{call}: expected a parameter of an engine at stage 3; at other stages weights and "
-            "gradients are whole, and engine.full_optimizer_state() has the states"
+            f"deepspeed.{call}: expected a parameter of an engine that was not destroyed, got a tensor of shape "
+            f"{tuple(param.shape)} that no engine has"
         )
     return holder
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
+from shardengine.errors import UsageError
 from shardengine.optim import Lion
 
 logger = logging.getLogger("shardengine.compat.deepspeed")
@@ -56,14 +58,49 @@ def DeepSpeedCPULion(model_params: Any, lr: float = 1e-3, **options: Any) -> tor
     return Lion(model_params, lr=lr, **options)
 
 
+# Data
+
+
+def data_loader(
+    data: Any,
+    *,
+    rank: int,
+    ranks: int,
+    rows: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    drop_last: bool,
+) -> DataLoader[Any]:
+    """Micro-batches of ``rows`` of the map-style data set ``data``, shuffled, of which each rank sees its part.
+
+    Its ``sampler.set_epoch(n)`` shuffles anew. UsageError for data without a length or without items by index.
+    """
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise UsageError(
+            "deepspeed.initialize: training_data: expected a data set with a length and items by index, got "
+            f"{type(data).__name__}; make a DataLoader over it yourself, of this rank's part"
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=ranks, rank=rank)
+    return DataLoader(
+        data,
+        batch_size=rows,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
 # Modules and tensors
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[type[nn.Module] | str]) -> list[nn.Module]:
-    """The modules of ``model`` of these classes. Nothing else: a module whose parts a rank chooses among is gathered as
-    one as it is, and ``zero_optimization.units`` in the config names others."""
+    """The modules of ``model`` of these classes, with the mark that frameworks look for. It has no effect: a module
+    of whose parts each rank uses others is gathered as one anyhow, and ``zero_optimization.units`` names more."""
     names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
-    return [module for module in model.modules() if type(module).__name__ in names]
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    for module in found:
+        vars(module)["_z3_leaf"] = True
+    return found
 
 
 def constructor_as_it_is(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ def init_distributed(
     rendezvous.join()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if init_method is not None:  # which, unlike env://, says of no process which one it is
+        given |= {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
     dist.init_process_group(backend, init_method=init_method, **given)
 
 

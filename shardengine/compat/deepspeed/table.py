@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardengine.compat.deepspeed import facade, gathering, helpers, processes
+from shardengine.compat.deepspeed import checkpoints, facade, gathering, helpers, processes
 from shardengine.errors import UsageError
 from shardengine.version import __version__
 
@@ -59,8 +59,8 @@ REFUSED: dict[str, str] = {
     "utils.safe_set_full_fp32_param": _WRITING,
     "utils.safe_set_full_optimizer_state": "the engine's `full_optimizer_state(writable=True)` takes what is written",
     "utils.safe_set_full_grad": "the engine's `full_grads(writable=True)` takes what is written",
-    "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": "`shardengine export` writes whole weights",
-    "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": "`shardengine export` writes whole weights",
+    "utils.zero_to_fp32.get_model_state_file": "`shardengine export` writes whole weights",
+    "utils.zero_to_fp32.get_optim_files": "`shardengine export` writes whole weights",
     "checkpointing.checkpoint": _RECOMPUTATION,
     "checkpointing.configure": _RECOMPUTATION,
 }
@@ -109,6 +109,8 @@ PROVIDED: dict[str, Any] = {
     "utils.safe_get_full_fp32_param": gathering.safe_get_full_fp32_param,
     "utils.safe_get_full_grad": gathering.safe_get_full_grad,
     "utils.safe_get_full_optimizer_state": gathering.safe_get_full_optimizer_state,
+    "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": checkpoints.get_fp32_state_dict_from_zero_checkpoint,
+    "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": checkpoints.load_state_dict_from_zero_checkpoint,
     "checkpoint.utils.clone_tensors_for_torch_save": helpers.clone_tensors_for_torch_save,
     "ops.adam.DeepSpeedCPUAdam": helpers.DeepSpeedCPUAdam,
     "ops.adam.FusedAdam": helpers.FusedAdam,

@@ -1,0 +1,138 @@
+"""Checkpoints as DeepSpeed's users know them: its own are resumed where they lie; whole fp32 weights from ours.
+
+Owns: what lies beside a checkpoint, what is read in its place. Must not know: how an engine saves and loads.
+
+[Note: In place] One of DeepSpeed's is imported by rank 0 into a folder beside it, loaded from there by all ranks, and
+the folder is removed. Its scheduler's state is taken over by the one that the engine has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.checkpoint import directory
+from shardengine.compat.deepspeed import processes
+from shardengine.engine import Engine
+from shardengine.errors import CheckpointError
+from shardengine.interchange import deepspeed, weight_files, writing
+from shardengine.interchange.stored import Stored, choose, find
+from shardengine.sharding import WEIGHT
+
+_IMPORTED = "imported-by-shardengine"
+SCHEDULER = "lr_scheduler"
+"""Under which name of an imported client state the state of a scheduler is."""
+_SCRIPT = '''"""Write the whole fp32 weights of this checkpoint: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR."""
+import sys; from shardengine.app.cli import main; sys.exit(main(["export", "--format", "safetensors", "--dtype", "fp32", *sys.argv[1:]]))
+'''  # noqa: E501
+
+
+def write_script(save_dir: str | Path) -> None:
+    """``zero_to_fp32.py``, where DeepSpeed's users look for it. Rank 0's."""
+    Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
+
+
+@contextmanager
+def readable(load_dir: str | Path, tag: str | None) -> Iterator[tuple[Path, str | None, bool]]:
+    """Yield (directory, tag, whether it was DeepSpeed's) of a checkpoint that an engine loads; collective.
+
+    CheckpointError on every rank where one of DeepSpeed's cannot be imported.
+    """
+    folder = Path(load_dir)
+    place = _theirs(folder, tag)
+    if place is None:
+        yield folder, tag, False
+        return
+    work, name = folder / _IMPORTED, "checkpoint"
+    problem: Exception | None = None
+    if processes.get_rank() == 0:
+        try:
+            shutil.rmtree(work, ignore_errors=True)
+            os.mkdir(work)
+            writing.write(deepspeed.read(place), work, name)
+        except Exception as error:
+            problem = error
+    try:
+        processes.barrier()
+        if problem is not None:
+            raise CheckpointError(
+                f"{place}, which DeepSpeed has written, could not be imported into {work}: {problem}. `shardengine "
+                "import SOURCE OUT` writes to another place"
+            ) from problem
+        if not (work / name).is_dir():
+            raise CheckpointError(f"{place}, which DeepSpeed has written, could not be imported: rank 0 says why")
+        yield work, name, True
+        processes.barrier()
+    finally:
+        if processes.get_rank() == 0:
+            with suppress(OSError):
+                shutil.rmtree(work)
+
+
+def _theirs(folder: Path, tag: str | None) -> Path | None:
+    """The checkpoint, if DeepSpeed has written it; beside it ours may lie."""
+    place = place_of(folder, tag)
+    return place if next(place.glob("*_model_states.pt"), None) is not None else None
+
+
+def place_of(load_dir: str | Path, tag: str | int | None) -> Path:
+    """Where the checkpoint lies that was loaded."""
+    name = directory.latest(Path(load_dir)) if tag is None else str(tag)
+    return Path(load_dir) if name is None else Path(load_dir, name)
+
+
+def resume_schedule(engine: Engine, saved: Any) -> None:
+    """The scheduler of ``engine`` goes on from the state that DeepSpeed has written."""
+    scheduler = engine.lr_scheduler
+    if scheduler is None or not isinstance(saved, dict):
+        return
+    steps = saved.get("last_batch_iteration")
+    if steps is not None:  # of one that the config names
+        saved = {"last_epoch": steps, "_step_count": steps + 1}  # the rates of this moment, which it has saved, too
+    scheduler.load_state_dict({**scheduler.state_dict(), **saved})
+
+
+# Whole weights, in fp32
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Every weight and buffer of a checkpoint, ours or DeepSpeed's, whole, weights in fp32. No engine, no ranks.
+
+    tag: None: the newest · exclude_frozen_parameters: without them · lazy_mode: no effect. CheckpointError: damaged.
+    """
+    folder = Path(checkpoint_dir)
+    theirs = _theirs(folder, tag)
+    if theirs is not None:
+        foreign = deepspeed.read(theirs)
+        kept = [each for each in foreign.parameters if each.trainable or not exclude_frozen_parameters]
+        return dict(foreign.buffers) | {name: each.read(WEIGHT).float() for each in kept for name in each.names}
+    place = choose(find(folder if tag is None else folder / tag))[0]
+    with Stored(place) as stored:
+        rows = {row["names"][0]: row for row in stored.parameters}
+        state: dict[str, Tensor] = {}
+        for output in weight_files.weights(stored, torch.float32):
+            row = rows.get(output.name)
+            if row is None or row["trainable"] or not exclude_frozen_parameters:
+                values = weight_files.rounded(stored.whole(output.origin, output.state), output.dtype, output.name)
+                state |= dict.fromkeys([output.name] if row is None else row["names"], values)
+    return state
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """``model`` on the CPU, with the weights of a checkpoint, and no engine."""
+    model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model

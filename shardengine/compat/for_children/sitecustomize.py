@@ -1,0 +1,44 @@
+"""Python runs this file when it starts, if its folder is in PYTHONPATH: `shardengine run --as-deepspeed --children`.
+
+Owns: that a process which was started by another one finds shardengine as deepspeed. It imports nothing of shardengine
+until somebody asks for deepspeed, or loads the part of accelerate that has to be changed. Another sitecustomize of the
+path runs, too.
+"""
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import sys
+
+
+class _Later(importlib.metadata.DistributionFinder):
+    """Gives its place to ``stand_in``'s finder when that is needed."""
+
+    def _make_way(self):  # type: ignore[no-untyped-def]
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            from shardengine.compat.deepspeed import stand_in
+
+            stand_in.install()
+        return sys.meta_path[0]
+
+    def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
+        """Of ``deepspeed`` and ``accelerate.state``."""
+        if fullname.partition(".")[0] == "deepspeed" or fullname == "accelerate.state":
+            return self._make_way().find_spec(fullname, path, target)
+        return None
+
+    def find_distributions(self, context=None):  # type: ignore[no-untyped-def]
+        """Of deepspeed alone."""
+        if context is None or context.name != "deepspeed":
+            return []
+        return self._make_way().find_distributions(context)
+
+
+sys.meta_path.insert(0, _Later())
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_others = [folder for folder in sys.path if os.path.abspath(folder) != _here]
+if (_spec := importlib.machinery.PathFinder.find_spec("sitecustomize", _others)) and _spec.loader:
+    _spec.loader.exec_module(importlib.util.module_from_spec(_spec))

@@ -1,0 +1,459 @@
+"""ShardAccelerator: accelerate's Accelerator with one of our engines where that would wrap a model in DDP.
+
+Owns: what accelerate's calls mean for an engine. Must not know: Trainer; the engine behind its public surface.
+
+[Note: Who says what] accelerate knows where a window ends (``sync_gradients``) and divides losses by its accumulation
+steps; the engine is told the one and leaves the other. It clips when it steps, to what ``clip_grad_norm_`` was given.
+
+[Note: Precision] ``mixed_precision`` means what it means to accelerate: autocast, over weights in the model's dtype.
+accelerate wraps the model's forward for it, so that evaluation of the bare model is under autocast as well; the engine
+is told (``torch_autocast``), because it scales the loss of fp16. Where the config says ``bf16`` or ``fp16``, weights
+are in that dtype and there is no autocast.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import DistributedType
+from accelerate.utils import MODEL_NAME, is_compiled_module
+from torch import Tensor, nn
+
+from shardengine.config import TRIPLE, Config, load_config, read_json
+from shardengine.engine import Engine, initialize
+from shardengine.errors import UsageError
+
+_log = logging.getLogger(__name__)
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+"""accelerate's mixed_precision → dtype of autocast."""
+_TOTAL, _MICRO, _STEPS = TRIPLE
+_TOGETHER = "expected the model and its optimizer in one call, as in accelerator.prepare(model, optimizer, ...)"
+_made: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class ConfigOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer of the engine's config until ``prepare``. params: as of any torch optimizer; options
+    that a group sets itself, for example ``weight_decay``, count before the config's."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+
+class ShardOptimizer(AcceleratedOptimizer):
+    """The optimizer of an engine, as ``prepare`` returns it: it acts at the end of a window, not before."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine = engine
+
+    def step(self, closure: Any = None) -> None:
+        """Clip and step, where accelerate says that the window ends; nothing elsewhere."""
+        if self.gradient_state.sync_gradients:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            self.engine.step(flush=True)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was, because gradients were not finite."""
+        return self.engine.global_steps > 0 and not self.engine.was_step_applied()
+
+
+class ShardAccelerator(Accelerator):
+    """accelerate's Accelerator, which shards models by our engine instead of replicating them by DDP.
+
+    ``prepare`` returns the engine in the place of a model; everything else is accelerate's. The model and its optimizer
+    are prepared in one call; a model alone is sharded for inference. A model that an engine of an earlier ``prepare``
+    holds is taken over by the new one.
+    """
+
+    engine_config: dict[str, Any]
+    gradient_accumulation_steps: int
+    _models: list[Any]
+    _optimizers: list[Any]
+    _auto: dict[str, Any]
+    _unsynchronised = 0
+    _saving: dict[str, Any] | None = None
+    _told_of_clipping = False
+
+    def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+        """engine_config: the engine's config, a dict or the path of a JSON file. Sizes and precision that it leaves
+        out, or that are "auto", are accelerate's. Everything else is as of ``accelerate.Accelerator``.
+
+        ConfigError with every problem of the config; UsageError where accelerate was started for another engine.
+        """
+        super().__init__(*args, **kwargs)
+        self._begin(engine_config, {})
+
+    @classmethod
+    def adopt(
+        cls, accelerator: Accelerator, engine_config: Mapping[str, Any] | str | Path | None, auto: Mapping[str, Any]
+    ) -> ShardAccelerator:
+        """``accelerator``, which has prepared nothing yet, as one of ours. auto: dotted name → what counts where the
+        config says "auto"."""
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, ShardAccelerator)
+        accelerator._begin(engine_config, auto)
+        return accelerator
+
+    def _begin(self, engine_config: Mapping[str, Any] | str | Path | None, auto: Mapping[str, Any]) -> None:
+        if self.distributed_type not in _KINDS:
+            raise UsageError(
+                f"ShardAccelerator: accelerate was started for {self.distributed_type.value}; expected no DeepSpeed, "
+                "FSDP or other plugin, for example by `torchrun` or `accelerate launch --multi_gpu`"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else self.num_processes
+        if ranks != self.num_processes:
+            raise UsageError(
+                f"ShardAccelerator: accelerate knows of {self.num_processes} processes, torch.distributed of {ranks}; "
+                "expected a launcher that sets LOCAL_RANK, for example torchrun, or no process group made before"
+            )
+        self.engine_config = written(engine_config)
+        self._auto = dict(auto)
+        self.scaler = None  # the engine scales
+        checkpoint = self.engine_config.get("checkpoint")
+        if isinstance(checkpoint, dict) and checkpoint.pop("async_save", False) and self.is_main_process:
+            _log.warning("checkpoint.async_save is left off: checkpoints are moved as soon as they are saved")
+        config = self._config(1).resolve_batch(self.num_processes)
+        steps = config.gradient_accumulation_steps or 1
+        if not self._auto and self.gradient_accumulation_steps == 1:
+            self.gradient_accumulation_steps = steps
+        sizes = {_STEPS: self.gradient_accumulation_steps, **{name: auto[name] for name in TRIPLE if name in auto}}
+        for name, size in sizes.items():
+            if getattr(config, name) != size:
+                raise UsageError(
+                    f'engine_config: expected {name} to be {size}, as the program\'s arguments say, or "auto", got '
+                    f"{getattr(config, name)}"
+                )
+        self._settle_precision(config)
+
+    def _config(self, micro_batch: int, *, optimizer: bool = True, trains: bool = True) -> Config:
+        """The engine's config with accelerate's sizes and precision. micro_batch: samples per rank in one · optimizer:
+        whether the config's counts · trains: whether there is any."""
+        tree = copy.deepcopy(self.engine_config)
+        mixed = str(self.state.mixed_precision)
+        if mixed not in _AUTOCAST:
+            raise UsageError(f"ShardAccelerator: mixed_precision {mixed!r} is not available; expected no, bf16 or fp16")
+        auto = {_MICRO: micro_batch, _STEPS: self.gradient_accumulation_steps, **self._auto}
+        auto |= {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
+        given = [name for name in TRIPLE if tree.get(name, "auto") != "auto"]
+        for name in TRIPLE:
+            if name not in given:
+                tree.pop(name, None)  # it follows from two others
+        if _TOTAL not in given or _MICRO not in given:
+            tree.setdefault(_STEPS, "auto")
+        if _TOTAL not in given:
+            tree.setdefault(_MICRO, "auto")
+        if not {"bf16", "fp16", "torch_autocast"} & tree.keys() and _AUTOCAST[mixed] is not None:
+            tree["torch_autocast"] = {"enabled": True, "dtype": _AUTOCAST[mixed]}
+        if not optimizer:
+            tree.pop("optimizer", None)
+        if not trains:
+            tree.pop("scheduler", None)
+        return load_config(tree, auto)
+
+    def _settle_precision(self, config: Config) -> None:
+        """[Note: Precision]."""
+        autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else None
+        expected = _AUTOCAST[str(self.state.mixed_precision)]
+        if autocast is not None and autocast != expected:
+            raise UsageError(
+                f"engine_config: torch_autocast in {autocast} needs the same mixed_precision, so that evaluation is "
+                f"under autocast, too; got {self.state.mixed_precision!r}"
+            )
+        self.native_amp = autocast is not None
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's; an engine comes back for a model, and for its optimizer one that steps shards.
+
+        Collective. UsageError for a model and an optimizer that come in two calls, and for several optimizers over one
+        model; and as ``shardengine.initialize``.
+        """
+        models = [each for each in args if isinstance(each, nn.Module)]
+        held = {each.engine.module: each.engine for each in args if isinstance(each, ShardOptimizer)}
+        if not all(engine.is_open for engine in held.values()):
+            raise UsageError("prepare: expected a new torch optimizer, got one whose engine was closed")
+        batch = next((size for size in map(self._batch_size, args) if size), None)
+        optimizers = self._pair(models, args)
+        made: dict[int, Any] = {}
+        for model in models:
+            if model in held:
+                made[id(model)] = held[model]
+                continue
+            optimizer = optimizers.get(model)
+            engine = made[id(model)] = self._shard(model, optimizer, batch)
+            if optimizer is not None:
+                made[id(optimizer)] = ShardOptimizer(engine)
+                made[id(optimizer)]._is_accelerate_prepared = True
+        result = [made.get(id(each), each) for each in args]
+        for each in result:
+            engine = each.engine if isinstance(each, ShardOptimizer) else each
+            if isinstance(engine, Engine) and engine not in self._models:
+                self._models.append(engine)
+        return super().prepare(*result, device_placement=device_placement)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """An engine for ``model``, without an optimizer; with ``evaluation_mode`` the model itself, whole on every
+        rank, as accelerate leaves it then."""
+        if evaluation_mode or isinstance(model, Engine):
+            return super().prepare_model(model, device_placement, evaluation_mode) if evaluation_mode else model
+        return self.prepare(model)
+
+    def _pair(self, models: list[nn.Module], args: Iterable[Any]) -> dict[nn.Module, torch.optim.Optimizer]:
+        """Which optimizer steps which of ``models``."""
+        pairs: dict[nn.Module, torch.optim.Optimizer] = {}
+        parameters = {model: set(map(id, model.parameters())) for model in models}
+        prepared = {id(p) for engine in self._engines() for p in engine.module.parameters()}
+        for each in args:
+            if not isinstance(each, torch.optim.Optimizer) or isinstance(each, AcceleratedOptimizer):
+                continue
+            stepped = _parameters_of(each)
+            owners = [model for model, own in parameters.items() if own & stepped]
+            if len(owners) > 1 or any(owner in pairs for owner in owners):
+                raise UsageError("prepare: expected one optimizer for each model, all of whose parameters are in it")
+            if not owners and stepped & prepared:
+                raise UsageError(f"prepare: the optimizer is over a model that was prepared before it; {_TOGETHER}")
+            pairs |= dict.fromkeys(owners, each)
+        for own in parameters.values():
+            for other in self._optimizers:
+                if not isinstance(other, ShardOptimizer) and own & _parameters_of(other):
+                    raise UsageError(f"prepare: the optimizer of the model was prepared before it; {_TOGETHER}")
+        return pairs
+
+    def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int | None) -> Engine:
+        for before in [engine for engine in _made if engine.module is model]:
+            before.close(restore=False)
+        given = None if isinstance(optimizer, ConfigOptimizer) else optimizer
+        own = given is None and "optimizer" in self.engine_config
+        own &= optimizer is not None or any(parameter.requires_grad for parameter in model.parameters())
+        config = self._config(batch or 1, optimizer=own, trains=own or given is not None)
+        if isinstance(optimizer, ConfigOptimizer) and config.optimizer is None:
+            raise UsageError('ConfigOptimizer: expected "optimizer" in engine_config, it stands for that one')
+        prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        self._models = [each for each in self._models if each is not model and each is not prepared]
+        parameters = optimizer.param_groups if isinstance(optimizer, ConfigOptimizer) else None
+        engine = initialize(model, config, optimizer=given, model_parameters=parameters)
+        if is_compiled_module(prepared):
+            model.compile(**self.state.dynamo_plugin.to_kwargs())
+        _made.add(engine)
+        return engine
+
+    def _batch_size(self, loader: Any) -> int | None:
+        """Samples of one rank in a batch of ``loader``; None where it does not say."""
+        size = getattr(loader, "batch_size", None) if isinstance(loader, torch.utils.data.DataLoader) else None
+        if size is None or not self.split_batches:
+            return size
+        return max(1, size // self.num_processes)
+
+    def _engines(self) -> list[Engine]:
+        return [each for each in self._models if isinstance(each, Engine) and each.is_open]
+
+    def _engine_of(self, model: Any) -> Engine | None:
+        """The engine that ``model`` is, or is held by."""
+        return next((each for each in self._engines() if model is each or model is each.module), None)
+
+    # Forward to step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of ``loss``, divided by the accumulation steps."""
+        engines = self._say_boundary()
+        if not engines:
+            super().backward(loss, **kwargs)
+        elif len(engines) == 1:
+            engines[0].backward(loss / self.gradient_accumulation_steps, divide=False, **kwargs)
+        else:  # whichever of them it goes through
+            (loss / self.gradient_accumulation_steps).backward(**kwargs)
+
+    def _say_boundary(self) -> list[Engine]:
+        """Tell the engines that train whether the micro-batch ends the window."""
+        engines = [engine for engine in self._engines() if engine.optimizer is not None]
+        for engine in engines:
+            engine.set_gradient_accumulation_boundary(self.sync_gradients and not self._unsynchronised)
+        return engines
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """As accelerate's; ``loss.backward()`` inside counts as ``accelerator.backward(loss)``, but is not divided."""
+        with super().accumulate(*models):
+            self._say_boundary()
+            yield
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Micro-batches inside do not end a window. Where gradients are sharded they are reduced all the same."""
+        if self._engine_of(model) is None:
+            with super().no_sync(model):
+                yield
+            return
+        self._unsynchronised += 1
+        try:
+            self._say_boundary()
+            yield
+        finally:
+            self._unsynchronised -= 1
+            self._say_boundary()
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Refused for an engine where batches are uneven."""
+        if even_batches is False and any(isinstance(each, Engine) for each in joinables):
+            raise UsageError(
+                "join_uneven_inputs: an engine needs the same number of micro-batches on every rank; expected "
+                "even_batches to be true, which repeats samples at the end"
+            )
+        if any(isinstance(each, Engine) for each in joinables):
+            yield
+        else:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the coming step to ``max_norm`` (inf: only measure) → the norm of the whole gradient before clipping.
+
+        parameters: all that the engine steps. Off the end of a window gradients are not complete: nothing is clipped,
+        with a warning, and the norm is NaN. UsageError for a part of the parameters, and for another norm than 2.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._stepping(given)
+        if engine is None:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
+        if float(norm_type) != 2:
+            raise UsageError(f"clip_grad_norm_: expected norm_type 2, got {norm_type}")
+        if not engine.is_gradient_accumulation_boundary():
+            if not self._told_of_clipping and self.is_main_process:
+                _log.warning(
+                    "clip_grad_norm_: nothing is clipped in the middle of a window, where gradients are not complete; "
+                    "call it where accelerator.sync_gradients is true"
+                )
+            self._told_of_clipping = True
+            return torch.tensor(float("nan"), device=self.device)
+        measured = engine.get_global_grad_norm() if max_norm == float("inf") else engine.clip_grad_norm_(max_norm)
+        return torch.tensor(measured, device=self.device)
+
+    def _stepping(self, parameters: list[Tensor]) -> Engine | None:
+        """The engine that steps ``parameters``; None where none does."""
+        given = set(map(id, parameters))
+        for engine in self._engines():
+            stepped = set() if engine.optimizer is None else _parameters_of(engine.optimizer)
+            if not stepped & given:
+                continue
+            if not stepped <= given:
+                raise UsageError(
+                    "clip_grad_norm_: expected all parameters that the optimizer steps, as in model.parameters(); a "
+                    "part of them cannot be clipped alone"
+                )
+            return engine
+        return None
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refused for an engine."""
+        if self._stepping(given := [parameters] if isinstance(parameters, Tensor) else list(parameters)) is not None:
+            raise UsageError("clip_grad_value_ is not available, gradients are sharded; expected clip_grad_norm_")
+        super().clip_grad_value_(given, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: gradients are shown, and their norm is taken, without the loss scale."""
+
+    # What was prepared
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model that was given to ``prepare``; at stage 3 its weights are sharded."""
+        inner = model.module if isinstance(model, Engine) else model
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The whole state dict on the CPU of rank 0, {} elsewhere; collective."""
+        engine = self._engine_of(model)
+        if engine is None:
+            return super().get_state_dict(model, unwrap)
+        return {} if self._saving is not None else engine.state_dict()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of what was prepared. Engines among ``objects`` are closed and gather nothing: their models keep
+        sharded weights, which the next ``prepare`` of them takes over; collective then."""
+        for each in objects:
+            if isinstance(each, Engine):
+                each.close(restore=False)
+        return super().free_memory(*objects)
+
+    # Checkpoints
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
+        """As accelerate's; of each engine it holds a checkpoint, a folder ``pytorch_model``; collective.
+
+        save_model_func_kwargs: of ``engine.save_checkpoint``, for example ``frozen=False`` for adapters.
+        """
+        with self._other_optimizers():
+            handle = self.register_save_state_pre_hook(self._save_engines)
+            self._saving = save_model_func_kwargs
+            try:
+                return super().save_state(output_dir, safe_serialization)
+            finally:
+                self._saving = None
+                handle.remove()
+
+    def _save_engines(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        """The last one of accelerate's hooks: what it would save for engines is no state."""
+        for number, engine in enumerate(self._engines()):
+            engine.save_checkpoint(output_dir, _tag(number), **(self._saving or {}))
+        weights[:] = [each for each in weights if each]
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
+        """As accelerate's, of what ``save_state`` wrote at any stage and number of ranks; collective.
+
+        load_model_func_kwargs: of ``engine.load_checkpoint``, for example ``strict=False``.
+        """
+
+        def load(models: list[Any], folder: str) -> None:
+            for number, engine in enumerate(self._engines()):
+                engine.load_checkpoint(folder, _tag(number), **load_model_func_kwargs)
+            models[:] = [each for each in models if not isinstance(each, Engine)]
+
+        with self._other_optimizers():
+            handle = self.register_load_state_pre_hook(load)
+            try:
+                super().load_state(input_dir, load_kwargs)
+            finally:
+                handle.remove()
+
+    @contextmanager
+    def _other_optimizers(self) -> Iterator[None]:
+        """Those that are not an engine's; its checkpoint has its own."""
+        every = self._optimizers
+        self._optimizers = [each for each in every if not isinstance(each, ShardOptimizer)]
+        try:
+            yield
+        finally:
+            self._optimizers = every
+
+
+def written(engine_config: Any) -> dict[str, Any]:
+    """A config as a dict of its own. UsageError for what is neither a dict nor a path, ConfigError as `load_config`."""
+    if isinstance(engine_config, str | Path):
+        return read_json(Path(engine_config))
+    if engine_config is not None and not isinstance(engine_config, Mapping):
+        kind = type(engine_config).__name__
+        raise UsageError(f"engine_config: expected a dict or the path of a JSON file, got {kind}")
+    return copy.deepcopy(dict(engine_config or {}))
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _tag(number: int) -> str:
+    return MODEL_NAME if number == 0 else f"{MODEL_NAME}_{number}"

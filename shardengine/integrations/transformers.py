@@ -1,0 +1,254 @@
+"""ShardTrainer: transformers' Trainer over our engine; ShardTrainerMixin makes one of any class derived from Trainer.
+
+Owns: what Trainer's arguments mean for an engine, saving and resuming. Must not know: the engine behind its public
+surface.
+
+[Note: One engine] The engine that the first ``train()`` makes stays for evaluation and for the next ``train()``, with
+the optimizer's states, as Trainer keeps a DDP model. Trainer evaluates the model itself, whose weights gather where it
+runs.
+
+[Note: Checkpoints] Beside Trainer's files, in its ``checkpoint-<N>``, lies one of the engine's, as the stand-in for
+DeepSpeed writes it (compat/deepspeed). Trainer loads weights before it prepares the model; where the engine's
+checkpoint is there, they come with it, afterwards. One without it gives weights, and that of a run under DDP the
+optimizer's states, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from shardengine.checkpoint import directory
+from shardengine.config import Config, load_config
+from shardengine.engine import Engine
+from shardengine.errors import UsageError
+from shardengine.integrations.accelerate import ConfigOptimizer, ShardAccelerator, ShardOptimizer, written
+from shardengine.optim import lr_schedules
+
+_log = logging.getLogger(__name__)
+_MANY = 10**9
+"""Steps with which a schedule is looked at before their number is known."""
+
+
+class ShardTrainerMixin:
+    """For a class derived from Trainer, written before it: ``class ShardSFT(ShardTrainerMixin, SFTTrainer)``.
+
+    engine_config: the engine's config, a dict or the path of a JSON file, as an argument or as an attribute of the
+    class. What it leaves out, or where it says "auto", TrainingArguments say: batch sizes, clipping, precision, the
+    optimizer and its schedule. ``bf16=True`` is autocast, as without an engine; with ``"bf16": {"enabled": "auto"}`` in
+    the config it is weights in bf16 and master weights in fp32.
+    """
+
+    engine_config: Mapping[str, Any] | str | Path | None = None
+    args: Any
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    lr_scheduler: Any
+    state: Any
+    _save: Any
+    push_to_hub: Any
+
+    def __init__(self, *args: Any, engine_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+        """Arguments of the class beside. ConfigError with every problem of the config, UsageError for arguments that an
+        engine cannot serve; both on every rank."""
+        if engine_config is not None:
+            self.engine_config = engine_config
+        super().__init__(*args, **kwargs)
+
+    # Making
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's own accelerator becomes one of ours."""
+        _check(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        tree = written(self.engine_config)
+        tree.setdefault("gradient_clipping", "auto")
+        self._schedule = tree.pop("scheduler", None)  # Trainer steps it
+        if self._schedule is not None:
+            told = [each for each in self._read_schedule(_MANY).notices if "scheduler" in each]
+            if told and self.accelerator.is_main_process:
+                _log.warning("of the config: %s", "; ".join(told))
+        self.accelerator = ShardAccelerator.adopt(self.accelerator, tree, _auto(self.args))
+
+    @property
+    def engine(self) -> Engine | None:
+        """What holds the model; None before the first ``train()``."""
+        wrapped = vars(self).get("model_wrapped")
+        return wrapped if isinstance(wrapped, Engine) and wrapped.is_open else None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: ``prepare`` moves what a rank keeps."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Trainer's; where the config has one and none was given, that one over Trainer's parameter groups."""
+        if "optimizer" in self.accelerator.engine_config and self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = (ConfigOptimizer, {})
+        return super().create_optimizer(model)  # type: ignore[misc]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's; where the config has one and none was given, that one."""
+        if self._schedule is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        schedule = self._read_schedule(num_training_steps).scheduler
+        assert schedule is not None
+        self.lr_scheduler = lr_schedules.build(schedule, self.optimizer if optimizer is None else optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _read_schedule(self, steps: int) -> Config:
+        """The config's schedule, over ``steps`` optimizer steps where it says "auto"."""
+        auto = _auto(self.args) | {"scheduler.params.total_num_steps": steps}
+        auto["scheduler.params.warmup_num_steps"] = self.args.get_warmup_steps(steps)
+        read = load_config({"train_batch_size": 1, "scheduler": self._schedule}, auto)
+        if read.scheduler is not None:
+            lr_schedules.check(read.scheduler)
+        return read
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is None:
+            self.model_wrapped = self.model
+            if isinstance(self.optimizer, ShardOptimizer):
+                _log.warning("the engine was closed since the last train(): the optimizer's states begin anew")
+                self.optimizer = None
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """The engine clips, to what the config or ``max_grad_norm`` says."""
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+
+    # Saving
+
+    @property
+    def _has_adapters(self) -> bool:
+        return bool(getattr(self.model, "peft_config", None))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's, with whole weights; of a model with adapters only what is trained. Collective."""
+        engine = self.engine
+        if engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = engine.state_dict(trainable_only=self._has_adapters)
+        trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+        with engine.full_params(trained) if self._has_adapters else nullcontext():  # prompts are computed from them
+            if engine.rank == 0:
+                self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = self._need_engine()
+        engine.save_checkpoint(output_dir, f"global_step{engine.global_steps}", frozen=not self._has_adapters)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _need_engine(self) -> Engine:
+        if self.engine is None:
+            raise UsageError("ShardTrainer: expected an open engine, as train() makes one; it was closed meanwhile")
+        return self.engine
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not _is_ours(resume_from_checkpoint):
+            with self._writing_weights():
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if _is_ours(checkpoint):
+            self._need_engine().load_checkpoint(checkpoint)
+        elif Path(checkpoint, OPTIMIZER_NAME).exists():
+            _take_over(self._need_engine(), Path(checkpoint, OPTIMIZER_NAME))
+        file = Path(checkpoint, SCHEDULER_NAME)
+        if file.exists():
+            self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.engine is not None and _is_ours(best):
+            _log.info("the best model is loaded from %s (%s)", best, self.state.best_metric)
+            self.engine.load_checkpoint(best, weights_only=True)
+            return
+        with self._writing_weights():
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _writing_weights(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else self.engine.full_params(writable=True)
+
+
+class ShardTrainer(ShardTrainerMixin, Trainer):
+    """transformers' Trainer, whose model is sharded as ``engine_config`` says; see ShardTrainerMixin."""
+
+
+def _is_ours(checkpoint: str) -> bool:
+    return Path(checkpoint, directory.LATEST).exists()
+
+
+def _take_over(engine: Engine, file: Path) -> None:
+    """Go on with the states that a torch optimizer over the same groups has saved, as Trainer does under DDP."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    ours = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    theirs = [list(group["params"]) for group in saved["param_groups"]]
+    if list(map(len, ours)) != list(map(len, theirs)):
+        raise UsageError(
+            f"{file}: expected an optimizer over groups of {list(map(len, ours))} parameters, got "
+            f"{list(map(len, theirs))}; without this file training goes on with the weights and a new optimizer"
+        )
+    with engine.full_optimizer_state(writable=True) as states:
+        for name, number in zip(chain(*ours), chain(*theirs), strict=True):
+            held: Any = states[name]
+            for key, value in saved["state"].get(number, {}).items():
+                if key == "step":
+                    held[key] = int(value)
+                else:
+                    held[key].copy_(value)
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in other.items() if key != "params" and key in group})
+
+
+def _check(args: TrainingArguments) -> None:
+    """UsageError for arguments that an engine cannot serve."""
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise UsageError(f"ShardTrainer: {name} is another engine; expected TrainingArguments without it")
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise UsageError(
+                f"ShardTrainer: {name} casts the model, whose weights the engine holds; expected it to be False. With "
+                "bf16=True evaluation is under autocast, too"
+            )
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"ShardTrainer: expected one process for each of the {args.n_gpu} GPUs; start the program with torchrun"
+        )
+
+
+def _auto(args: TrainingArguments) -> dict[str, Any]:
+    """What counts where the config says "auto"."""
+    return {
+        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.max_grad_norm,
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+    }

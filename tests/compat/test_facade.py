@@ -1,0 +1,196 @@
+"""What frameworks and scripts call on a DeepSpeedEngine beside the loop, compared with torch and with our engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardengine.compat.deepspeed as deepspeed
+from shardengine.errors import UsageError
+from shardengine.optim import Lion
+from tests.compat.test_own_loops import RANKS, batch_of, config_of, make_model, whole
+from tests.support.forks import Forks
+from tests.support.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def loss_of(engine: Any, number: int, rank: int | None = None) -> torch.Tensor:
+    x, y = batch_of(deepspeed.comm.get_rank() if rank is None else rank, number)
+    return nn.functional.mse_loss(engine(x), y)
+
+
+def make(stage: int, steps: int = 1, **more: Any) -> Any:
+    model = make_model()
+    config = {**config_of(stage), "gradient_accumulation_steps": steps, **more}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def true_gradients(numbers: range) -> dict[str, torch.Tensor]:
+    """Mean over all ranks and micro-batches, by plain torch."""
+    model = make_model()
+    for rank in range(RANKS):
+        for number in numbers:
+            (loss_of(model, number, rank) / RANKS / len(numbers)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def read_one_by_one(stage: int) -> None:
+    engine = make(stage, gradient_clipping=0.0)
+    truth = true_gradients(range(1))
+    engine.backward(loss_of(engine, 0))
+    for name, parameter in engine.module.named_parameters():
+        assert torch.allclose(deepspeed.utils.safe_get_full_grad(parameter), truth[name], atol=1e-7), name
+    engine.step()
+    weights = whole(engine)
+    for name, parameter in engine.module.named_parameters():
+        moment = deepspeed.utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+        assert torch.allclose(moment, 0.1 * truth[name], atol=1e-7), name
+        assert deepspeed.utils.safe_get_full_optimizer_state(parameter, "nothing") is None
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(parameter), weights[name])
+    engine.destroy()
+    with pytest.raises(UsageError, match="a parameter of an engine"):
+        deepspeed.utils.safe_get_full_grad(nn.Parameter(torch.zeros(1)))
+
+
+@STAGES
+def test_gradients_and_states_are_read_parameter_by_parameter(stage: int, pools: Pools) -> None:
+    pools(RANKS).run(read_one_by_one, stage)
+
+
+def forgetting_in_the_middle(stage: int) -> None:
+    """zero_grad() between forward and backward, as Lightning does, also inside of a window."""
+    runs = []
+    for forgets in (False, True):
+        engine = make(stage, 2)
+        for number in range(4):
+            loss = loss_of(engine, number)
+            if forgets:
+                engine.zero_grad()
+                engine.optimizer.zero_grad()
+            engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 2
+        runs.append(whole(engine))
+        engine.destroy()
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+@STAGES
+def test_forgetting_gradients_in_the_middle_is_harmless(stage: int, pools: Pools) -> None:
+    pools(RANKS).run(forgetting_in_the_middle, stage)
+
+
+def without_synchronising(stage: int) -> None:
+    runs = []
+    for alone in (False, True):
+        engine = make(stage, 2, gradient_clipping=0.0)
+        for number in range(2):
+            if alone and number == 0:
+                with engine.no_sync():
+                    engine.backward(loss_of(engine, number))
+            else:
+                engine.backward(loss_of(engine, number))
+            engine.step()
+        assert engine.global_steps == 1
+        runs.append(whole(engine))
+        engine.destroy()
+    for name, value in runs[0].items():
+        assert torch.allclose(value, runs[1][name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_micro_batches_may_stay_on_their_rank(stage: int, pools: Pools) -> None:
+    pools(RANKS).run(without_synchronising, stage)
+
+
+def compiled(stage: int) -> None:
+    losses = []
+    for compiles in (False, True):
+        engine = make(stage)
+        if compiles:
+            engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+            assert engine.module._compiled_call_impl is not None
+        for number in range(2):
+            loss = loss_of(engine, number)
+            engine.backward(loss)
+            engine.step()
+        losses.append((loss.item(), whole(engine)))
+        engine.destroy()
+    assert losses[0][0] == losses[1][0]
+    for name, value in losses[0][1].items():
+        assert torch.equal(value, losses[1][1][name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_is_compiled_afterwards_trains_the_same(stage: int, pools: Pools) -> None:
+    pools(RANKS).run(compiled, stage)
+
+
+def save_whole(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    engine = make(stage)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    assert engine.save_16bit_model(folder, "weights.bin")
+    weights = whole(engine)
+    engine.destroy()
+    return {name: value.clone() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_weights_are_saved_for_torch(stage: int, pools: Pools, tmp_path: Path) -> None:
+    expected = pools(RANKS).run(save_whole, stage, str(tmp_path / "new"))[0]
+    saved = torch.load(tmp_path / "new" / "weights.bin", weights_only=True)
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(saved[name], value), name
+
+
+def test_optimizers_of_its_names_are_torchs() -> None:
+    parameters = list(make_model().parameters())
+    for name, options, kind in (
+        ("adam.DeepSpeedCPUAdam", {}, torch.optim.AdamW),
+        ("adam.DeepSpeedCPUAdam", {"adamw_mode": False, "fp32_optimizer_states": True}, torch.optim.Adam),
+        ("adam.FusedAdam", {"adam_w_mode": False}, torch.optim.Adam),
+        ("lion.DeepSpeedCPULion", {}, Lion),
+    ):
+        module, _, leaf = name.partition(".")
+        made = getattr(getattr(deepspeed.ops, module), leaf)(parameters, lr=0.25, **options)
+        assert type(made) is kind and made.defaults["lr"] == 0.25 and made.defaults["weight_decay"] == 0.0
+    with pytest.raises(ValueError, match="bias_correction"):
+        deepspeed.ops.adam.FusedAdam(parameters, bias_correction=False)
+
+
+def alone(say: Any, _rank: int) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    assert deepspeed.comm.get_world_size() == 1 and not deepspeed.comm.is_initialized()
+    engine = make(3)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    say(engine.global_steps)
+    engine.destroy()
+
+
+def launched(say: Any, rank: int, store: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    deepspeed.init_distributed(init_method=f"file://{store}", dist_backend="gloo")
+    deepspeed.init_distributed()
+    assert deepspeed.comm.get_world_size() == 2 and deepspeed.comm.get_local_rank() == rank
+    deepspeed.comm.barrier()
+    say(deepspeed.comm.get_rank())
+
+
+def test_a_group_is_made_where_a_script_asks_for_it_and_none_is_needed_for_one_process(
+    forks: Forks, tmp_path: Path
+) -> None:
+    assert forks.live(alone) == [[1]]
+    assert forks.live(launched, str(tmp_path / "store"), ranks=2) == [[0], [1]]

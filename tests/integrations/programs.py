@@ -1,0 +1,354 @@
+"""Programs of Trainer and of accelerate on a tiny model, each the same under DDP and over our engine.
+
+Importing this file takes seconds: processes that fork runs do it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
+from shardengine.integrations.loading import load_pretrained
+from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin
+
+ROWS, LENGTH = 20, 12
+Say = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. stage: None: under DDP · k: accumulation steps · resume: a checkpoint's folder · config: joined to
+    the engine's · options: further arguments of TrainingArguments · tour: also what only some programs do."""
+
+    stage: int | None
+    output: str
+    k: int = 2
+    ranks: int = 2
+    resume: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    tour: bool = False
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of random tokens; the ends of some are not learnt."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[LENGTH - index % 4 :] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def make_model(say: Say, _rank: int, folder: str) -> None:
+    """Save a tiny Llama, with random weights, to ``folder``."""
+    torch.manual_seed(1)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **shape)).save_pretrained(folder)
+    say("made")
+
+
+def join(rank: int, ranks: int, port: int) -> None:
+    """As torchrun would start this rank."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def load(folder: str, *, lora: bool = False) -> Any:
+    """The model of ``folder``; lora: with adapters."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def private_mib() -> float:
+    """Memory that this process shares with nobody."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
+
+
+def load_large(say: Say, rank: int, _folder: str, port: int, run: Run) -> None:
+    """Says what loading 48 MiB takes: in the files' dtype, cast, and cast on rank 0 alone; then trains a step.
+
+    Rank 0 makes the files first: its allocator may have room left.
+    """
+    join(rank, run.ranks, port)
+    folder = Path(run.output) / "large"
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(vocab_size=10000, **shape)).save_pretrained(folder)
+    torch.distributed.barrier()
+    LlamaForCausalLM.from_pretrained(_folder)  # what the first load imports
+    taken, models = [], []
+    for loads in (
+        lambda: LlamaForCausalLM.from_pretrained(folder),
+        lambda: LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        lambda: load_pretrained(LlamaForCausalLM, folder, dtype=torch.bfloat16),
+    ):
+        before = private_mib()
+        models.append(loads())
+        taken.append(private_mib() - before)
+    say(taken)
+    losses = []
+    for model in models[1:]:
+        accelerator = ShardAccelerator(engine_config={**config_of(run), "bf16": {"enabled": True}}, cpu=True)
+        engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            tokens = torch.arange(rank + step, rank + step + 8)[None]
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        accelerator.free_memory(engine)
+    say(losses)
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """What a user writes."""
+    zero = {"stage": run.stage, **run.config.get("zero_optimization", {})}
+    return {**run.config, "zero_optimization": zero}
+
+
+def arguments_of(run: Run) -> TrainingArguments:
+    """With everything that the log shows."""
+    return TrainingArguments(
+        **{
+            "output_dir": run.output,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": run.k,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 1,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.7,
+            "logging_steps": 1,
+            "eval_strategy": "epoch",
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "report_to": [],
+            "disable_tqdm": True,
+            "seed": 5,
+            "use_cpu": True,
+            **run.options,
+        }
+    )
+
+
+def make_trainer(run: Run, model: Any) -> Any:
+    """Stock Trainer, or ours."""
+    given = {"model": model, "args": arguments_of(run), "train_dataset": Rows(), "eval_dataset": Rows()}
+    return Trainer(**given) if run.stage is None else ShardTrainer(**given, engine_config=config_of(run))
+
+
+def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+    """Train the model of ``folder``; says the log history. tour: evaluates before, generates, trains again."""
+    join(rank, run.ranks, port)
+    trainer = make_trainer(run, load(folder, lora=run.lora))
+    logs: list[dict[str, Any]] = []
+    if run.tour:  # transformers 5.23 leaves a model that it has evaluated out of DDP: there another one is evaluated
+        first = make_trainer(run, load(folder)) if run.stage is None else trainer
+        first.evaluate()
+        logs += first.state.log_history
+    trainer.train(resume_from_checkpoint=run.resume)
+    logs += trainer.state.log_history
+    if run.tour:
+        prompt = torch.tensor([[1, 2 + rank]])
+        made = trainer.model.generate(prompt, max_new_tokens=2 + 3 * rank, do_sample=False, pad_token_id=0)
+        predicted = trainer.predict(Rows())
+        logs.append({"loss": predicted.metrics["test_loss"], "step": int(predicted.predictions.argmax(-1).sum())})
+        trainer.train()
+        logs += trainer.state.log_history
+        assert made.shape[1] == 4 + 3 * rank
+    trainer.save_model(str(Path(run.output) / "final"))
+    kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step", "epoch", "total_flos")
+    say([{key: value for key, value in row.items() if key in kept} for row in logs])
+
+
+def make_accelerator(run: Run) -> Any:
+    """Stock Accelerator, or ours."""
+    given = {"gradient_accumulation_steps": run.k, "cpu": True, **run.options}
+    return Accelerator(**given) if run.stage is None else ShardAccelerator(engine_config=config_of(run), **given)
+
+
+def make_loop(accelerator: Any, model: Any) -> tuple[Any, ...]:
+    """A model, its optimizer, a loader and a schedule, prepared: accelerate steps it once per rank."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad and p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.requires_grad and p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
+    return tuple(accelerator.prepare(model, optimizer, loader, schedule))
+
+
+def run_epoch(accelerator: Any, prepared: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """As accelerate's own examples; the last window may be shorter."""
+    model, optimizer, loader, schedule = prepared
+    log = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            row = {"loss": float(accelerator.gather(loss.detach()).mean()), "learning_rate": schedule.get_last_lr()[0]}
+            if accelerator.sync_gradients:
+                row["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 0.7))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        log.append(row)
+    return log
+
+
+def loop(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+    """Two epochs, with the state saved twice after the first one; says the log. resume: only the second one.
+
+    tour: the model is let go of and prepared again, and trains a third epoch.
+    """
+    join(rank, run.ranks, port)
+    accelerator = make_accelerator(run)
+    set_seed(3)
+    prepared = make_loop(accelerator, load(folder, lora=run.lora))
+    state = Path(run.output) / "state"
+    log: list[dict[str, Any]] = []
+    if run.resume is None:
+        log += run_epoch(accelerator, prepared)
+        for _ in range(2):
+            accelerator.save_state(str(state))
+    else:
+        accelerator.load_state(run.resume)
+    log += run_epoch(accelerator, prepared)
+    model = prepared[0]
+    accelerator.save_model(model, str(Path(run.output) / "final"))
+    whole = accelerator.get_state_dict(model)
+    if run.stage is not None:
+        assert bool(whole) == accelerator.is_main_process
+    if run.tour:
+        inner = accelerator.unwrap_model(model)
+        prepared = accelerator.free_memory(*prepared)
+        log += run_epoch(accelerator, make_loop(accelerator, inner))
+    say(log)
+
+
+# What frameworks must have, and what users get wrong
+
+
+def gone(ours: type, theirs: type, own: set[str], attributes: tuple[str, ...] = ()) -> list[str]:
+    """What class ``theirs`` has no more of what ``ours``, derived from it, changes or reads, a sentence each.
+
+    own: names that ``ours`` adds · attributes: what ``theirs`` sets on itself.
+    """
+    found = []
+    for name, value in vars(ours).items():
+        if name in own or name.startswith("__") or not isinstance(value, property | FunctionType):
+            continue
+        if name not in dir(theirs):
+            found.append(f"{theirs.__name__}.{name} is gone")
+        elif isinstance(value, FunctionType):
+            mine, other = (list(inspect.signature(each).parameters.values()) for each in (value, getattr(theirs, name)))
+            takes_all = {each.kind for each in mine} >= {
+                inspect.Parameter.VAR_POSITIONAL,
+                inspect.Parameter.VAR_KEYWORD,
+            }
+            names = [each.name for each in mine]
+            if not takes_all and [each.name for each in other] != names[: len(other)]:
+                found.append(f"{theirs.__name__}.{name} takes {[each.name for each in other]}, ours {names}")
+    text = inspect.getsource(theirs)
+    return found + [f"{theirs.__name__} sets no {name}" for name in attributes if f"self.{name}" not in text]
+
+
+def contract(say: Say, _rank: int, _folder: str, _port: int, _run: Run) -> None:
+    """Says what is gone of each framework; and of a class that has lost something."""
+    own = {
+        "adopt",
+        "_begin",
+        "_config",
+        "_settle_precision",
+        "_pair",
+        "_shard",
+        "_batch_size",
+        "_engines",
+        "_engine_of",
+    }
+    own |= {"_say_boundary", "_stepping", "_save_engines", "_other_optimizers"}
+    set_by_it: tuple[str, ...] = ("native_amp", "scaler", "_models", "_optimizers", "state", "split_batches", "step")
+    say(gone(ShardAccelerator, Accelerator, own, set_by_it))
+    say(gone(ShardOptimizer, AcceleratedOptimizer, set(), ("gradient_state", "optimizer")))
+    own = {"engine", "_read_schedule", "_has_adapters", "_need_engine", "_writing_weights"}
+    set_by_it = ("model_wrapped", "optimizer_cls_and_kwargs", "_created_lr_scheduler", "accelerator", "_save(")
+    say(gone(ShardTrainerMixin, Trainer, own, set_by_it))
+
+    class Lost:
+        """Without most names."""
+
+        def save_model(self, path: str) -> None:
+            """Other parameters."""
+
+    say(gone(ShardTrainerMixin, Lost, own, ("model_wrapped",)))
+
+
+def misuse(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+    """Says the sentence for each of several mistakes."""
+    join(rank, run.ranks, port)
+
+    def said(mistake: Callable[[], Any]) -> None:
+        try:
+            mistake()
+        except Exception as error:
+            say(f"{type(error).__name__}: {error}")
+        else:
+            say("nothing")
+
+    def trainer(config: dict[str, Any], **options: Any) -> Any:
+        given = {**config, "zero_optimization": {"stage": 3, **config.get("zero_optimization", {})}}
+        arguments = arguments_of(Run(3, run.output, options=options))
+        return ShardTrainer(load(folder), arguments, train_dataset=Rows(), engine_config=given)
+
+    def accelerator() -> Any:
+        return ShardAccelerator(engine_config=config_of(run), cpu=True)
+
+    said(lambda: trainer({"zero_optimization": {"stages": 2}}))
+    said(lambda: trainer({"gradient_accumulation_steps": 5}))
+    said(lambda: trainer({"train_micro_batch_size_per_gpu": 8}))
+    said(lambda: trainer({"torch_autocast": {"enabled": True}}))
+    said(lambda: trainer({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}))
+    said(lambda: trainer({}, bf16_full_eval=True))
+    said(lambda: ShardAccelerator(engine_config=3, cpu=True))  # type: ignore[arg-type]
+    model = load(folder)
+    ours, engine = accelerator(), None
+    engine = ours.prepare(model)
+    said(lambda: ours.prepare(torch.optim.SGD(model.parameters())))
+    ours, model = accelerator(), load(folder)
+    parameters = list(model.parameters())
+    said(lambda: ours.prepare(model, torch.optim.SGD(parameters[:3]), torch.optim.SGD(parameters[3:])))
+    engine, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters()))
+    said(lambda: ours.clip_grad_norm_(parameters[:3], 1.0))
+    said(lambda: ours.clip_grad_norm_(parameters, 1.0, norm_type=1))
+    said(lambda: ours.clip_grad_value_(parameters, 1.0))
+    said(lambda: ours.unwrap_model(engine).save_pretrained(run.output))
+    said(optimizer.state_dict)
+    ours.free_memory(engine)
+    said(lambda: ours.prepare(model, optimizer))

@@ -1,0 +1,86 @@
+"""ShardAccelerator: the same losses, norms and rates as under accelerate's DDP, at every stage; saving and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.compat.test_trainer import assert_equal, assert_same
+from tests.integrations.runs import MISSING, Runs
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("runs"), "loop")
+    yield runs
+    runs.end()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "k"), [(2, 1), (2, 3), (3, 2)])
+def test_a_loop_is_what_it_is_under_ddp(ranks: int, k: int, stage: int, runs: Runs) -> None:
+    """Five micro-batches an epoch, or four; the last window is shorter."""
+    expected = runs.log(None, ranks=ranks, k=k)
+    assert_same(runs.log(stage, ranks=ranks, k=k), expected)
+    assert len(expected) >= 8 and expected[-1]["loss"] < expected[0]["loss"]
+
+
+def test_stages_with_one_third_letter_have_the_same_bits(runs: Runs) -> None:
+    for one, other in ((0, 1), (2, 3)):
+        assert runs.log(one, k=3) == runs.log(other, k=3)
+        assert_equal(runs.final(one, k=3), runs.final(other, k=3))
+    for name, value in runs.final(None, k=3).items():
+        assert torch.allclose(runs.final(3, k=3)[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_it_resumes_at_this_and_another_stage(stage: int, runs: Runs) -> None:
+    """accelerate shuffles anew after a resume, the same way under DDP."""
+    states = {}
+    for each in (None, 3):
+        runs.log(each, k=3)
+        states[each] = runs.output(each, k=3, ranks=2) / "state"
+    assert_same(runs.log(stage, k=3, resume=str(states[3])), runs.log(None, k=3, resume=str(states[None])))
+    assert not list(states[3].glob("model*")) and not list(states[3].glob("optimizer*"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_and_a_model_that_is_prepared_again(stage: int, runs: Runs) -> None:
+    assert_same(runs.log(stage, lora=True, tour=True), runs.log(None, lora=True, tour=True))
+
+
+def test_frameworks_have_what_the_doors_use(runs: Runs) -> None:
+    """A name that is gone is named, before anything trains wrongly without it."""
+    *found, lost = runs.said("contract", ranks=1)[0]
+    assert found == [[], [], []]
+    assert "Lost._clip_grad_norm is gone" in lost and "Lost sets no model_wrapped" in lost
+    assert any(each.startswith("Lost.save_model takes") for each in lost)
+
+
+def test_misuse_is_one_sentence_on_every_rank(runs: Runs) -> None:
+    first, second = runs.said("misuse", 3)
+    expected = [
+        "zero_optimization.stages: unknown key; the nearest valid key is",
+        "expected gradient_accumulation_steps to be 2, as the program's arguments say",
+        "expected train_micro_batch_size_per_gpu to be 2",
+        "torch_autocast in bfloat16 needs the same mixed_precision",
+        "warmup_steps",
+        "bf16_full_eval casts the model",
+        "expected a dict or the path of a JSON file, got int",
+        "the optimizer is over a model that was prepared before it; expected the model and its optimizer in one call",
+        "expected one optimizer for each model",
+        "expected all parameters that the optimizer steps",
+        "expected norm_type 2, got 1",
+        "clip_grad_value_ is not available",
+        "use engine.state_dict(), engine.save_pretrained(dir)",
+        "optimizer state is sharded over the ranks",
+        "expected a new torch optimizer, got one whose engine was closed",
+    ]
+    for said in (first, second):
+        assert len(said) == len(expected)
+        for sentence, part in zip(said, expected, strict=True):
+            assert part in sentence and sentence.startswith(("UsageError: ", "ConfigError: ")), sentence

@@ -1,0 +1,100 @@
+"""ShardTrainer: the same log as Trainer's under DDP, at every stage; saving, resuming, evaluating first, twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.compat.test_trainer import assert_equal, assert_same
+from tests.integrations.runs import MISSING, Runs
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    runs = Runs(tmp_path_factory.mktemp("runs"), "train")
+    yield runs
+    runs.end()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "k"), [(2, 1), (2, 2), (2, 3), (3, 3)])
+def test_a_trainer_logs_what_it_logs_under_ddp(ranks: int, k: int, stage: int, runs: Runs) -> None:
+    """Five micro-batches an epoch, or four: the last window is shorter."""
+    expected = runs.log(None, ranks=ranks, k=k)
+    assert_same(runs.log(stage, ranks=ranks, k=k), expected)
+    assert len(expected) >= 7 and expected[-2]["eval_loss"] < expected[0]["loss"]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_stages_with_one_third_letter_have_the_same_bits(k: int, runs: Runs) -> None:
+    for one, other in ((0, 1), (2, 3)):
+        assert runs.log(one, ranks=2, k=k) == runs.log(other, ranks=2, k=k)
+        assert_equal(runs.final(one, ranks=2, k=k), runs.final(other, ranks=2, k=k))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_it_evaluates_first_predicts_generates_and_trains_twice(stage: int, runs: Runs) -> None:
+    assert_same(runs.log(stage, tour=True), runs.log(None, tour=True))
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (3, 2)])
+def test_it_resumes_at_this_and_another_stage(stage: int, ranks: int, runs: Runs) -> None:
+    whole = runs.log(3, ranks=2, k=2)
+    checkpoint = runs.output(3, k=2, ranks=2) / "checkpoint-2"
+    resumed = runs.log(stage, ranks=ranks, k=2, resume=str(checkpoint))
+    if ranks == 2:
+        assert_same(resumed, whole)
+    else:
+        assert len(resumed) >= 5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_under_ddp_goes_on_over_an_engine(stage: int, runs: Runs) -> None:
+    checkpoint = runs.output(None, k=2, ranks=2) / "checkpoint-2"
+    expected = runs.log(None, ranks=2, k=2)
+    assert_same(runs.log(stage, k=2, resume=str(checkpoint)), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_train_and_are_saved_without_the_base(stage: int, runs: Runs) -> None:
+    assert_same(runs.log(stage, lora=True), runs.log(None, lora=True))
+    adapters = runs.final(stage, "adapter_model.safetensors", lora=True)
+    expected = runs.final(None, "adapter_model.safetensors", lora=True)
+    assert adapters.keys() == expected.keys()
+    folder = runs.output(stage, lora=True, ranks=2) / "checkpoint-2"
+    kept = [name for file in (folder / "global_step2").glob("*.safetensors") for name in load_file(file)]
+    assert all(name.startswith("random/") or ".lora_" in name for name in kept)
+    assert_same(runs.log(4 - stage, lora=True, resume=str(folder)), runs.log(None, lora=True))
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, runs: Runs) -> None:
+    options = {
+        "gradient_checkpointing": True,
+        "load_best_model_at_end": True,
+        "save_strategy": "epoch",
+        "save_total_limit": 1,
+        "save_only_model": save_only_model,
+        "max_grad_norm": 0.0,
+    }
+    for stage in (2, 3):
+        assert_same(runs.log(stage, options=options), runs.log(None, options=options))
+        assert len(list(runs.output(stage, options=options, ranks=2).glob("checkpoint-*"))) == 1
+    assert_equal(runs.final(2, options=options), runs.final(3, options=options))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bf16_is_autocast_also_in_evaluation(stage: int, runs: Runs) -> None:
+    options = {"bf16": True}
+    expected, exact = runs.log(None, options=options), runs.log(None)
+    log = runs.log(stage, options=options)
+    assert [row.keys() for row in log] == [row.keys() for row in expected]
+    for row, other in zip(log, expected, strict=True):
+        for key in {"loss", "eval_loss", "grad_norm"} & row.keys():
+            assert row[key] == pytest.approx(other[key], rel=1e-4 if key == "grad_norm" else 3e-6), (row, other)
+    evaluated = [next(row["eval_loss"] for row in each if "eval_loss" in row) for each in (log, expected, exact)]
+    assert abs(evaluated[0] - evaluated[1]) < abs(evaluated[0] - evaluated[2]) / 2
