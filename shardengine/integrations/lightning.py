@@ -58,11 +58,18 @@ _WITHOUT_STATES = (
     "with training, let ModelCheckpoint(save_last=True) save inside of fit"
 )
 
-
 _MAY_BE_LEFT_OUT = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
 )  # fmt: skip
 """What the Trainer knows, or nobody has to."""
+
+
+class Unscaled(MixedPrecision):
+    """Lightning's regions of autocast without its GradScaler: the engine scales the loss."""
+
+    def __init__(self, plugin: MixedPrecision) -> None:
+        super().__init__(plugin.precision, plugin.device)
+        self.scaler = None
 
 
 class ShardStrategy(DDPStrategy):
@@ -78,6 +85,7 @@ class ShardStrategy(DDPStrategy):
 
     optimizers: list[Any]
     model: Any
+    lr_scheduler_configs: list[Any]
 
     def __init__(
         self,
@@ -116,14 +124,13 @@ class ShardStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if plugin is not None and type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        """UsageError for one that is none of Lightning's floating-point ones."""
+        if plugin is not None and type(plugin) not in (Precision, HalfPrecision, MixedPrecision, Unscaled):
             raise UsageError(
                 f"ShardStrategy: expected precision {', '.join(map(repr, _PRECISIONS))}, got "
                 f"{type(plugin).__name__} with {plugin.precision!r}"
             )
-        if isinstance(plugin, MixedPrecision):
-            plugin.scaler = None  # the engine scales the loss
-        self._precision_plugin = plugin
+        self._precision_plugin = Unscaled(plugin) if isinstance(plugin, MixedPrecision) else plugin
 
     def setup(self, trainer: Any) -> None:
         """Make the engine: to train, or, with weights alone, to evaluate."""
@@ -134,7 +141,7 @@ class ShardStrategy(DDPStrategy):
             raise UsageError("Trainer(sync_batchnorm=True) is not available here: use norms without batch statistics")
         _refuse_what_cannot_be(trainer, module)
         tree = _with_what_the_trainer_knows(self._tree, trainer, self.precision_plugin.precision)
-        self._reset_optimizers_and_schedulers()
+        self.optimizers, self.lr_scheduler_configs = [], []
         if fits:
             self.setup_optimizers(trainer)
             optimizer = _only(self.optimizers, self.lr_scheduler_configs, tree)
@@ -308,12 +315,12 @@ def _tree(config: Any, stage: int | None) -> dict[str, Any]:
     tree = {key: value for key, value in tree.items() if key not in _MAY_BE_LEFT_OUT or value != "auto"}
     if "train_batch_size" not in tree:
         tree.setdefault("train_micro_batch_size_per_gpu", 1)  # only counters of samples depend on it
-    zero = dict(tree.get("zero_optimization") or {})
-    if stage is None and "stage" not in zero:
-        raise UsageError("ShardStrategy: expected a stage, 0 to 3, as stage= or in config, got none")
-    if stage is not None and zero.setdefault("stage", stage) != stage:
+    zero, wanted = dict(tree.get("zero_optimization") or {}), {} if stage is None else {"stage": stage}
+    if wanted | zero != zero | wanted:
         raise UsageError(f"ShardStrategy: expected one stage, got stage={stage} and {zero['stage']} in config")
-    tree["zero_optimization"] = zero
+    tree["zero_optimization"] = zero | wanted
+    if "stage" not in tree["zero_optimization"]:
+        raise UsageError("ShardStrategy: expected a stage, 0 to 3, as stage= or in config, got none")
     shardengine.load_config(tree)
     return tree
 

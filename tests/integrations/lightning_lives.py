@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardengine.integrations.lightning import _OF_LIGHTNING, ShardStrategy
+from tests.integrations.contract import gone
 
 Say = Callable[[Any], None]
 
@@ -376,25 +377,42 @@ def misuse(say: Say, rank: int, ranks: int, store: str) -> None:
     say({name: said_by(call) for name, call in calls.items()})
 
 
-_OURS = {"engine", "_load", "_end", "_tree", "_full_weights", "_left_out", "_beside", "_engine", "_fails", "__init__"}
+_OURS = {"engine", "_load", "_end"}
+_OWN_ATTRIBUTES = {"_tree", "_full_weights", "_left_out", "_beside", "_engine", "_fails", "__init__"}
 
 
-def missing(say: Say, _rank: int, _ranks: int, _store: str, path: str, more: list[str]) -> None:
-    """Names of Lightning that the strategy overrides, reads or calls, and that are not there."""
-    [strategy] = [node for node in ast.parse(Path(path).read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
-    names = {node.name for node in strategy.body if isinstance(node, ast.FunctionDef)} - _OURS | set(more)
-    for node in ast.walk(strategy):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
-            names |= {node.attr} - _OURS
+def missing(say: Say, _rank: int, _ranks: int, _store: str, path: str) -> None:
+    """What Lightning lacks of what the strategy overrides, reads or calls; then, what a class lacks that has little."""
+    [strategy] = [
+        node
+        for node in ast.parse(Path(path).read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "ShardStrategy"
+    ]
+    names = {
+        node.attr
+        for node in ast.walk(strategy)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()")
+    }
+    names -= _OURS | _OWN_ATTRIBUTES
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    fit_loop = ["_should_accumulate"]
     wanted: list[tuple[Any, str, list[str]]] = [
         (DDPStrategy(), "DDPStrategy", sorted(names)),
         (trainer, "Trainer", ["accumulate_grad_batches", "gradient_clip_val", "callbacks", "state", "fit_loop"]),
-        (trainer.fit_loop, "Trainer.fit_loop", ["_should_accumulate"]),
+        (trainer.fit_loop, "Trainer.fit_loop", fit_loop),
         (Net(), "LightningModule", ["strict_loading", "automatic_optimization", "trainer", "backward"]),
-        (MixedPrecision("bf16-mixed", "cpu"), "MixedPrecision", ["scaler", "precision", "pre_backward"]),
+        (MixedPrecision("bf16-mixed", "cpu"), "MixedPrecision", ["scaler", "precision", "device", "pre_backward"]),
         (Precision(), "Precision", ["precision", "backward", "post_backward"]),
     ]
-    lacks = [f"{owner}.{name}" for each, owner, found in wanted for name in found if name not in dir(each)]
-    accepted = inspect.signature(DDPStrategy.__init__).parameters
-    say(lacks + [f"DDPStrategy({name}=)" for name in _OF_LIGHTNING if name not in accepted])
+
+    class Lost:
+        """With other parameters, and without most names."""
+
+        def load_checkpoint(self, path: str) -> None: ...
+
+    for each in (wanted, [(Lost(), "Lost", fit_loop)]):
+        theirs = type(each[0][0])
+        accepted = inspect.signature(theirs.__init__).parameters
+        lacks = [f"{owner}.{name} is gone" for one, owner, found in each for name in found if name not in dir(one)]
+        lacks += [f"{theirs.__name__}({name}=) is gone" for name in _OF_LIGHTNING if name not in accepted]
+        say(lacks + gone(ShardStrategy, theirs, _OURS))
