@@ -29,6 +29,7 @@ from shardengine.runtime import (
     DeferredGather,
     Schedule,
     Unit,
+    UnshardState,
     activation_checkpointing,
     hooks,
     placing,
@@ -353,13 +354,25 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     _watch(core, model, modules)
 
     def refuse() -> None:
-        if not core.attachments.open and not all(unit.summoned for unit in core.units):
+        if not core.attachments.open and not all(unit.summoned or not unit.members for unit in core.units):
             raise UsageError(
                 "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
                 "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
             )
 
+    places = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}
+
+    def refuse_load(part: nn.Module) -> None:
+        for parameter in part.parameters(recurse=False):
+            unit, index = places.get(id(parameter), (None, 0))
+            if unit and unit.state is UnshardState.SHARDED and not (core.attachments.open or unit.is_summoned(index)):
+                raise UsageError(
+                    "load_state_dict() while the weights are sharded would be lost: load it inside "
+                    "`with engine.full_params(writable=True):`, on every rank, or before initialize"
+                )
+
     core.attachments.handles.extend(hooks.attach_state_dict_guard(model, refuse))
+    core.attachments.handles.extend(hooks.attach_load_guard(model, refuse_load))
 
 
 def _classes_of(model: nn.Module) -> dict[str, str]:

@@ -365,8 +365,9 @@ class Engine(Inspection):
         self._core.step_state.restart()
 
     def _begin_window(self) -> None:
-        """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted."""
-        if not self._window.only_counted:
+        """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted, nor
+        where there are no gradients yet: a forward may have run, whose backward needs what it has gathered."""
+        if not self._window.only_counted and self._core.step_state.phase is not Phase.EMPTY:
             self.zero_grad()
 
     def reset(self) -> None:

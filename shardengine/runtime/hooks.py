@@ -200,6 +200,12 @@ def attach_state_dict_guard(module: nn.Module, refuse: Callable[[], None]) -> li
     return [part.register_state_dict_pre_hook(refusal) for part in module.modules()]
 
 
+def attach_load_guard(module: nn.Module, refuse: Callable[[nn.Module], None]) -> list[RemovableHandle]:
+    """Call ``refuse`` with each part of ``module`` into whose own parameters a state dict is about to be loaded."""
+    guard = _Hook(lambda part, *_: refuse(part))
+    return [part.register_load_state_dict_pre_hook(guard) for part in module.modules()]
+
+
 def attach_barrier(module: nn.Module, refuse: Callable[[], None]) -> list[RemovableHandle]:
     """Call ``refuse`` when somebody runs or copies ``module`` or a part of it, reads its state dict or loads one."""
     barrier = _Hook(lambda *_: refuse(), refuse)

@@ -26,10 +26,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(where: Path, ranks: int, *script: object) -> list[str]:
-    """The steps that the loop printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    """The steps that the loop printed. ranks: started by torchrun; 0: by the script itself."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", 1]
     done = subprocess.run(
-        [*map(str, [*command, "--max-restarts", 1, *script])],
+        [*map(str, [sys.executable, *(torchrun if ranks else ()), *script])],
         cwd=where, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
@@ -55,3 +55,15 @@ def test_own_loop_trains_goes_on_with_other_ranks_and_survives_a_death(tmp_path:
     losses = [float(line.split()[3].rstrip(",")) for line in shown]
     assert losses[-1] < losses[0] - 1.0
     assert (tmp_path / "runs" / "own_loop" / "model" / "model.safetensors").exists()
+
+
+def test_lightning_by_its_own_launcher_and_by_torchrun_prints_what_ddp_does_and_goes_on(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "lightning_loop.py"
+    ddp, sharded = tmp_path / "ddp", tmp_path / "sharded"
+    ddp.mkdir()
+    sharded.mkdir()
+    shown = run(ddp, 2, script, "--steps", 31, "--strategy", "ddp")
+    begun = run(sharded, 0, script, "--steps", 20)
+    assert len(shown) == 4 and begun == shown[:2]
+    went_on = run(sharded, 2, script, "--steps", 31, "--strategy", "shardengine_stage_1")
+    assert [line.split(":")[0] for line in went_on] == ["step 20", "step 30"]

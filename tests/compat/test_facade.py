@@ -112,6 +112,39 @@ def test_micro_batches_may_stay_on_their_rank(stage: int, pools: Pools) -> None:
     pools(RANKS).run(without_synchronising, stage)
 
 
+def asked(stage: int) -> None:
+    for section in ("fp16", "bf16", "fp32"):
+        more: dict[str, Any] = {} if section == "fp32" else {section: {"enabled": True}}
+        engine = make(stage, **more)
+        assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (section == "fp16", section == "bf16")
+        assert engine.global_rank == deepspeed.comm.get_rank()
+        assert engine.local_rank == deepspeed.comm.get_local_rank()
+        engine.tput_timer.update_epoch_count()
+        engine.destroy()
+
+
+def test_what_scripts_ask_of_ranks_and_precision(pools: Pools) -> None:
+    pools(RANKS).run(asked, 2)
+
+
+def test_modules_are_read_and_replaced_by_their_path() -> None:
+    inner = nn.Sequential(nn.Linear(1, 1))
+    model = nn.Sequential(inner)
+    helper, new = deepspeed.compression.helper, nn.Linear(1, 2)
+    assert helper.recursive_getattr(model, "0.0") is inner[0]
+    helper.recursive_setattr(model, "0.0", new)
+    assert inner[0] is new
+    helper.recursive_setattr(model, "0", new)
+    assert model[0] is new
+
+
+def test_random_numbers_are_seeded_by_the_accelerator() -> None:
+    deepspeed.get_accelerator().manual_seed_all(7)
+    first = torch.rand(3, device=deepspeed.get_accelerator().current_device_name())
+    deepspeed.get_accelerator().manual_seed_all(7)
+    assert torch.equal(torch.rand(3, device=deepspeed.get_accelerator().current_device_name()), first)
+
+
 def compiled(stage: int) -> None:
     losses = []
     for compiles in (False, True):

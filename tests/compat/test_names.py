@@ -177,5 +177,8 @@ def test_it_does_not_stand_in_for_one_that_is_there() -> None:
 def test_child_processes_change_the_modules_that_have_to_be() -> None:
     """Their file imports nothing of shardengine, so it says the names once more."""
     path = Path(shardengine.__file__).parent / "compat/for_children/sitecustomize.py"
-    said = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
-    assert {name for each in said for name in ast.literal_eval(each.value)} == set(hosts.CHANGES)
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    (said,) = (
+        node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_CHANGED"
+    )
+    assert set(ast.literal_eval(said)) == set(hosts.CHANGES)

@@ -189,6 +189,28 @@ def test_sharded_parameters_are_gathered_by_the_engine_that_holds_them(pools: Po
     pools(RANKS).run(gather)
 
 
+def whole_state_dicts() -> None:
+    model = make_model()
+    given = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    engine = deepspeed.initialize(model=model, config=config_of(3))[0]
+    with pytest.raises(UsageError, match="inside of `with deepspeed"):
+        engine.state_dict()
+    for load in (model.load_state_dict, model[0].load_state_dict):
+        with pytest.raises(UsageError, match="would be lost: load it inside"):
+            load(given if load == model.load_state_dict else {"weight": given["0.weight"], "bias": given["0.bias"]})
+    with deepspeed.zero.GatheredParameters(list(model[0].parameters()), modifier_rank=0):  # a part, as frameworks do
+        model[0].load_state_dict({"weight": given["0.weight"], "bias": given["0.bias"]})
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        assert torch.equal(engine.state_dict()["module.0.weight"], given["0.weight"])
+        model.load_state_dict(given)
+    assert all(torch.equal(value, given[name]) for name, value in whole(engine).items())
+    engine.destroy()
+
+
+def test_state_dicts_of_sharded_weights_are_refused_with_what_to_do(pools: Pools) -> None:
+    pools(RANKS).run(whole_state_dicts)
+
+
 def overflow() -> None:
     model = make_model()
     config = {**config_of(2), "gradient_accumulation_steps": 1, "fp16": {"enabled": True, "initial_scale_power": 4}}
@@ -217,6 +239,8 @@ def again_on_the_same_model() -> None:
         assert second(batch_of(0, 0)[0]).shape == (4, 3)
     with pytest.raises(UsageError, match="was destroyed"):
         first.step()
+    with pytest.raises(UsageError, match="make a new Trainer"):
+        first.zero_grad()
     second.destroy()
 
 

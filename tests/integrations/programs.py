@@ -5,12 +5,10 @@ Importing this file takes seconds: processes that fork runs do it.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
 from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin
+from tests.integrations.contract import gone
 
 ROWS, LENGTH = 20, 12
 Say = Callable[[Any], None]
@@ -198,6 +197,8 @@ def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         logs += trainer.state.log_history
         assert made.shape[1] == 4 + 3 * rank
         stage = None if run.stage is None else 3 - run.stage
+        if stage is None:
+            vars(trainer.model).pop("_is_accelerate_prepared", None)  # predict() has set it
         trainer = make_trainer(replace(run, stage=stage), trainer.model)
         trainer.train()
         logs += trainer.state.log_history
@@ -355,30 +356,6 @@ def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
 
 
 # What frameworks must have, and what users get wrong
-
-
-def gone(ours: type, theirs: type, own: set[str], attributes: tuple[str, ...] = ()) -> list[str]:
-    """What class ``theirs`` has no more of what ``ours``, derived from it, changes or reads, a sentence each.
-
-    own: names that ``ours`` adds · attributes: what ``theirs`` sets on itself.
-    """
-    found = []
-    for name, value in vars(ours).items():
-        if name in own or name.startswith("__") or not isinstance(value, property | FunctionType):
-            continue
-        if name not in dir(theirs):
-            found.append(f"{theirs.__name__}.{name} is gone")
-        elif isinstance(value, FunctionType):
-            mine, other = (list(inspect.signature(each).parameters.values()) for each in (value, getattr(theirs, name)))
-            takes_all = {each.kind for each in mine} >= {
-                inspect.Parameter.VAR_POSITIONAL,
-                inspect.Parameter.VAR_KEYWORD,
-            }
-            names = [each.name for each in mine]
-            if not takes_all and [each.name for each in other] != names[: len(other)]:
-                found.append(f"{theirs.__name__}.{name} takes {[each.name for each in other]}, ours {names}")
-    text = inspect.getsource(theirs)
-    return found + [f"{theirs.__name__} sets no {name}" for name in attributes if f"self.{name}" not in text]
 
 
 def contract(say: Say, _rank: int, _folder: str, _port: int, _run: Run) -> None:

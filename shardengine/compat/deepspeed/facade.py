@@ -191,6 +191,7 @@ class DeepSpeedEngine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients between two steps; inside of a window they stay, as under DeepSpeed."""
         if self._optimizer is not None:
+            self._live  # noqa: B018  (refuses)
             self._optimizer.zero_grad(set_to_none)
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -219,6 +220,29 @@ class DeepSpeedEngine(nn.Module):
         """The config as it was written."""
         return self._written
 
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine, as the launcher says."""
+        return processes.get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return self._engine.rank
+
+    @property
+    def tput_timer(self) -> helpers.NoTimer:
+        """What scripts tell where an epoch ends: nothing is timed."""
+        return helpers.NoTimer()
+
+    def fp16_enabled(self) -> bool:
+        """Whether the config trains in fp16; scripts cast their batches by it."""
+        return self._engine.config.fp16.enabled is True
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the config trains in bf16."""
+        return self._engine.config.bf16.enabled is True
+
     def zero_optimization_partition_weights(self) -> bool:
         """Whether weights are sharded."""
         return foreign.shards_weights(self._written)
@@ -228,6 +252,17 @@ class DeepSpeedEngine(nn.Module):
         return foreign.gathers_on_save(self._written)
 
     # Saving and loading
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's, under "module.". UsageError at stage 3, unless all of it is gathered."""
+        try:
+            return super().state_dict(*args, **kwargs)
+        except UsageError as error:
+            raise UsageError(
+                "DeepSpeedEngine.state_dict() while the weights are sharded would hold NaN: call it on every rank "
+                "inside of `with deepspeed.zero.GatheredParameters(list(engine.parameters())):`, or save the weights "
+                "with engine.save_16bit_model(dir), on every rank, too"
+            ) from error
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         return self._live.state_dict(trainable_only=exclude_frozen_parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,24 @@ def constructor_as_it_is(function: Callable[..., Any], *_: Any) -> Callable[...,
     return function
 
 
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """What is at the dotted path ``module_name`` below ``model``."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Put ``module`` at the dotted path ``module_name`` below ``model``."""
+    holder, _, leaf = module_name.rpartition(".")
+    setattr(recursive_getattr(model, holder) if holder else model, leaf, module)
+
+
+class NoTimer:
+    """An engine's throughput timer that measures nothing: ``engine.trace(path)`` draws where time goes."""
+
+    def update_epoch_count(self) -> None:
+        """Nothing."""
+
+
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     """``item`` with a copy of every tensor in it, on ``device``, so that none holds a larger buffer."""
     if isinstance(item, torch.Tensor):
@@ -152,6 +171,13 @@ class Accelerator:
     def communication_backend_name(self) -> str:
         """Of torch.distributed."""
         return "nccl" if torch.cuda.is_available() else "gloo"
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the random numbers of every device that this process sees; on a CPU the default ones."""
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seed)
+        else:
+            torch.manual_seed(seed)
 
     def empty_cache(self) -> None:
         """Give memory that is not used back to the device."""

@@ -1,0 +1,402 @@
+"""``Trainer(strategy="shardengine_stage_3")`` after ``import shardengine.integrations.lightning``.
+
+Owns: what Lightning's strategy does by means of an engine. Must not know: the engine behind its public surface.
+
+[Note: Steps through the engine] Lightning calls ``training_step``, not ``forward``. It is called in the engine's
+forward (Lightning's redirection for wrapped modules), so that weights of the LightningModule itself are there, inputs
+are cast, buffers are rank 0's, and a failure is told to the other ranks. Lightning says before each backward whether
+it ends the window, and has divided the loss. ``zero_grad``, clipping and ``step`` of the user's optimizer are the
+engine's while it is open, so Lightning's own loop is left as it is.
+
+[Note: Two parts] ``X.ckpt`` is what Lightning writes, without optimizer states: any program loads it, with
+``load_from_checkpoint``, too. ``X.ckpt.shards/TAG`` beside it is the engine's checkpoint. The file names the tag and is
+written last, so that a pair is whole or still the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+import shardengine
+from shardengine import Config, Engine
+from shardengine.config import read_json
+from shardengine.errors import CheckpointError, UsageError
+
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "32-true": {},
+    "bf16-true": {"bf16": {"enabled": True}},
+    "16-true": {"fp16": {"enabled": True}},
+    "bf16-mixed": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "16-mixed": {
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+        "fp16": {"enabled": False, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1},
+    },
+}
+"""What Lightning's ``precision`` is in the config; the loss scale is that of torch's GradScaler."""
+_OF_LIGHTNING = (
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
+    "process_group_backend", "timeout", "start_method",
+)  # fmt: skip
+_KEY, _SUFFIX = "shardengine", ".shards"
+_WITHOUT_STATES = (
+    "has no optimizer states, because the engine was closed at the end of fit: it cannot be resumed from; to go on "
+    "with training, let ModelCheckpoint(save_last=True) save inside of fit"
+)
+
+_MAY_BE_LEFT_OUT = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+)  # fmt: skip
+"""What the Trainer knows, or nobody has to."""
+
+
+class Unscaled(MixedPrecision):
+    """Lightning's regions of autocast without its GradScaler: the engine scales the loss."""
+
+    def __init__(self, plugin: MixedPrecision) -> None:
+        super().__init__(plugin.precision, plugin.device)
+        self.scaler = None
+
+
+class ShardStrategy(DDPStrategy):
+    """Trains a LightningModule by an engine, which shards what ``stage`` says over the ranks.
+
+    config: as ``shardengine.initialize`` takes it (what the Trainer knows may be left out) · stage: 0 to 3; None:
+    the config's · full_weights: whether ``.ckpt`` files hold the whole weights, which rank 0 then has in host memory
+    while it writes them; without, the weights are in the folder beside the file alone · others: Lightning's own
+    arguments of DDPStrategy, such as ``timeout`` and ``start_method``.
+
+    ConfigError for every problem of the config; UsageError for other arguments.
+    """
+
+    optimizers: list[Any]
+    model: Any
+    lr_scheduler_configs: list[Any]
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | Path | Config | None = None,
+        stage: int | None = None,
+        *,
+        full_weights: bool = True,
+        **others: Any,
+    ) -> None:
+        if unknown := sorted(others.keys() - set(_OF_LIGHTNING)):
+            raise UsageError(
+                f"ShardStrategy: expected config, stage, full_weights and {', '.join(_OF_LIGHTNING)}, got "
+                f"{', '.join(unknown)}; what the engine does is said in config"
+            )
+        self._tree = _tree(config, stage)
+        self._full_weights = full_weights
+        self._left_out: Path | None = None  # a checkpoint whose weights the engine that is made next has to load
+        self._beside: Path | None = None  # the engine's part of the checkpoint that was loaded last
+        self._engine: Engine | None = None
+        self._fails = False
+        super().__init__(**others)
+
+    @property
+    def engine(self) -> Engine:
+        """The open engine, for ``full_grads``, ``full_params``, ``memory``, …; UsageError outside of a run."""
+        if self._engine is None:
+            raise UsageError("strategy.engine: expected a running fit, validate, test or predict; no engine is open")
+        return self._engine
+
+    # Set-up and end
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's own; it casts batches and opens regions of autocast, the engine does the rest."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        """UsageError for one that is none of Lightning's floating-point ones."""
+        if plugin is not None and type(plugin) not in (Precision, HalfPrecision, MixedPrecision, Unscaled):
+            raise UsageError(
+                f"ShardStrategy: expected precision {', '.join(map(repr, _PRECISIONS))}, got "
+                f"{type(plugin).__name__} with {plugin.precision!r}"
+            )
+        self._precision_plugin = Unscaled(plugin) if isinstance(plugin, MixedPrecision) else plugin
+
+    def setup(self, trainer: Any) -> None:
+        """Make the engine: to train, or, with weights alone, to evaluate."""
+        self._end(restore=False)
+        self.accelerator.setup(trainer)
+        module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if self._layer_sync is not None:
+            raise UsageError("Trainer(sync_batchnorm=True) is not available here: use norms without batch statistics")
+        _refuse_what_cannot_be(trainer, module)
+        tree = _with_what_the_trainer_knows(self._tree, trainer, self.precision_plugin.precision)
+        self.optimizers, self.lr_scheduler_configs = [], []
+        if fits:
+            self.setup_optimizers(trainer)
+            optimizer = _only(self.optimizers, self.lr_scheduler_configs, tree)
+        else:
+            tree = {key: value for key, value in tree.items() if key not in ("optimizer", "scheduler")}
+            optimizer = None
+        self._engine, self._fails = shardengine.initialize(module, tree, optimizer=optimizer), False
+        if fits and optimizer is None:
+            self.optimizers = [self._engine.optimizer]
+        self.model = self._engine
+        if self._left_out is not None:
+            part, self._left_out = self._left_out, None
+            self._load(part, weights_only=True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The run ends with ``exception``, which nothing that follows may hide or delay."""
+        self._fails = True
+
+    def teardown(self) -> None:
+        """The model is an ordinary one again, with whole weights, on the CPU.
+
+        After an exception an engine of several ranks stays open until the next run: the others may wait in a collective
+        of the model's own, and would not help to gather weights.
+        """
+        self.model = self.lightning_module
+        if self._fails and self.world_size > 1:
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            return
+        self._end(restore=True)
+        super().teardown()
+
+    def _end(self, *, restore: bool) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(restore=restore)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models begin on the CPU, in the dtype they are written in: the engine moves, casts and shards them.
+
+        empty_init: on other ranks than 0 they are on the meta device; the engine takes rank 0's values.
+        """
+        with torch.device("meta") if empty_init and self.global_rank else nullcontext():
+            yield
+
+    # A step
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of a loss that Lightning has divided; its hooks come before and after."""
+        trainer = self.lightning_module.trainer
+        self.engine.set_gradient_accumulation_boundary(not trainer.fit_loop._should_accumulate())
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        if is_overridden("backward", self.lightning_module):
+            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+        else:
+            self.engine.backward(loss, *args, divide=False, **kwargs)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing: each micro-batch's gradients are added up where the stage has them. Lightning would call the
+        engine's ``no_sync``, as it does of all that has one, and whole gradients would rest on every rank."""
+        yield
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's: ``closure``, clipping, the engine's step, also of a window whose last batch gave no loss."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights on rank 0, {} elsewhere, or where the engine's part alone has them; collective."""
+        if self._engine is None:
+            return dict(super().lightning_module_state_dict())
+        return self._engine.state_dict() if self._full_weights else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: it is in the engine's part."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write Lightning's file and, unless it holds weights alone, the engine's part; collective.
+
+        In the middle of an accumulation window both are of the last completed step. UsageError for a path on another
+        machine.
+        """
+        path = _local(self.broadcast(filepath))
+        resumes = bool(checkpoint.pop("optimizer_states", None))
+        tag = None
+        if self._engine is None or self._engine.optimizer is None:
+            if resumes:
+                rank_zero_warn(f"{path} {_WITHOUT_STATES}")
+                checkpoint[_KEY] = {"tag": None, "full_weights": True}
+        elif resumes or not self._full_weights:
+            tag = f"step-{self._engine.global_steps:08d}"
+            self._engine.save_checkpoint(_beside(path), tag)
+            self._engine.wait_for_checkpoint()
+            checkpoint[_KEY] = {"tag": tag, "full_weights": self._full_weights}
+        super().save_checkpoint(checkpoint, path, storage_options)
+        if self.is_global_zero and _beside(path).is_dir():
+            _remove_others(_beside(path), tag)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's file, with what it says of the engine's part."""
+        path = self.broadcast(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        said, self._beside = checkpoint.get(_KEY), None
+        if said is not None:
+            if said["tag"] is not None:
+                self._beside = _beside(Path(os.path.realpath(path))) / said["tag"]
+            checkpoint["optimizer_states"] = []  # Lightning asks whether they are there
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights for the engine that is made next, of which only rank 0's count, or for the open one; collective."""
+        here = self.global_rank == 0 or not any(each.is_meta for each in self.lightning_module.parameters())
+        if self._beside is not None and not checkpoint[_KEY]["full_weights"]:
+            if self._engine is None:
+                self._left_out = self._beside
+            else:
+                self._load(self._beside, weights_only=True)
+        elif self._engine is not None:
+            with self._engine.full_params(writable=True):
+                super().load_model_state_dict(checkpoint, strict)
+        elif here:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The engine goes on from its part of the checkpoint, at any stage and number of ranks; collective.
+
+        UsageError for a checkpoint of another strategy; CheckpointError where the part is missing or damaged.
+        """
+        if self._beside is None:
+            if _KEY in checkpoint:
+                raise UsageError(f"fit(ckpt_path=...): the file {_WITHOUT_STATES}")
+            raise UsageError(
+                "fit(ckpt_path=...): expected a checkpoint of ShardStrategy, got one of another strategy, whose "
+                "optimizer states are not sharded; to begin anew with its weights, fit Model.load_from_checkpoint(path)"
+            )
+        self._load(self._beside)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Both parts."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_beside(Path(filepath)), ignore_errors=True)
+
+    def _load(self, part: Path, *, weights_only: bool = False) -> None:
+        if not part.is_dir():
+            raise CheckpointError(
+                f"expected the folder {part.name} in {part.parent}, got none: a checkpoint of ShardStrategy is the "
+                f"file and the folder {_SUFFIX} beside it; move both"
+            )
+        strict = self.lightning_module.strict_loading
+        self.engine.load_checkpoint(part.parent, part.name, strict=strict, weights_only=weights_only)
+
+
+def _tree(config: Any, stage: int | None) -> dict[str, Any]:
+    """``config`` as plain JSON values with ``stage`` in them, checked. ConfigError, UsageError."""
+    if isinstance(config, (str, Path)):
+        tree = read_json(Path(config))
+    elif isinstance(config, Config):
+        tree = config.to_dict()
+    elif isinstance(config, Mapping | None):
+        tree = dict(config or {})
+    else:
+        raise UsageError(f"ShardStrategy: expected config as a dict, a path or a Config, got {type(config).__name__}")
+    tree = {key: value for key, value in tree.items() if key not in _MAY_BE_LEFT_OUT or value != "auto"}
+    if "train_batch_size" not in tree:
+        tree.setdefault("train_micro_batch_size_per_gpu", 1)  # only counters of samples depend on it
+    zero, wanted = dict(tree.get("zero_optimization") or {}), {} if stage is None else {"stage": stage}
+    if wanted | zero != zero | wanted:
+        raise UsageError(f"ShardStrategy: expected one stage, got stage={stage} and {zero['stage']} in config")
+    tree["zero_optimization"] = zero | wanted
+    if "stage" not in tree["zero_optimization"]:
+        raise UsageError("ShardStrategy: expected a stage, 0 to 3, as stage= or in config, got none")
+    shardengine.load_config(tree)
+    return tree
+
+
+def _with_what_the_trainer_knows(tree: dict[str, Any], trainer: Any, precision: str) -> dict[str, Any]:
+    """The config of an engine for ``trainer``; UsageError where the two disagree."""
+    tree = dict(tree)
+    steps = trainer.accumulate_grad_batches
+    if tree.setdefault("gradient_accumulation_steps", steps) != steps:
+        raise UsageError(
+            f"Trainer(accumulate_grad_batches={steps}) and {tree['gradient_accumulation_steps']} "
+            "gradient_accumulation_steps in config: expected it in the Trainer alone"
+        )
+    if trainer.gradient_clip_val and tree.get("gradient_clipping"):
+        raise UsageError("gradient_clipping in config and Trainer(gradient_clip_val=...): expected one of them")
+    wanted = _PRECISIONS[precision]
+    for section in ("bf16", "fp16", "torch_autocast") if wanted else ():
+        ours = wanted.get(section, {"enabled": False})
+        said = {key: value for key, value in dict(tree.get(section, {})).items() if value != "auto"}
+        if any(said.get(key, ours.get(key)) != ours.get(key) for key in ("enabled", "dtype")):
+            raise UsageError(f"Trainer(precision={precision!r}) and {section} {said} in config: expected one of them")
+        tree[section] = ours | said
+    return tree
+
+
+def _refuse_what_cannot_be(trainer: Any, module: Any) -> None:
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise UsageError(
+            "automatic_optimization=False is not available: expected Lightning's own optimization with one optimizer; "
+            "a loop of your own is written with shardengine.initialize"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise UsageError(
+                f"{type(callback).__name__} is not available: it averages parameters, of which a rank has a shard"
+            )
+
+
+def _only(optimizers: list[Any], schedulers: list[Any], tree: dict[str, Any]) -> Any:
+    """The optimizer that ``configure_optimizers`` returned; None where it is the config's. UsageError for several."""
+    if len(optimizers) != 1:
+        raise UsageError(
+            f"configure_optimizers: expected one optimizer, with several groups where that is wanted, got "
+            f"{len(optimizers)}"
+        )
+    if schedulers and "scheduler" in tree:
+        raise UsageError("configure_optimizers returned a scheduler and config has one: expected one of them")
+    if not isinstance(optimizers[0], _MockOptimizer):
+        return optimizers[0]
+    if "optimizer" not in tree:
+        raise UsageError("configure_optimizers returned None: expected an optimizer, or one in config")
+    return None
+
+
+def _local(path: Any) -> Path:
+    if "://" in str(path):
+        raise UsageError(f"expected a folder that all ranks can write to for checkpoints, got {path}")
+    return Path(path)
+
+
+def _beside(path: Path) -> Path:
+    """The folder of the engine's part."""
+    return path.with_name(path.name + _SUFFIX)
+
+
+def _remove_others(folder: Path, tag: str | None) -> None:
+    """The engine's checkpoints of an earlier file of the same name."""
+    if tag is None:
+        shutil.rmtree(folder)
+        return
+    for other in folder.iterdir():
+        if other.is_dir() and other.name != tag:
+            shutil.rmtree(other)
+
+
+for _stage in range(4):
+    StrategyRegistry.register(
+        f"shardengine_stage_{_stage}", ShardStrategy, f"shardengine, ZeRO stage {_stage}", override=True, stage=_stage
+    )
