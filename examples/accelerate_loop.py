@@ -27,11 +27,11 @@ CHECKPOINTS = Path("runs/accelerate_loop")
 
 
 def main(stage: int | None, steps: int) -> None:
+    given = {"gradient_accumulation_steps": 2, "cpu": not torch.cuda.is_available()}
     if stage is None:
-        accelerator = Accelerator(gradient_accumulation_steps=2)
+        accelerator = Accelerator(**given)
     else:
-        config = {"zero_optimization": {"stage": stage}}
-        accelerator = ShardAccelerator(engine_config=config, gradient_accumulation_steps=2)
+        accelerator = ShardAccelerator(engine_config={"zero_optimization": {"stage": stage}}, **given)
     tokenizer, model = make_tokenizer(), make_model()
     rows = [tokenizer(row["prompt"] + row["completion"] + "</s>") for row in questions()]
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)

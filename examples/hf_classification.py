@@ -1,7 +1,7 @@
 """Classifying texts: ShardTrainer in the place of Trainer, and nothing else; metrics, the best model loaded at the end.
 
-    torchrun --nproc-per-node 2 examples/hf_classification.py --stage 3
-    torchrun --nproc-per-node 2 examples/hf_classification.py     # the same under DistributedDataParallel
+torchrun --nproc-per-node 2 examples/hf_classification.py --stage 3
+torchrun --nproc-per-node 2 examples/hf_classification.py     # the same under DistributedDataParallel
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """QLoRA: adapters on a base model of 4 bits, which bitsandbytes packs while it is read; CPUs can do it, too.
 
-    torchrun --nproc-per-node 2 examples/hf_qlora.py --stage 3
-    torchrun --nproc-per-node 2 examples/hf_qlora.py     # the same under DistributedDataParallel
+torchrun --nproc-per-node 2 examples/hf_qlora.py --stage 3
+torchrun --nproc-per-node 2 examples/hf_qlora.py     # the same under DistributedDataParallel
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An encoder and a decoder: ShardTrainerMixin before Seq2SeqTrainer; evaluation generates with the sharded model.
 
-    torchrun --nproc-per-node 2 examples/hf_seq2seq.py --stage 3
-    torchrun --nproc-per-node 2 examples/hf_seq2seq.py     # the same under DistributedDataParallel
+torchrun --nproc-per-node 2 examples/hf_seq2seq.py --stage 3
+torchrun --nproc-per-node 2 examples/hf_seq2seq.py     # the same under DistributedDataParallel
 """
 
 from __future__ import annotations
