@@ -33,6 +33,8 @@ from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.precision import Precision
 from shardengine.sharding.wrapping import automatic_units, class_of
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -89,6 +91,7 @@ def analyse(
     may_be_meta = device.type == "meta" or not gives_values
     _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16, may_be_meta=may_be_meta)
     _check_sparse(model)
+    _check_wrappers(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
     numbers = _numbers(parameters)
@@ -300,6 +303,17 @@ def _check_sparse(model: nn.Module) -> None:
                 f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
                 "gradients, which are what buckets hold; set sparse=False or freeze it"
             )
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                raise UsageError(
+                    f"{f'module {name!r}' if name else 'the model'} is in {kind.__name__}, which averages or shards "
+                    "gradients itself: expected the plain model, which DistributedDataParallel and DataParallel have "
+                    "as `.module`"
+                )
 
 
 def facts(

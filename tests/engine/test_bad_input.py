@@ -159,6 +159,21 @@ def test_a_model_has_one_engine(stage: str) -> None:
     assert step_of(engine_of(stage, model), 0) == truth(1, 1).losses[0][0][0]
 
 
+FSDP2 = type("FSDPModule", (nn.Module,), {"__module__": "torch.distributed.fsdp"})
+
+
+@ALL
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [nn.parallel.DistributedDataParallel, nn.DataParallel, FSDP2])
+def test_a_model_that_something_else_keeps_in_step_is_refused(kind: type[nn.Module], inside: bool, stage: str) -> None:
+    wrapped = kind.__new__(kind)  # without the process group that its constructor asks for
+    nn.Module.__init__(wrapped)
+    wrapped.add_module("module", CASE.make())
+    model = nn.Sequential(wrapped) if inside else wrapped
+    with pytest.raises(UsageError, match=rf"({'module .0.' if inside else 'the model'}) is in {kind.__name__}, which"):
+        engine_of(stage, model)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half": (lambda model: model.half(), "'(inp|out).weight' .*torch.float16"),
     "double": (lambda model: model.double(), "'(inp|out).weight' .*torch.float64"),
