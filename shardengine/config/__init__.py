@@ -17,7 +17,7 @@ from shardengine.config import kinds
 from shardengine.config.json_schema import json_schema
 from shardengine.config.kinds import nearest, plain
 from shardengine.config.load import NOT_CLIPPED, Config, fitting_ranks, load_config, load_or_default
-from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_json
+from shardengine.config.reader import NO_EFFECT_BECAUSE, READ_AS, Source, read_tree
 from shardengine.config.schema import (
     KEYS,
     SECTIONS,
@@ -56,5 +56,5 @@ __all__ = [
     "load_or_default",
     "nearest",
     "plain",
-    "read_json",
+    "read_tree",
 ]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ NO_EFFECT_BECAUSE, READ_AS = " has no effect, because ", " is read as "
 """What stands in a notice between the key and the reason, and between its two names."""
 
 _ABSENT: Any = object()
+_TWICE = "the key is written more than once; keep one"
 _OPAQUE = (Status.REFUSED, Status.NO_EFFECT)
 
 _NEVER_FALSE = frozenset({"zero_optimization", "optimizer", "scheduler"})
@@ -85,6 +86,26 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"expected a JSON object at the top level, got {describe(tree)}", str(path))
     return tree
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """As ``read_json``, for who changes what a file says before it is loaded: ConfigError for keys in it that are
+    written more than once, too, which plain objects do not know."""
+    tree = read_json(path)
+    if problems := [f"{name}: {_TWICE}" for name in _written_twice(tree, "")]:
+        raise ConfigError(problems, str(path))
+    result: dict[str, Any] = plain(tree)
+    return result
+
+
+def _written_twice(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, JsonObject):
+        yield from (join(path, name) for name in node.duplicates)
+    if isinstance(node, dict):
+        for name, inside in node.items():
+            yield from _written_twice(inside, join(path, name))
+    for index, inside in enumerate(node if isinstance(node, list) else ()):
+        yield from _written_twice(inside, f"{path}[{index}]")
 
 
 class Reader:
@@ -161,7 +182,7 @@ class Reader:
         opaque |= known is not None and known.status in _OPAQUE
         if isinstance(node, dict):
             for name in node.duplicates if isinstance(node, JsonObject) else ():
-                self.problem(join(path, name), "the key is written more than once; keep one")
+                self.problem(join(path, name), _TWICE)
             for name in list(node):
                 if not isinstance(name, str):
                     self.problem(path, f"expected keys that are strings, got {describe(name)}")

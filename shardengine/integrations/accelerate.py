@@ -29,7 +29,7 @@ from accelerate.state import DistributedType
 from accelerate.utils import MODEL_NAME, is_compiled_module
 from torch import Tensor, nn
 
-from shardengine.config import TRIPLE, Config, load_config, read_json
+from shardengine.config import TRIPLE, Config, load_config, read_tree
 from shardengine.engine import Engine, initialize
 from shardengine.errors import UsageError
 
@@ -444,7 +444,7 @@ class ShardAccelerator(Accelerator):
 def written(engine_config: Any) -> dict[str, Any]:
     """A config as a dict of its own. UsageError for what is neither a dict nor a path, ConfigError as `load_config`."""
     if isinstance(engine_config, str | Path):
-        return read_json(Path(engine_config))
+        return read_tree(Path(engine_config))
     if engine_config is not None and not isinstance(engine_config, Mapping):
         kind = type(engine_config).__name__
         raise UsageError(f"engine_config: expected a dict or the path of a JSON file, got {kind}")

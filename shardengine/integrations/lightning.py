@@ -34,7 +34,7 @@ from torch import Tensor
 
 import shardengine
 from shardengine import Config, Engine
-from shardengine.config import read_json
+from shardengine.config import read_tree
 from shardengine.errors import CheckpointError, UsageError
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
@@ -305,7 +305,7 @@ class ShardStrategy(DDPStrategy):
 def _tree(config: Any, stage: int | None) -> dict[str, Any]:
     """``config`` as plain JSON values with ``stage`` in them, checked. ConfigError, UsageError."""
     if isinstance(config, (str, Path)):
-        tree = read_json(Path(config))
+        tree = read_tree(Path(config))
     elif isinstance(config, Config):
         tree = config.to_dict()
     elif isinstance(config, Mapping | None):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardengine.config.load import Config, load_config
+from shardengine.config.reader import read_tree
 from shardengine.config.schema import OptimizerConfig
 from shardengine.errors import ConfigError
 
@@ -392,6 +393,19 @@ def test_duplicate_json_keys_are_refused_with_their_place(tmp_path: Path) -> Non
     path = tmp_path / "config.json"
     path.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1, "stage": 2}}')
     assert problems(path) == ["zero_optimization.stage: the key is written more than once; keep one"]
+
+
+def test_who_changes_a_file_first_is_told_of_them_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    bf16 = '{"enabled": true, "enabled": false}'
+    path.write_text(f'{{"_": 1, "_": 2, "list": [{{"a": 1, "a": 1}}], "bf16": {bf16}, "x": 1, "x": 2}}')
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        read_tree(path)
+    assert caught.value.problems == [
+        f"{name}: the key is written more than once; keep one" for name in ("x", "list[0].a", "bf16.enabled")
+    ]
+    path.write_text('{"bf16": {"enabled": true}}')
+    assert type(read_tree(path)["bf16"]) is dict
 
 
 def test_a_file_that_is_not_json_names_path_line_and_column(tmp_path: Path) -> None:
