@@ -136,6 +136,10 @@ def save_and_resume(stage: int, folder: str) -> None:
     assert engine.load_checkpoint(folder) == (None, None)
     step(engine, 0)
     assert engine.save_checkpoint(folder, client_state={"epoch": 4})
+    with pytest.raises(UsageError, match="expected None for custom_load_fn, which cannot"):
+        engine.load_checkpoint(folder, load_universal=None, custom_load_fn=print)
+    with pytest.raises(UsageError, match="expected loss, retain_graph= and scale_wrt_gas=, got create_graph="):
+        engine.backward(torch.zeros(()), create_graph=True)
     after = [step(engine, number) for number in (1, 2)]
     engine.destroy()
     assert Path(folder, "latest").read_text(encoding="utf-8").strip() == "global_step1"
@@ -165,6 +169,9 @@ def gather() -> None:
     with deepspeed.zero.GatheredParameters([*model.parameters(), *other.parameters()]):
         assert weight.ds_status is status.AVAILABLE
         assert torch.equal(weight.detach(), whole["0.weight"]) and torch.equal(bias, whole["4.bias"])
+        with deepspeed.zero.GatheredParameters(weight):
+            assert weight.ds_status is status.AVAILABLE
+        assert weight.ds_status is status.AVAILABLE and torch.equal(weight.detach(), whole["0.weight"])
     assert weight.ds_status is status.NOT_AVAILABLE
     with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
         if deepspeed.comm.get_rank() == 0:
@@ -263,6 +270,23 @@ def test_arguments_of_initialize_that_are_refused(given: dict[str, Any], said: s
         deepspeed.initialize(**{"model": cases.make_mlp(), "config": config_of(0), **given})
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "the file cannot be read"),
+        ("{,}", "not JSON: .* at line 1, column 2"),
+        ('{"train_batch_size": 4, "train_batch_size": 8}', "train_batch_size: the key is written more than once"),
+    ],
+)
+def test_a_config_file_that_is_wrong_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    for given in ({"config": str(path)}, {"args": SimpleNamespace(deepspeed_config=path)}):
+        with pytest.raises(ConfigError, match=said):
+            deepspeed.initialize(model=cases.make_mlp(), **given)
+
+
 class Numbers(torch.utils.data.Dataset[int]):
     """0 to 10."""
 
@@ -326,6 +350,15 @@ def test_a_client_state_that_is_not_json_comes_back(pools: Pools, tmp_path: Path
 def test_json_stays_in_the_index(tmp_path: Path) -> None:
     assert keep({"epoch": 4, "best": [0.5, None]}, str(tmp_path)) == {"epoch": 4, "best": [0.5, None]}
     assert not (tmp_path / "here" / client_state.FILE).exists()
+
+
+def test_a_checkpoint_that_latest_shall_not_name_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config_of(1))
+    for save_latest in (True, False):
+        engine.save_checkpoint(str(tmp_path), tag=f"{save_latest}", save_latest=save_latest)
+        assert ("save_latest=False has no effect, latest names False" in caplog.text) is not save_latest
+    assert (tmp_path / "latest").read_text(encoding="utf-8").strip() == "False"
+    engine.destroy()
 
 
 def test_classes_in_a_client_state_are_loaded_once_they_are_trusted(tmp_path: Path) -> None:

@@ -62,7 +62,6 @@ SLIVERS: Mapping[str, str] = {
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
-    "compat/deepspeed/foreign.py": "what another engine means by a config, which is tested without ranks",
     "compat/deepspeed/hosts.py": "facts of other libraries, each change with its reason",
     "engine/tracing.py": "one file of the events of all ranks; the engine's own file has enough",
     "engine/offload_states.py": "freeing the device between two phases is no part of a step, nor of an engine's wiring",

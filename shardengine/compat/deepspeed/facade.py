@@ -12,7 +12,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +21,9 @@ from torch import Tensor, nn
 from shardengine.checkpoint import directory
 from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
 from shardengine.compat.deepspeed import client_state as client_states
-from shardengine.config import NOT_CLIPPED, Config, load_config
 from shardengine.engine import Engine
 from shardengine.engine import initialize as make_engine
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ _REFUSED = {
     "mpu": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
     "mesh_param": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
 }
-"""Arguments of ``initialize`` that must be None, each with what to do."""
+"""Arguments of ``initialize`` that must be None, each with the reason."""
 _WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
 
 
@@ -90,19 +88,6 @@ def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None
             raise UsageError(f"deepspeed.initialize: {name}= is not available: {_REFUSED[name]}")
 
 
-def _tell(tree: dict[str, Any], told: list[str], *, trained: bool) -> Config | dict[str, Any]:
-    """Log all that is to be said of a config, on rank 0; the config, of which nothing is said any more."""
-    try:
-        config = load_config(tree)
-    except ConfigError:
-        return tree  # which the engine says, on every rank
-    notices = [each for each in config.notices if trained or each != NOT_CLIPPED]
-    said = foreign.message(told, notices, trained=trained)
-    if said and processes.get_rank() == 0:
-        _log.warning("of the DeepSpeed config:%s", said)
-    return replace(config, notices=())
-
-
 class DeepSpeedOptimizer(ShardedOptimizer):
     """The engine's optimizer, with what frameworks ask of it beside torch's surface.
 
@@ -139,12 +124,11 @@ class DeepSpeedEngine(nn.Module):
             config, optimizer=optimizer is not None, scheduler=lr_scheduler is not None, model=model
         )
         trained = optimizer is not None or "optimizer" in tree
-        quiet = _tell(tree, told, trained=trained)
         if model_parameters is not None and not isinstance(model_parameters, list):
             model_parameters = list(model_parameters)
         self._engine = make_engine(
             model,
-            quiet,
+            foreign.tell(tree, told, trained=trained),
             optimizer=optimizer,
             model_parameters=model_parameters if trained and optimizer is None else None,
             lr_scheduler=lr_scheduler if trained else None,
@@ -177,8 +161,15 @@ class DeepSpeedEngine(nn.Module):
         """The model's forward."""
         return self._live(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> Tensor:
-        """Backward of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is False."""
+    def backward(
+        self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any
+    ) -> Tensor:
+        """Backward of ``loss``, divided by the accumulation steps unless ``scale_wrt_gas`` is False.
+
+        UsageError for other arguments.
+        """
+        if others:
+            raise UsageError(f"backward: expected loss, retain_graph= and scale_wrt_gas=, got {', '.join(others)}=")
         return self._live.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -289,13 +280,16 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write one of our checkpoints to ``save_dir/tag``, by default ``global_step<N>``; collective. True.
 
-        client_state: a dict; what is not JSON is written by torch.save, by rank 0. It is always named in ``latest``.
+        client_state: a dict; what is not JSON is written by torch.save, by rank 0 · save_latest: no effect, ``latest``
+        names the checkpoint in any case, which is told where that is not wanted.
         """
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
         with client_states.kept(save_dir, name, client_state) as kept:
             self._live.save_checkpoint(save_dir, name, kept, frozen=not exclude_frozen_parameters)
         if self._engine.rank == 0:
             checkpoints.write_script(save_dir)
+            if not save_latest:
+                _log.warning("save_checkpoint: save_latest=False has no effect, %s names %s", directory.LATEST, name)
         return True
 
     def load_checkpoint(
@@ -315,8 +309,8 @@ class DeepSpeedEngine(nn.Module):
         if tag is None and not Path(load_dir, directory.LATEST).exists():
             _log.warning("load_checkpoint: %s has no file %r, nothing is loaded", load_dir, directory.LATEST)
             return None, None
-        if any(value is not None for value in others.values()):
-            raise UsageError(f"load_checkpoint: expected None for {', '.join(others)}, which are not available")
+        if given := [name for name, value in others.items() if value is not None]:
+            raise UsageError(f"load_checkpoint: expected None for {', '.join(given)}, which cannot be chosen here")
         weights_only = load_module_only or not load_optimizer_states
         if not load_lr_scheduler_states and not weights_only and self._engine.lr_scheduler is not None:
             raise UsageError(

@@ -11,14 +11,17 @@ collectives. Results do not depend on it.
 from __future__ import annotations
 
 import copy
-import json
+import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardengine.config import NO_EFFECT_BECAUSE, READ_AS, ZeroConfig
+from shardengine.compat.deepspeed import processes
+from shardengine.config import NO_EFFECT_BECAUSE, NOT_CLIPPED, READ_AS, Config, ZeroConfig, load_config, read_tree
 from shardengine.errors import ConfigError, UsageError
 
+_log = logging.getLogger(__name__)
 _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _STAGE_OF_SHARDED_WEIGHTS = 3
 """DeepSpeed's number, which its keys depend on."""
@@ -37,10 +40,13 @@ _INSIDE = ("zero_optimization.", "activation_checkpointing.", "aio.", "optimizer
 
 
 def written(config: Any, args: Any) -> dict[str, Any]:
-    """The config of ``initialize`` as a dict: one, the path of a JSON file, or what ``args.deepspeed_config`` says."""
+    """The config of ``initialize`` as a dict: one, the path of a JSON file, or what ``args.deepspeed_config`` says.
+
+    ConfigError where that is no file of JSON.
+    """
     found = config if config is not None else getattr(args, "deepspeed_config", None)
     if isinstance(found, str | Path):
-        found = json.loads(Path(found).read_text(encoding="utf-8"))
+        return read_tree(Path(found))
     if not isinstance(found, Mapping):
         raise UsageError(
             "deepspeed.initialize: expected config=, a dict or the path of a JSON file, or args.deepspeed_config, got "
@@ -61,14 +67,14 @@ def gathers_on_save(config: Mapping[str, Any]) -> bool:
 
 
 def translate(
-    config: Mapping[str, Any], *, optimizer: bool, scheduler: bool, model: Any = None
+    config: dict[str, Any], *, optimizer: bool, scheduler: bool, model: Any = None
 ) -> tuple[dict[str, Any], list[str]]:
     """``config`` as our engine reads it, and what was left out, a sentence each.
 
     optimizer, scheduler: whether ``initialize`` was given one, which then counts, as under DeepSpeed · model: whose
     ``config`` may have a hidden size. ConfigError for "auto" that is left ([Note: "auto"]).
     """
-    tree, told = copy.deepcopy(dict(config)), list[str]()
+    tree, told = copy.deepcopy(config), list[str]()
     zero = _section(tree, "zero_optimization")
     offload = zero.get("offload_param")
     if not shards_weights(tree) and zero.pop("offload_param", None) and _device(offload) != "none":
@@ -97,20 +103,30 @@ def translate(
     return tree, told
 
 
-def message(own: Iterable[str], notices: Iterable[str], *, trained: bool) -> str:
-    """One text of ``own`` sentences and the ``notices`` of our config; "" where there is nothing to say.
+def tell(tree: dict[str, Any], told: Iterable[str], *, trained: bool) -> Config | dict[str, Any]:
+    """Log on rank 0, in one message, the sentences ``told`` and all that our config has to say; what ``initialize``
+    takes, of which nothing is said any more. trained: whether the model is."""
+    try:
+        config = load_config(tree)
+    except ConfigError:
+        return tree  # which the engine says, on every rank
+    said = _message(told, config.notices, trained=trained)
+    if said and processes.get_rank() == 0:
+        _log.warning("of the DeepSpeed config:%s", said)
+    return replace(config, notices=())
 
-    Left out: under which name of ours a key is read. Keys without effect are told by what they have in common; those of
-    how something is done only where a model is ``trained``.
-    """
-    inside, others, said = list[str](), dict[str, list[str]](), list(own)
+
+def _message(told: Iterable[str], notices: Iterable[str], *, trained: bool) -> str:
+    """Left out: under which name of ours a key is read. Keys without effect are told by what they have in common; those
+    of how something is done, and that nothing is clipped, only where a model is ``trained``."""
+    inside, others, said = list[str](), dict[str, list[str]](), list(told)
     for notice in notices:
         key, mark, reason = notice.partition(NO_EFFECT_BECAUSE)
         if mark and key.startswith(_INSIDE):
             inside.append(key)
         elif mark:
             others.setdefault(reason, []).append(key)
-        elif READ_AS not in notice:
+        elif READ_AS not in notice and (trained or notice != NOT_CLIPPED):
             said.append(notice)
     said += [
         f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {why}" for why, keys in others.items()

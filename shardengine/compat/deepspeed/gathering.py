@@ -74,6 +74,7 @@ class GatheredParameters:
         self._wanted = sharded if enabled else []
         self._writable = modifier_rank is not None
         self._inside = ExitStack()
+        self._gathered: list[Tensor] = []
 
     def __enter__(self) -> None:
         by_engine: dict[int, tuple[Engine, list[str]]] = {}
@@ -84,6 +85,7 @@ class GatheredParameters:
             for engine, names in by_engine.values():
                 opened.enter_context(engine.full_params(sorted(set(names)), writable=self._writable))
             self._inside = opened.pop_all()
+        self._gathered = [each for each in self._wanted if _status(each) is not ZeroParamStatus.AVAILABLE]
         self._say(ZeroParamStatus.AVAILABLE)
 
     def __exit__(self, *exception: Any) -> bool | None:
@@ -91,8 +93,12 @@ class GatheredParameters:
         return self._inside.__exit__(*exception)
 
     def _say(self, status: ZeroParamStatus) -> None:
-        for parameter in self._wanted:
+        for parameter in self._gathered:  # not those that an outer one shows
             vars(parameter)["ds_status"] = status
+
+
+def _status(parameter: Tensor) -> Any:
+    return vars(parameter).get("ds_status")
 
 
 class NoHooks:
