@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.forks import Forks
+from tests.support.program_runs import Log, free_port, join
 
 LIBRARIES = ("transformers", "accelerate", "peft", "trl", "datasets")
 _MISSING = [name for name in LIBRARIES if find_spec(name) is None]  # not imported here
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{_MISSING} are not inst
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS, STEPS = 2, 6
 LAUNCH = ["--use_deepspeed", "--zero_stage", "3", "--num_processes", str(RANKS), "example.py"]
-Log = list[dict[str, float]]
 TIMES = ("runtime", "per_second", "preparation_time")
 
 
@@ -44,8 +43,7 @@ def _import() -> None:
 
 def _run(say: Callable[[Any], None], rank: int, folder: str, port: int, given: list[str], how: dict[str, Any]) -> None:
     """What the example printed, and its exit status. how: launched, by accelerate for stage 3 · hidden, a module."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    join(rank, RANKS, port)
     if how.get("launched"):
         os.environ |= environment()
     if how.get("hidden"):
@@ -81,10 +79,7 @@ class Examples:
     def run(self, folder: Path, *given: object, **how: Any) -> tuple[str, int]:
         """What rank 0 printed, and the exit status, which is that of all ranks. given: the program, its options."""
         folder.mkdir(exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        said = self.forks.live(_run, str(folder), port, [str(each) for each in given], how, ranks=RANKS)
+        said = self.forks.live(_run, str(folder), free_port(), [str(each) for each in given], how, ranks=RANKS)
         ((printed, status),), *others = said
         assert all(other == status for ((_, other),) in others)
         return printed, status

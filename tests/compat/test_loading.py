@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.forks import Forks
+from tests.support.program_runs import free_port, join
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 RANKS, MIB = 2, 1 << 20
@@ -47,8 +46,7 @@ def load(say: Callable[[Any], None], rank: int, folder: str, port: int) -> None:
     from transformers import LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    join(rank, RANKS, port)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": 0},
@@ -68,10 +66,7 @@ def load(say: Callable[[Any], None], rank: int, folder: str, port: int) -> None:
 def test_a_rank_maps_the_files_and_then_has_its_share(tmp_path: Path) -> None:
     forks = Forks(_import)
     ((size,),) = forks.live(make, str(tmp_path))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    said = forks.live(load, str(tmp_path), port, ranks=RANKS)
+    said = forks.live(load, str(tmp_path), free_port(), ranks=RANKS)
     forks.end()
     for ((loaded, placed),) in said:
         assert loaded <= 16 * MIB < size // 3, f"{loaded / MIB:.0f} MiB"

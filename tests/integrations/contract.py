@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from types import FunctionType
 
 
@@ -27,4 +28,6 @@ def gone(ours: type, theirs: type, own: set[str], attributes: tuple[str, ...] = 
             if not takes_all and [each.name for each in other] != names[: len(other)]:
                 found.append(f"{theirs.__name__}.{name} takes {[each.name for each in other]}, ours {names}")
     text = inspect.getsource(theirs)
-    return found + [f"{theirs.__name__} sets no {name}" for name in attributes if f"self.{name}" not in text]
+    return found + [
+        f"{theirs.__name__} sets no {name}" for name in attributes if not re.search(rf"\bself\.{name}\b", text)
+    ]

@@ -5,9 +5,8 @@ Importing this file takes seconds: processes that fork runs do it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +14,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
 from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin
 from tests.integrations.contract import gone
+from tests.support.tiny_llama import Rows, Run, Say, arguments_of, load, logged, make_model
 
-ROWS, LENGTH = 20, 12
-Say = Callable[[Any], None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training. stage: None: under DDP · k: accumulation steps · resume: a checkpoint's folder · config: joined to
-    the engine's · options: further arguments of TrainingArguments · tour: also what only some programs do."""
-
-    stage: int | None
-    output: str
-    k: int = 2
-    ranks: int = 2
-    resume: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
-    tour: bool = False
-
-
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of random tokens; the ends of some are not learnt."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        labels = tokens.clone()
-        labels[LENGTH - index % 4 :] = -100
-        return {"input_ids": tokens, "labels": labels}
-
-
-def make_model(say: Say, _rank: int, folder: str) -> None:
-    """Save a tiny Llama, with random weights, to ``folder``."""
-    torch.manual_seed(1)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **shape)).save_pretrained(folder)
-    say("made")
-
-
-def join(rank: int, ranks: int, port: int) -> None:
-    """As torchrun would start this rank."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-
-
-def load(folder: str, *, lora: bool = False) -> Any:
-    """The model of ``folder``; lora: with adapters."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if not lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(2)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+__all__ = ["Run", "make_model"]
 
 
 def private_mib() -> float:
@@ -86,19 +31,18 @@ def private_mib() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
 
 
-def load_large(say: Say, rank: int, _folder: str, port: int, run: Run) -> None:
+def load_large(say: Say, rank: int, folder_of_small: str, run: Run) -> None:
     """Says what loading 48 MiB takes: in the files' dtype, cast, and cast on rank 0 alone; then trains a step.
 
     Rank 0 makes the files first: its allocator may have room left.
     """
-    join(rank, run.ranks, port)
     folder = Path(run.output) / "large"
     torch.distributed.init_process_group("gloo")
     if rank == 0:
         shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 2}
         LlamaForCausalLM(LlamaConfig(vocab_size=10000, **shape)).save_pretrained(folder)
     torch.distributed.barrier()
-    LlamaForCausalLM.from_pretrained(_folder)  # what the first load imports
+    LlamaForCausalLM.from_pretrained(folder_of_small)  # what the first load imports
     taken, models = [], []
     for loads in (
         lambda: LlamaForCausalLM.from_pretrained(folder),
@@ -129,36 +73,9 @@ def config_of(run: Run) -> dict[str, Any]:
     return {**run.config, "zero_optimization": zero}
 
 
-def arguments_of(run: Run) -> TrainingArguments:
-    """With everything that the log shows."""
-    return TrainingArguments(
-        **{
-            "output_dir": run.output,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "gradient_accumulation_steps": run.k,
-            "num_train_epochs": 2,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 1,
-            "weight_decay": 0.1,
-            "max_grad_norm": 0.7,
-            "logging_steps": 1,
-            "eval_strategy": "epoch",
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "report_to": [],
-            "disable_tqdm": True,
-            "seed": 5,
-            "use_cpu": True,
-            **run.options,
-        }
-    )
-
-
 def make_trainer(run: Run, model: Any) -> Any:
     """Stock Trainer, or ours."""
-    given = {"model": model, "args": arguments_of(run), "train_dataset": Rows(), "eval_dataset": Rows()}
+    given = {"model": model, "args": arguments_of(run, use_cpu=True), "train_dataset": Rows(), "eval_dataset": Rows()}
     return Trainer(**given) if run.stage is None else ShardTrainer(**given, engine_config=config_of(run))
 
 
@@ -174,10 +91,9 @@ def runs_out_of_memory(trainer: Any) -> None:
     trainer.compute_loss = compute
 
 
-def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+def train(say: Say, rank: int, folder: str, run: Run) -> None:
     """Train the model of ``folder``; says the log history. tour: evaluates before, generates, trains again, then by
     another trainer at another stage. With auto_find_batch_size the first size does not fit."""
-    join(rank, run.ranks, port)
     trainer = make_trainer(run, load(folder, lora=run.lora))
     logs: list[dict[str, Any]] = []
     if run.options.get("auto_find_batch_size"):
@@ -203,8 +119,7 @@ def train(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
         trainer.train()
         logs += trainer.state.log_history
     trainer.save_model(str(Path(run.output) / "final"))
-    kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step", "epoch", "total_flos")
-    say([{key: value for key, value in row.items() if key in kept} for row in logs])
+    say(logged(logs))
 
 
 def make_accelerator(run: Run) -> Any:
@@ -243,12 +158,11 @@ def run_epoch(accelerator: Any, prepared: tuple[Any, ...]) -> list[dict[str, Any
     return log
 
 
-def loop(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+def loop(say: Say, rank: int, folder: str, run: Run) -> None:
     """Two epochs, with the state saved twice after the first one; says the log. resume: only the second one.
 
     tour: the model is let go of and prepared again, and trains a third epoch.
     """
-    join(rank, run.ranks, port)
     accelerator = make_accelerator(run)
     set_seed(3)
     prepared = make_loop(accelerator, load(folder, lora=run.lora))
@@ -274,9 +188,8 @@ def loop(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
     say(log)
 
 
-def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+def habits(say: Say, rank: int, folder: str, run: Run) -> None:
     """Loops that do not look like accelerate's examples; says the losses of each."""
-    join(rank, run.ranks, port)
     accelerator = make_accelerator(run)
 
     def prepare() -> tuple[Any, Any, list[Any]]:
@@ -358,7 +271,7 @@ def habits(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
 # What frameworks must have, and what users get wrong
 
 
-def contract(say: Say, _rank: int, _folder: str, _port: int, _run: Run) -> None:
+def contract(say: Say, _rank: int, _folder: str, _run: Run) -> None:
     """Says what is gone of each framework; and of a class that has lost something."""
     own = {
         "adopt",
@@ -376,7 +289,7 @@ def contract(say: Say, _rank: int, _folder: str, _port: int, _run: Run) -> None:
     say(gone(ShardAccelerator, Accelerator, own, set_by_it))
     say(gone(ShardOptimizer, AcceleratedOptimizer, set(), ("gradient_state", "optimizer")))
     own = {"engine", "_read_schedule", "_has_adapters", "_need_engine", "_writing_weights"}
-    set_by_it = ("model_wrapped", "optimizer_cls_and_kwargs", "_created_lr_scheduler", "accelerator", "_save(")
+    set_by_it = ("model_wrapped", "optimizer_cls_and_kwargs", "_created_lr_scheduler", "accelerator", "_save")
     say(gone(ShardTrainerMixin, Trainer, own, set_by_it))
 
     class Lost:
@@ -388,9 +301,8 @@ def contract(say: Say, _rank: int, _folder: str, _port: int, _run: Run) -> None:
     say(gone(ShardTrainerMixin, Lost, own, ("model_wrapped",)))
 
 
-def misuse(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
+def misuse(say: Say, rank: int, folder: str, run: Run) -> None:
     """Says the sentence for each of several mistakes."""
-    join(rank, run.ranks, port)
 
     def said(mistake: Callable[[], Any]) -> None:
         try:
@@ -402,7 +314,7 @@ def misuse(say: Say, rank: int, folder: str, port: int, run: Run) -> None:
 
     def trainer(config: dict[str, Any], **options: Any) -> Any:
         given = {**config, "zero_optimization": {"stage": 3, **config.get("zero_optimization", {})}}
-        arguments = arguments_of(Run(3, run.output, options=options))
+        arguments = arguments_of(Run(3, run.output, options=options), use_cpu=True)
         return ShardTrainer(load(folder), arguments, train_dataset=Rows(), engine_config=given)
 
     def accelerator() -> Any:

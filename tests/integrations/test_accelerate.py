@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.compat.test_trainer import assert_equal, assert_same
-from tests.integrations.runs import MISSING, Runs
+from tests.support.program_runs import MISSING, Runs, assert_equal, assert_same
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("runs"), "loop")
+    runs = Runs(tmp_path_factory.mktemp("runs"), "tests.integrations.programs", "loop")
     yield runs
     runs.end()
 
@@ -43,7 +42,7 @@ def test_it_resumes_at_this_and_another_stage(stage: int, runs: Runs) -> None:
     states = {}
     for each in (None, 3):
         runs.log(each, k=3)
-        states[each] = runs.output(each, k=3, ranks=2) / "state"
+        states[each] = runs.output(each, k=3) / "state"
     assert_same(runs.log(stage, k=3, resume=str(states[3])), runs.log(None, k=3, resume=str(states[None])))
     assert not list(states[3].glob("model*")) and not list(states[3].glob("optimizer*"))
 

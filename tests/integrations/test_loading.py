@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.runs import MISSING, Runs
+from tests.support.program_runs import MISSING, Runs
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 MOST_MIB, FILES_MIB = 16, 48
 
 
 def test_files_are_mapped_and_casts_are_rank_0s_alone(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, "load_large")
+    runs = Runs(tmp_path, "tests.integrations.programs", "load_large")
     try:
         said = runs.said("load_large", 3)
     finally:

@@ -8,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.compat.test_trainer import assert_equal, assert_same
-from tests.integrations.runs import MISSING, Runs
+from tests.support.program_runs import MISSING, Runs, assert_equal, assert_same
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("runs"), "train")
+    runs = Runs(tmp_path_factory.mktemp("runs"), "tests.integrations.programs", "train")
     yield runs
     runs.end()
 
@@ -34,8 +33,8 @@ def test_a_trainer_logs_what_it_logs_under_ddp(ranks: int, k: int, stage: int, r
 @pytest.mark.parametrize("k", [1, 3])
 def test_stages_with_one_third_letter_have_the_same_bits(k: int, runs: Runs) -> None:
     for one, other in ((0, 1), (2, 3)):
-        assert runs.log(one, ranks=2, k=k) == runs.log(other, ranks=2, k=k)
-        assert_equal(runs.final(one, ranks=2, k=k), runs.final(other, ranks=2, k=k))
+        assert runs.log(one, k=k) == runs.log(other, k=k)
+        assert_equal(runs.final(one, k=k), runs.final(other, k=k))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -52,20 +51,18 @@ def test_a_batch_size_that_fits_is_found(runs: Runs) -> None:
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (3, 2)])
 def test_it_resumes_at_this_and_another_stage(stage: int, ranks: int, runs: Runs) -> None:
-    whole = runs.log(3, ranks=2, k=2)
-    checkpoint = runs.output(3, k=2, ranks=2) / "checkpoint-2"
-    resumed = runs.log(stage, ranks=ranks, k=2, resume=str(checkpoint))
-    if ranks == 2:
-        assert_same(resumed, whole)
-    else:
-        assert len(resumed) >= 5
+    whole, under_ddp = runs.log(3), runs.log(None)
+    resumed = runs.log(stage, ranks=ranks, resume=str(runs.output(3) / "checkpoint-2"))
+    if ranks != 2:
+        whole = runs.log(None, ranks=ranks, resume=str(runs.output(None) / "checkpoint-2"))
+        assert len(whole) >= 5 and whole != under_ddp
+    assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_under_ddp_goes_on_over_an_engine(stage: int, runs: Runs) -> None:
-    checkpoint = runs.output(None, k=2, ranks=2) / "checkpoint-2"
-    expected = runs.log(None, ranks=2, k=2)
-    assert_same(runs.log(stage, k=2, resume=str(checkpoint)), expected)
+    expected = runs.log(None)
+    assert_same(runs.log(stage, resume=str(runs.output(None) / "checkpoint-2")), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -74,7 +71,7 @@ def test_adapters_train_and_are_saved_without_the_base(stage: int, runs: Runs) -
     adapters = runs.final(stage, "adapter_model.safetensors", lora=True)
     expected = runs.final(None, "adapter_model.safetensors", lora=True)
     assert adapters.keys() == expected.keys()
-    folder = runs.output(stage, lora=True, ranks=2) / "checkpoint-2"
+    folder = runs.output(stage, lora=True) / "checkpoint-2"
     kept = [name for file in (folder / "global_step2").glob("*.safetensors") for name in load_file(file)]
     assert all(name.startswith("random/") or ".lora_" in name for name in kept)
     assert_same(runs.log(4 - stage, lora=True, resume=str(folder)), runs.log(None, lora=True))
@@ -95,8 +92,7 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
     for stage in (2, 3):
         assert_same(runs.log(stage, options=options), runs.log(None, options=options))
         kept, expected = (
-            {path.name for path in runs.output(each, options=options, ranks=2).glob("checkpoint-*")}
-            for each in (stage, None)
+            {path.name for path in runs.output(each, options=options).glob("checkpoint-*")} for each in (stage, None)
         )
         assert kept == expected
     best = runs.final(None, options=options)
