@@ -75,8 +75,8 @@ class ShardAccelerator(Accelerator):
     """accelerate's Accelerator, which shards models by our engine instead of replicating them by DDP.
 
     ``prepare`` returns the engine in the place of a model; everything else is accelerate's. The model and its optimizer
-    are prepared in one call; a model alone is sharded for inference. A model that an engine of an earlier ``prepare``
-    holds is taken over by the new one.
+    are prepared in one call; a model alone is sharded for inference, or trained by the config's "optimizer" where it
+    has one. A model that an engine of an earlier ``prepare`` holds is taken over by the new one.
     """
 
     engine_config: dict[str, Any]
@@ -84,7 +84,7 @@ class ShardAccelerator(Accelerator):
     _models: list[Any]
     _optimizers: list[Any]
     _auto: dict[str, Any]
-    _unsynchronised = 0
+    _unsynchronised: list[Engine]
     _saving: dict[str, Any] | None = None
     _told_of_clipping = False
 
@@ -122,6 +122,7 @@ class ShardAccelerator(Accelerator):
             )
         self.engine_config = written(engine_config)
         self._auto = dict(auto)
+        self._unsynchronised = []
         self.scaler = None  # the engine scales
         checkpoint = self.engine_config.get("checkpoint")
         if isinstance(checkpoint, dict) and checkpoint.pop("async_save", False) and self.is_main_process:
@@ -282,7 +283,7 @@ class ShardAccelerator(Accelerator):
         """Tell the engines that train whether the micro-batch ends the window."""
         engines = [engine for engine in self._engines() if engine.optimizer is not None]
         for engine in engines:
-            engine.set_gradient_accumulation_boundary(self.sync_gradients and not self._unsynchronised)
+            engine.set_gradient_accumulation_boundary(self.sync_gradients and engine not in self._unsynchronised)
         return engines
 
     @contextmanager
@@ -294,17 +295,19 @@ class ShardAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Micro-batches inside do not end a window. Where gradients are sharded they are reduced all the same."""
-        if self._engine_of(model) is None:
+        """Micro-batches of ``model`` inside do not end a window. Where gradients are sharded they are reduced all the
+        same."""
+        engine = self._engine_of(model)
+        if engine is None:
             with super().no_sync(model):
                 yield
             return
-        self._unsynchronised += 1
+        self._unsynchronised.append(engine)
         try:
             self._say_boundary()
             yield
         finally:
-            self._unsynchronised -= 1
+            self._unsynchronised.remove(engine)
             self._say_boundary()
 
     @contextmanager

@@ -13,13 +13,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardengine.errors import UsageError
+
 
 def load_pretrained(model_class: Any, *args: Any, **kwargs: Any) -> Any:
     """``model_class.from_pretrained(*args, **kwargs)`` on rank 0; on the others the same model on the meta device.
 
     model_class: a model or an Auto class of transformers. The rank is that of the process group, or of the launcher.
-    Until an engine holds it, the model cannot be run or moved on ranks other than 0.
+    Until an engine holds it, the model cannot be run or moved on ranks other than 0. UsageError for ``device_map``.
     """
+    given = kwargs.pop("device_map", None)
+    if given is not None:
+        raise UsageError(f"load_pretrained: expected no device_map, got {given!r}; the engine places the weights")
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     elsewhere = {} if rank == 0 else {"device_map": "meta"}
     return model_class.from_pretrained(*args, **kwargs, **elsewhere)

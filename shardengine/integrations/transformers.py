@@ -15,6 +15,7 @@ optimizer's states, too.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -92,9 +93,19 @@ class ShardTrainerMixin:
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Trainer's; where the config has one and none was given, that one over Trainer's parameter groups."""
-        if "optimizer" in self.accelerator.engine_config and self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = (ConfigOptimizer, {})
-        return super().create_optimizer(model)  # type: ignore[misc]
+        chosen = self.accelerator.engine_config.get("optimizer")
+        ours: tuple[type[ConfigOptimizer], dict[str, Any]] = (ConfigOptimizer, {})
+        if chosen is None or self.optimizer_cls_and_kwargs not in (None, ours):
+            return super().create_optimizer(model)  # type: ignore[misc]
+        self.optimizer_cls_and_kwargs = ours
+        decay, args = (chosen.get("params") or {}).get("weight_decay", "auto"), self.args
+        if decay != "auto":  # Trainer writes that of its arguments into the groups, where it would count
+            self.args = copy.copy(args)
+            vars(self.args)["weight_decay"] = decay
+        try:
+            return super().create_optimizer(model)  # type: ignore[misc]
+        finally:
+            self.args = args
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Trainer's; where the config has one and none was given, that one."""

@@ -249,6 +249,9 @@ def habits(say: Say, rank: int, folder: str, run: Run) -> None:
         models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
         optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
         makes, judges, first, second = accelerator.prepare(*models, *optimizers)
+        if run.stage is not None:
+            with accelerator.no_sync(makes):
+                assert judges.is_gradient_accumulation_boundary() and not makes.is_gradient_accumulation_boundary()
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             noise, real = torch.randn(3, 4), torch.randn(3, 4)
@@ -327,6 +330,7 @@ def misuse(say: Say, rank: int, folder: str, run: Run) -> None:
     said(lambda: trainer({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}))
     said(lambda: trainer({}, bf16_full_eval=True))
     said(lambda: ShardAccelerator(engine_config=3, cpu=True))  # type: ignore[arg-type]
+    said(lambda: load_pretrained(LlamaForCausalLM, folder, device_map="auto"))
     model = load(folder)
     ours, engine = accelerator(), None
     engine = ours.prepare(model)

@@ -78,6 +78,7 @@ def test_misuse_is_one_sentence_on_every_rank(runs: Runs) -> None:
         "warmup_steps",
         "bf16_full_eval casts the model",
         "expected a dict or the path of a JSON file, got int",
+        "load_pretrained: expected no device_map, got 'auto'",
         "the optimizer is over a model that was prepared before it; expected the model and its optimizer in one call",
         "expected one optimizer for each model",
         "expected all parameters that the optimizer steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -101,9 +102,9 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
     assert_equal(runs.final(2, options=options), runs.final(3, options=options))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_the_config_says_counts_and_auto_is_what_the_arguments_say(stage: int, runs: Runs) -> None:
-    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+@pytest.mark.parametrize(("stage", "decay"), [(1, "auto"), (3, "auto"), (3, 0.5)])
+def test_what_the_config_says_counts_and_auto_is_what_the_arguments_say(stage: int, decay: Any, runs: Runs) -> None:
+    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": decay}
     warmup = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}
     config = {
         "train_batch_size": "auto",
@@ -114,6 +115,8 @@ def test_what_the_config_says_counts_and_auto_is_what_the_arguments_say(stage: i
     }
     found = runs.log(stage, config=config, options={"adam_beta2": 0.9})
     expected = {"adam_beta2": 0.9, "max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
+    if decay != "auto":
+        expected["weight_decay"] = decay
     assert_same(found, runs.log(None, options=expected))
 
 
