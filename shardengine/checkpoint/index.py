@@ -63,7 +63,9 @@ def read(directory: Path) -> dict[str, Any]:
             )
         _check(index)
     except OSError as error:
-        raise CheckpointError(f"checkpoint {directory}: cannot read {INDEX}: {error.strerror}") from None
+        theirs = next(directory.glob("*_model_states.pt"), None) is not None
+        cure = "; DeepSpeed has written it, `shardengine import` makes one of ours of it" if theirs else ""
+        raise CheckpointError(f"checkpoint {directory}: cannot read {INDEX}: {error.strerror}{cure}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {directory}: {INDEX} is damaged or not of shardengine ({str(error)[:200]}); load another "

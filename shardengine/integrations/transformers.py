@@ -38,6 +38,7 @@ from shardengine.optim import lr_schedules
 _log = logging.getLogger(__name__)
 _MANY = 10**9
 """Steps with which a schedule is looked at before their number is known."""
+_WITHOUT = "without this file training goes on with the weights and a new optimizer"
 
 
 class ShardTrainerMixin:
@@ -219,12 +220,17 @@ def _take_over(engine: Engine, file: Path) -> None:
     if list(map(len, ours)) != list(map(len, theirs)):
         raise UsageError(
             f"{file}: expected an optimizer over groups of {list(map(len, ours))} parameters, got "
-            f"{list(map(len, theirs))}; without this file training goes on with the weights and a new optimizer"
+            f"{list(map(len, theirs))}; {_WITHOUT}"
         )
     with engine.full_optimizer_state(writable=True) as states:
         for name, number in zip(chain(*ours), chain(*theirs), strict=True):
             held: Any = states[name]
             for key, value in saved["state"].get(number, {}).items():
+                if key not in held:
+                    known = ", ".join(each for each in held if each != "weight")
+                    raise UsageError(
+                        f"{file}: expected {known} of {name!r}, got {key} of another optimizer; {_WITHOUT}"
+                    )
                 if key == "step":
                     held[key] = int(value)
                 else:

@@ -110,6 +110,15 @@ def test_one_that_deepspeed_has_written_is_resumed_where_it_lies(
     assert after - before == {"global_step5", "zero_to_fp32.py"}
 
 
+def test_our_own_engine_says_whose_it_is() -> None:
+    engine = shardengine.initialize(
+        made.make_model(), config_of(1, "stage2-fp32", scheduler=False), mesh=cases.mesh_of_this_process()
+    )
+    with pytest.raises(CheckpointError, match="DeepSpeed has written it, `shardengine import` makes one of ours"):
+        engine.load_checkpoint(DATA / "deepspeed-stage2-fp32")
+    engine.close()
+
+
 def cannot(folder: str) -> str:
     model = made.make_model()
     engine, *_ = deepspeed.initialize(

@@ -342,6 +342,11 @@ class NoOptimizer(Net):
         return None
 
 
+class NoLoss(Net):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        return None if index % 4 >= 2 else super().training_step(batch, index)
+
+
 class NeedsMatrices(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -369,6 +374,7 @@ def misuse(say: Say, rank: int, ranks: int, store: str) -> None:
         "several": lambda: trained(two, Several),
         "no optimizer": lambda: trained(two, NoOptimizer),
         "matrices": lambda: trained(two, NeedsMatrices),
+        "no loss": lambda: trained(two, NoLoss, accumulate_grad_batches=2),
         "averages": lambda: trained(two, None, EMAWeightAveraging()),
         "elsewhere": lambda: trained(two, None, Saves("s3://bucket/x.ckpt", 2)),
         "config's optimizer": lambda: trained(ShardStrategy(sgd, 2), NoOptimizer),

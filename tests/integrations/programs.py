@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
-from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin
+from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin, _take_over
 from tests.integrations.contract import gone
 from tests.support.tiny_llama import Rows, Run, Say, arguments_of, load, logged, make_model
 
@@ -344,5 +344,11 @@ def misuse(say: Say, rank: int, folder: str, run: Run) -> None:
     said(lambda: ours.clip_grad_value_(parameters, 1.0))
     said(lambda: ours.unwrap_model(engine).save_pretrained(run.output))
     said(optimizer.state_dict)
+    other, file = torch.optim.AdamW(load(folder).parameters()), Path(run.output).with_name(f"optimizer-{rank}.pt")
+    for parameter in other.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    other.step()
+    torch.save(other.state_dict(), file)
+    said(lambda: _take_over(engine, file))
     ours.free_memory(engine)
     said(lambda: ours.prepare(model, optimizer))

@@ -215,6 +215,7 @@ MISUSE = {
     "manual": "automatic_optimization=False is not available",
     "several": "multiple optimizers",
     "no optimizer": "configure_optimizers returned None",
+    "no loss": "step() without a backward",
     "matrices": "it evaluates the loss several times per step",
     "averages": "EMAWeightAveraging is not available",
     "elsewhere": "expected a folder that all ranks can write to for checkpoints, got s3://bucket/x.ckpt",
@@ -227,7 +228,7 @@ def test_each_mistake_is_answered_in_a_sentence(run: Run) -> None:
     [found] = run("misuse", ranks=1)
     assert found.keys() == MISUSE.keys()
     for name, sentence in MISUSE.items():
-        assert sentence in found[name], name
+        assert sentence in found[name], (name, found[name])
         assert found[name].count("\n") <= 1
 
 
