@@ -196,6 +196,33 @@ def test_sharded_parameters_are_gathered_by_the_engine_that_holds_them(pools: Po
     pools(RANKS).run(gather)
 
 
+def written_by_rank_0(stage: int, low: bool) -> list[torch.Tensor]:
+    """A weight that rank 0 alone has written, before and after a step with a rate of 0."""
+    model = make_model()
+    config = {**config_of(stage), "gradient_accumulation_steps": 1, "bf16": {"enabled": low}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    weight: Any = model[2].weight
+    with deepspeed.zero.GatheredParameters([weight, torch.ones(1)], modifier_rank=0):
+        if deepspeed.comm.get_rank() == 0:
+            weight.data.fill_(2.0)
+    found = [whole(engine)["2.weight"]]
+    x, y = batch_of(0, 0)
+    engine.backward(nn.functional.mse_loss(engine(x).float(), y))
+    engine.step()
+    found.append(whole(engine)["2.weight"])
+    assert hasattr(weight, "ds_status") == hasattr(weight, "ds_id") == (stage == 3)
+    engine.destroy()
+    return [value.float() for value in found]
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_rank_0_has_written_every_rank_has_at_every_stage(stage: int, low: bool, pools: Pools) -> None:
+    for values in pools(RANKS).run(written_by_rank_0, stage, low):
+        assert all(torch.equal(value, torch.full((16, 16), 2.0)) for value in values)
+
+
 def whole_state_dicts() -> None:
     model = make_model()
     given = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}

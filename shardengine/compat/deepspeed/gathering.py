@@ -52,9 +52,9 @@ class Init:
 class GatheredParameters:
     """``with`` this, the sharded parameters among ``params`` are whole; collective.
 
-    params: a parameter or several, also of several engines · modifier_rank: None: what is written is lost; 0: every
-    rank has afterwards what rank 0 wrote. Nothing happens to parameters that are not sharded, or where ``enabled`` is
-    False.
+    params: a parameter or several, also of several engines · modifier_rank: None: what is written to those is lost; 0:
+    every rank has afterwards what rank 0 wrote, at every stage. Otherwise nothing happens to parameters that are not
+    sharded, nor to those of no engine, nor where ``enabled`` is False.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class GatheredParameters:
                 f"zero.GatheredParameters: expected modifier_rank None or 0, got {modifier_rank}; write on rank 0"
             )
         given = [params] if isinstance(params, Tensor) else [each for each in params if each is not None]
-        sharded = [each for each in given if hasattr(each, _CARRIED[0]) and _holder_of(each) is not None]
-        self._wanted = sharded if enabled else []
         self._writable = modifier_rank is not None
+        held = [each for each in given if _holder_of(each) is not None] if enabled else []
+        self._wanted = [each for each in held if self._writable or hasattr(each, _CARRIED[0])]
         self._inside = ExitStack()
         self._gathered: list[Tensor] = []
 
@@ -85,7 +85,8 @@ class GatheredParameters:
             for engine, names in by_engine.values():
                 opened.enter_context(engine.full_params(sorted(set(names)), writable=self._writable))
             self._inside = opened.pop_all()
-        self._gathered = [each for each in self._wanted if _status(each) is not ZeroParamStatus.AVAILABLE]
+        hidden = ZeroParamStatus.NOT_AVAILABLE
+        self._gathered = [each for each in self._wanted if vars(each).get("ds_status") is hidden]
         self._say(ZeroParamStatus.AVAILABLE)
 
     def __exit__(self, *exception: Any) -> bool | None:
@@ -95,10 +96,6 @@ class GatheredParameters:
     def _say(self, status: ZeroParamStatus) -> None:
         for parameter in self._gathered:  # not those that an outer one shows
             vars(parameter)["ds_status"] = status
-
-
-def _status(parameter: Tensor) -> Any:
-    return vars(parameter).get("ds_status")
 
 
 class NoHooks:
