@@ -7,14 +7,15 @@ steps; the engine is told the one and leaves the other. It clips when it steps, 
 
 [Note: Precision] ``mixed_precision`` means what it means to accelerate: autocast, over weights in the model's dtype.
 accelerate wraps the model's forward for it, so that evaluation of the bare model is under autocast as well; the engine
-is told (``torch_autocast``), because it scales the loss of fp16. Where the config says ``bf16`` or ``fp16``, weights
-are in that dtype and there is no autocast.
+is told (``torch_autocast``), because it scales the loss of fp16, as torch's GradScaler would. Where the config
+says ``bf16`` or ``fp16``, weights are in that dtype and there is no autocast.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -159,6 +160,8 @@ class ShardAccelerator(Accelerator):
             tree.setdefault(_MICRO, "auto")
         if not {"bf16", "fp16", "torch_autocast"} & tree.keys() and _AUTOCAST[mixed] is not None:
             tree["torch_autocast"] = {"enabled": True, "dtype": _AUTOCAST[mixed]}
+            if mixed == "fp16":
+                tree["fp16"] = _loss_scale(self.scaler_handler)
         if not optimizer:
             tree.pop("optimizer", None)
         if not trains:
@@ -452,6 +455,20 @@ def written(engine_config: Any) -> dict[str, Any]:
         kind = type(engine_config).__name__
         raise UsageError(f"engine_config: expected a dict or the path of a JSON file, got {kind}")
     return copy.deepcopy(dict(engine_config or {}))
+
+
+def _loss_scale(given: Any) -> dict[str, Any]:
+    """torch's GradScaler with the GradScalerKwargs ``given`` to accelerate, in the config's words."""
+    options = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    options |= {} if given is None else {name: getattr(given, name) for name in options}
+    fraction, power = math.frexp(options["init_scale"])
+    if (options["growth_factor"], options["backoff_factor"], fraction) != (2, 0.5, 0.5) or power < 1:
+        raise UsageError(
+            "GradScalerKwargs: expected init_scale to be a power of 2, growth_factor 2 and backoff_factor 0.5, got "
+            f"{options['init_scale']}, {options['growth_factor']} and {options['backoff_factor']}"
+        )
+    window = int(options["growth_interval"])
+    return {"enabled": False, "initial_scale_power": power - 1, "loss_scale_window": window, "hysteresis": 1}
 
 
 def _parameters_of(optimizer: Any) -> set[int]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import set_seed
+from accelerate.utils import GradScalerKwargs, set_seed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
+from shardengine.errors import UsageError
 from shardengine.integrations.accelerate import ShardAccelerator, ShardOptimizer
 from shardengine.integrations.loading import load_pretrained
 from shardengine.integrations.transformers import ShardTrainer, ShardTrainerMixin, _take_over
@@ -269,6 +270,28 @@ def habits(say: Say, rank: int, folder: str, run: Run) -> None:
         accelerator.free_memory()
         accelerator.gradient_state._set_sync_gradients(True)
         say([float(value.detach()) for value in each()])
+
+
+def loss_scales(say: Say, _rank: int, _folder: str, run: Run) -> None:
+    """Of mixed_precision="fp16", which accelerate has on GPUs alone: torch's GradScaler, and what the config says.
+
+    Says (first scale, steps until it is doubled, overflows until it is halved) of both, without options and with some.
+    """
+    every: list[dict[str, Any]] = [{}, {"init_scale": 1024.0, "growth_interval": 7}, {"init_scale": 3.0}]
+    for options in every:
+        scaler, handlers = torch.amp.GradScaler("cpu", **options), [GradScalerKwargs(**options)] if options else []
+        accelerator = ShardAccelerator(engine_config=config_of(run), cpu=True, kwargs_handlers=handlers)
+        accelerator.state._mixed_precision = "fp16"
+        try:
+            ours = accelerator._config(1)
+        except UsageError as error:
+            say(str(error))
+        else:
+            assert ours.torch_autocast.dtype == "float16" and not ours.fp16.enabled
+            scale = (2.0**ours.fp16.initial_scale_power, ours.fp16.loss_scale_window, ours.fp16.hysteresis)
+            say((scale, (scaler._init_scale, scaler._growth_interval, 1)))
+        finally:
+            accelerator.state._mixed_precision = "no"
 
 
 # What frameworks must have, and what users get wrong

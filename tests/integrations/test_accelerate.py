@@ -60,6 +60,12 @@ def test_other_loops_are_what_they_are_under_ddp(stage: int, runs: Runs) -> None
             assert losses == pytest.approx(expected, abs=1e-6) and len(losses) > 1
 
 
+def test_the_loss_of_fp16_is_scaled_as_by_torch(runs: Runs) -> None:
+    *found, refused = runs.said("loss_scales", 3, ranks=1)[0]
+    assert [ours for ours, _ in found] == [theirs for _, theirs in found] == [(2.0**16, 2000, 1), (1024.0, 7, 1)]
+    assert "expected init_scale to be a power of 2" in refused and "got 3.0, 2.0 and 0.5" in refused
+
+
 def test_frameworks_have_what_the_doors_use(runs: Runs) -> None:
     """A name that is gone is named, before anything trains wrongly without it."""
     *found, lost = runs.said("contract", ranks=1)[0]
