@@ -20,7 +20,7 @@ KNOWN = MODULES | {"shardengine.stages.record"}
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh"}
 TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", "run"}
-TEXT_FOLDERS = ("shardengine", "tests", "benchmarks", "configs", "docs", ".ci", ".github")
+TEXT_FOLDERS = ("shardengine", "tests", "benchmarks", "configs", "docs", "examples", ".ci", ".github")
 OPTIONAL_IMPORTS = ("triton", "transformers", "tokenizers", "matplotlib", "tqdm", "accelerate", "cpuinfo")
 
 
