@@ -57,6 +57,7 @@ class ShardOptimizer(AcceleratedOptimizer):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
         self.engine = engine
+        self._has_stepped = False
 
     def step(self, closure: Any = None) -> None:
         """Clip and step, where accelerate says that the window ends; nothing elsewhere."""
@@ -65,11 +66,12 @@ class ShardOptimizer(AcceleratedOptimizer):
                 with torch.enable_grad():
                     closure()
             self.engine.step(flush=True)
+            self._has_stepped = True
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was, because gradients were not finite."""
-        return self.engine.global_steps > 0 and not self.engine.was_step_applied()
+        return self._has_stepped and not self.engine.was_step_applied()
 
 
 class ShardAccelerator(Accelerator):

@@ -245,23 +245,29 @@ def test_state_dicts_of_sharded_weights_are_refused_with_what_to_do(pools: Pools
     pools(RANKS).run(whole_state_dicts)
 
 
-def overflow() -> None:
+def overflow(steps: int, folder: str) -> None:
+    """Also after micro-batches that end no window."""
     model = make_model()
-    config = {**config_of(2), "gradient_accumulation_steps": 1, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    config = {**config_of(2), "gradient_accumulation_steps": steps, "fp16": {"enabled": True, "initial_scale_power": 4}}
     given = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
     seen = []
     for factor in (1.0, float("inf"), 1.0):
-        x, y = batch_of(deepspeed.comm.get_rank(), 0)
-        engine.backward(nn.functional.mse_loss(engine(x.half()).float(), y) * factor)
-        engine.step()
-        seen.append(optimizer.overflow)
-    assert seen == [False, True, False]
+        for _ in range(steps):
+            x, y = batch_of(deepspeed.comm.get_rank(), 0)
+            engine.backward(nn.functional.mse_loss(engine(x.half()).float(), y) * factor)
+            engine.step()
+            seen.append(optimizer.overflow)
+        engine.save_checkpoint(folder)
+    assert seen == ([False, True, False] if steps == 1 else [False, False, False, True, True, False])
+    engine.load_checkpoint(folder)
+    assert not optimizer.overflow
     engine.destroy()
 
 
-def test_an_optimizer_says_that_its_step_was_skipped(pools: Pools) -> None:
-    pools(RANKS).run(overflow)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_optimizer_says_that_its_step_was_skipped(steps: int, pools: Pools, tmp_path: Path) -> None:
+    pools(RANKS).run(overflow, steps, str(tmp_path))
 
 
 def again_on_the_same_model() -> None:

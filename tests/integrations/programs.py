@@ -175,6 +175,7 @@ def loop(say: Say, rank: int, folder: str, run: Run) -> None:
             accelerator.save_state(str(state))
     else:
         accelerator.load_state(run.resume)
+    assert not accelerator.optimizer_step_was_skipped
     log += run_epoch(accelerator, prepared)
     model = prepared[0]
     accelerator.save_model(model, str(Path(run.output) / "final"))

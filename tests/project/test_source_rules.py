@@ -21,7 +21,9 @@ KNOWN = MODULES | {"shardengine.stages.record"}
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh"}
 TEXT_NAMES = {"Makefile", "LICENSE", ".gitignore", "run"}
 TEXT_FOLDERS = ("shardengine", "tests", "benchmarks", "configs", "docs", "examples", ".ci", ".github")
-OPTIONAL_IMPORTS = ("triton", "transformers", "tokenizers", "matplotlib", "tqdm", "accelerate", "cpuinfo")
+OPTIONAL_IMPORTS = (
+    "triton", "transformers", "tokenizers", "matplotlib", "tqdm", "accelerate", "peft", "trl", "lightning", "cpuinfo",
+)  # fmt: skip
 
 
 def tracked_texts() -> Iterator[Path]:

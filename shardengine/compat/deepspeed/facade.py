@@ -138,6 +138,7 @@ class DeepSpeedEngine(nn.Module):
         self._optimizer: DeepSpeedOptimizer | None = None
         if self._engine.optimizer is not None:
             self._optimizer = DeepSpeedOptimizer(self._engine.optimizer, self._was_skipped)
+        self._last_skipped: bool | None = False
         self._is_open = True
         _open.add(self)
         gathering.mark(self._engine, sharded=foreign.shards_weights(tree))
@@ -153,7 +154,8 @@ class DeepSpeedEngine(nn.Module):
         return self._engine
 
     def _was_skipped(self) -> bool:
-        return self._engine.global_steps > 0 and not self._engine.was_step_applied()
+        """Whether the last update was; of a step that only counted the engine would say so, too."""
+        return not self._engine.was_step_applied() if self._last_skipped is None else self._last_skipped
 
     # Forward, backward, step
 
@@ -177,7 +179,9 @@ class DeepSpeedEngine(nn.Module):
         ``lr_kwargs``: learning rates are set in ``optimizer.param_groups``, or by a scheduler."""
         if lr_kwargs:
             raise UsageError("step: lr_kwargs is not available; set learning rates in engine.optimizer.param_groups")
+        steps, skipped = self._live.global_steps, self._was_skipped()
         self._live.step()
+        self._last_skipped = skipped if self._engine.global_steps == steps else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients between two steps; inside of a window they stay, as under DeepSpeed."""
@@ -320,6 +324,7 @@ class DeepSpeedEngine(nn.Module):
         with checkpoints.readable(load_dir, None if tag is None else str(tag)) as (folder, name, theirs):
             strict = load_module_strict and not (theirs and self._engine.lr_scheduler is not None)
             found = self._live.load_checkpoint(folder, name, strict=strict, weights_only=weights_only)
+        self._last_skipped = False
         if not theirs:
             return str(found.directory), client_states.found(found.client_state, found.directory)
         client_state = dict(found.client_state)
