@@ -20,7 +20,7 @@ from shardengine.comm import Presence, meeting
 from shardengine.engine.core import Core
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.runtime import hooks
-from shardengine.sharding import LeftShards
+from shardengine.sharding import Elsewhere, LeftShards
 
 _log = logging.getLogger(__name__)
 
@@ -117,11 +117,14 @@ def _leave_shards(core: Core, model: nn.Module) -> None:
     core.adopt_written_weights()
     hides = core.stage.moves_weights
     left = LeftShards(core.layout, core.partition.inside, core.mesh.rank, core.tiers, hides=hides)
+    elsewhere = Elsewhere("its weights belong to no engine", left.refusal())
     with torch.inference_mode(False), torch.no_grad():
         for unit in core.units:
             for member in unit.members:
-                flat_buffer = member.flat_buffer
-                member.show(flat_buffer.poisons[member.slot] if hides else member.view.clone())
+                if hides:
+                    member.hide(elsewhere)
+                else:
+                    member.show(member.view.clone())
             for bucket in unit.buckets():
                 left.keep(bucket)
             for flat_buffer in unit.flat_buffers:

@@ -98,7 +98,11 @@ class Core:
 
     def note_seen(self) -> None:
         """What was written into parameters so far is known."""
-        self.attachments.versions[:] = [parameter._version for parameter in self.partition.inside]
+        self.attachments.versions[:] = self._versions()
+
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+            return [parameter._version for parameter in self.partition.inside]
 
     def adopt_written_weights(self) -> None:
         """Master weights follow where somebody wrote into a low-precision parameter (``module.load_state_dict``).
@@ -106,7 +110,7 @@ class Core:
         The first time all weights are compared with their masters, so that an initialisation through
         ``parameter.data``, which torch does not count, is not lost; but not on disk, where that would read all masters.
         """
-        written = self.attachments.versions != [parameter._version for parameter in self.partition.inside]
+        written = self.attachments.versions != self._versions()
         if not written and (self.attachments.compared or self.step_state.must_be_stepped):
             return
         if self.step_state.must_be_stepped:

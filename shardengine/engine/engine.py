@@ -534,7 +534,7 @@ class Engine(Inspection):
         """Move what rests on the device to host memory until ``reload_states``, and free transient buffers. Local.
 
         include: "optimizer" (master weights and optimizer state), "weights", or both. Between two steps. The engine
-        refuses to work meanwhile; so does the module where the weights are away, and its parameters show NaN. What
+        refuses to work meanwhile; so does the module where the weights are away, whose parameters have no values. What
         rests in another tier stays there; module buffers and frozen parameters that are not sharded stay on the device,
         and so does memory that somebody else holds a view of (``module.state_dict()``). On a GPU what was freed is
         given back to the system. pin_memory: page-locked, so that a GPU copies it fast.

@@ -14,6 +14,7 @@ from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
 from shardengine.runtime import UnshardState, hooks
+from shardengine.sharding import AWAY
 
 STATES = ("optimizer", "weights")
 """What can leave the device: master weights with optimizer state, and the weights (the shards, where they are)."""
@@ -51,7 +52,7 @@ def _move_to_host(core: Core, module: nn.Module, wanted: set[str], *, pinned: bo
     if "weights" in wanted:
         for unit in core.units:
             for member in unit.members:
-                member.show(member.flat_buffer.poisons[member.slot])
+                member.hide(AWAY)
         for flat_buffer in flat_buffers:
             flat_buffer.offload(pinned=pinned)
 

@@ -25,16 +25,6 @@ def describe(core: Core, verdict: Verdict) -> str:
     return f"Inf or NaN in {names}{more}" if found else "finite ones whose norm is larger than fp32 holds"
 
 
-def _hint(core: Core) -> str:
-    """What else a NaN may come from where weights rest sharded."""
-    return (
-        " A weight that is read outside of its module's forward is NaN at stage 3, also in a loss over parameters(): "
-        "read it inside `with engine.full_params():`."
-        if core.stage.moves_weights
-        else ""
-    )
-
-
 def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = False) -> NoReturn:
     """Raise the error that a step with such gradients is, on every rank.
 
@@ -57,7 +47,7 @@ def report(core: Core, scaler: LossScaler, verdict: Verdict, *, taken: bool = Fa
     raise NonfiniteGradientError(
         f"gradients are not finite{often}, {came}. {left}. Look for a division by zero, a logarithm of zero, a "
         "learning rate that is too high or an overflow in a low-precision sum; the config's nonfinite_gradients "
-        f'("skip", "raise" or "step") says what happens to such a step.{_hint(core)}'
+        '("skip", "raise" or "step") says what happens to such a step.'
     )
 
 
@@ -69,6 +59,6 @@ def tell(core: Core, verdict: Verdict, step: int, limit: int) -> None:
         _log.warning(
             "step %d was skipped on all ranks: expected finite gradients, got %s. Weights, optimizer state and "
             'engine.lr_scheduler stay as they were. Later ones are only counted (engine.skipped_steps); %s. '
-            '"nonfinite_gradients": "raise" stops at the first.%s',
-            step, found, end, _hint(core),
+            '"nonfinite_gradients": "raise" stops at the first.',
+            step, found, end,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """Stepped weights on their way (``overlap_param_gather``): who waits for them, and when.
 
 After a step the gathers of stages 1 and 2 are left in flight. Blocks wait for their own parameters as their forward
-begins, everything else as the outermost forward begins; until then the parameters in flight are poison (bucket.poison).
+begins, everything else as the outermost forward begins; until then the parameters in flight are poison
+(sharding/poison.py).
 Must not know: the optimizer, how hooks are registered.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from shardengine.comm import Work
 from shardengine.runtime.unit import Member
-from shardengine.sharding import Bucket
+from shardengine.sharding import IN_FLIGHT, Bucket
 
 
 class DeferredGather:
@@ -37,7 +38,7 @@ class DeferredGather:
         for index, buckets in self._buckets.items():
             if not buckets.isdisjoint(self._flights):
                 member = self._members[index]
-                member.show(member.flat_buffer.poisons[member.slot])
+                member.hide(IN_FLIGHT)
                 self._hidden.add(index)
 
     def await_group(self, number: int) -> None:

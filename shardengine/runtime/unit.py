@@ -6,7 +6,7 @@ Must not know: hooks, the optimizer, the order in which units run.
        ▲───recover(), an error───┘
 
 A unit whose weights rest replicated is UNSHARDED from start to end. While a unit is not, its parameters are poison
-(bucket.poison): right shape, NaN; so are those of an UNSHARDED unit that are in flight after a step
+(sharding/poison.py): the right shape, no values; so are those of an UNSHARDED unit that are in flight after a step
 (deferred_gather). Those that are summoned (``full_params``) are views of a storage made for that alone, whatever the
 state of the flat buffers.
 """
@@ -20,12 +20,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Purpose, Work
 from shardengine.errors import InternalError
 from shardengine.offload import Done, ShardStore
-from shardengine.sharding import Bucket, FlatBuffer, Layout, mark_weights
+from shardengine.sharding import SHARDED, Bucket, Elsewhere, FlatBuffer, Layout, mark_weights, reveal
 from shardengine.stages import Placement
 
 
@@ -55,7 +56,11 @@ class Member:
 
     def show(self, tensor: Tensor) -> None:
         """Let the user's parameter show ``tensor``."""
-        self.parameter.data = tensor
+        reveal(self.parameter, tensor)
+
+    def hide(self, elsewhere: Elsewhere = SHARDED) -> None:
+        """Let the user's parameter be poison."""
+        self.flat_buffer.hide(self.parameter, self.slot, elsewhere)
 
     @property
     def view(self) -> Tensor:
@@ -209,21 +214,28 @@ class Unit:
     def show(self) -> None:
         """Show the user's parameters what they are when they are not summoned: weights or poison."""
         full = self.state is UnshardState.UNSHARDED
-        for flat_buffer, members in self._by_slot:
-            for member, tensor in zip(members, flat_buffer.views if full else flat_buffer.poisons, strict=True):
-                if member.index not in self._held:
-                    member.parameter.data = tensor
+        for member in self.members:
+            if member.index in self._held:
+                continue
+            if full:
+                member.show(member.view)
+            else:
+                member.hide()
 
-    def misplaced(self, hidden: Collection[int] = ()) -> Iterator[Member]:
+    def misplaced(self, hidden: Collection[int] = ()) -> list[Member]:
         """Whose parameter does not show what ``show`` gave it last. hidden: parameters that are poison in any case."""
         full = self.state is UnshardState.UNSHARDED
-        for flat_buffer, members in self._by_slot:
-            for member, view, poison in zip(members, flat_buffer.views, flat_buffer.poisons, strict=True):
+        found: list[Member] = []
+        with torch._C.DisableTorchFunctionSubclass():  # poison is asked as fast as any other tensor
+            for member in self.members:
                 if member.index in self._held:
                     continue
-                expected, shown = view if full and member.index not in hidden else poison, member.parameter
-                if shown.data_ptr() != expected.data_ptr() or shown.dtype is not expected.dtype:
-                    yield member
+                view, shown = member.view, member.parameter
+                if not full or member.index in hidden:
+                    view = member.flat_buffer.poisons[member.slot]
+                if shown.data_ptr() != view.data_ptr() or shown.dtype is not view.dtype:
+                    found.append(member)
+        return found
 
     def summon(self, collectives: Collectives, wanted: Collection[int]) -> Summoned:
         """Show full weights of the parameters ``wanted`` that are not summoned yet, in storages of their own: what

@@ -3,7 +3,8 @@
 partition     the parameters of a model, in units and outside of them, and what ranks compare of them
 wrapping      which modules are units
 layout        offsets, padding and slices, as integers
-bucket        flat storage, views into it, and the NaN that a parameter shows while its weights are sharded
+bucket        flat storage, and views into it
+poison        what a parameter is while its weights are elsewhere
 flat_slices   elements of parameters by name and position, in whatever layout
 left_shards   what a closed engine leaves on its module
 precision     which dtype everything has; the config's policy of the loss scale
@@ -22,23 +23,27 @@ from shardengine.sharding.bucket import (
     holds_weights,
     in_memory_order,
     mark_weights,
-    restore_poison,
     shaped,
 )
 from shardengine.sharding.flat_slices import BUFFER, WEIGHT, FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.partition import Partition, dtype_of, memory_order
+from shardengine.sharding.poison import AWAY, IN_FLIGHT, SHARDED, Elsewhere, restore_poison, reveal
 from shardengine.sharding.precision import Precision, ScalePolicy
 from shardengine.sharding.wrapping import is_lookup
 
 __all__ = [
+    "AWAY",
     "BUFFER",
+    "IN_FLIGHT",
     "MASTER",
     "SHARD",
+    "SHARDED",
     "WEIGHT",
     "Bucket",
     "BucketLayout",
+    "Elsewhere",
     "FlatBuffer",
     "FlatBufferLayout",
     "FlatSlice",
@@ -62,6 +67,7 @@ __all__ = [
     "partition",
     "precision",
     "restore_poison",
+    "reveal",
     "shaped",
     "slices_of",
 ]

@@ -9,15 +9,14 @@ backward. It is replaced where it must be left to somebody else: to a view outsi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardengine.offload import Done, Fetched, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
+from shardengine.offload import Done, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
+from shardengine.sharding.poison import Elsewhere, hide, poison
 from shardengine.stages import Placement
 
 SHARD = "shard"
@@ -26,50 +25,6 @@ MASTER = "master"
 """The name in a bucket's state store of what its optimizer steps, where that is not the weights themselves."""
 _AT_ONCE = 2**22
 """Elements of weights that are compared with their masters at once."""
-
-
-class _Poison:
-    """The one element of a dtype on a device that every parameter shows whose weights are elsewhere."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        has_nan = dtype.is_floating_point or dtype.is_complex
-        self._value: float | int = float("nan") if has_nan else torch.iinfo(dtype).min
-        with torch.inference_mode(False):
-            self.element = torch.full((), self._value, dtype=dtype, device=device)
-        self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # what one waits for concerns no other
-
-    def restore(self, platform: Platform) -> bool:
-        """Whether it was written to before it was restored last, as far as the device is. Never blocks."""
-        if platform not in self._asked:
-            with torch.no_grad():
-                is_nan = self._value != self._value
-                written = self.element == self.element if is_nan else self.element != self._value
-                self._asked[platform] = platform.fetch(written)
-                self.element.fill_(self._value)
-        if not self._asked[platform].reached:
-            return False
-        return bool(self._asked.pop(platform).get())
-
-
-@functools.cache
-def _poison_of(dtype: torch.dtype, device: torch.device) -> _Poison:
-    return _Poison(dtype, device)
-
-
-def restore_poison(dtype: torch.dtype, platform: Platform) -> bool:
-    """Whether somebody wrote into the poison of ``dtype`` (torch lets fills through); mends it. A device that runs
-    behind the host says so at a later call."""
-    return _poison_of(dtype, platform.device).restore(platform)
-
-
-def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """What a parameter shows while its weights are elsewhere: right shape and dtype, NaN, one element of memory.
-
-    Reading gives NaN (integers: their smallest value), most writes raise, fills are found later (``restore_poison``),
-    and nothing can crash the process, which reading a view of freed storage does. All poison of a dtype is one element.
-    """
-    with torch.inference_mode(False):
-        return _poison_of(dtype, device).element.expand(shape)
 
 
 def shaped(flat: Tensor, spec: ParameterSpec) -> Tensor:
@@ -296,6 +251,11 @@ class FlatBuffer:
         self._build()
         self.buckets = [Bucket(b, self, rank, self.new_state_store(b.index), state) for b in layout.buckets]
         self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
+        self._hidden_names = [f"parameter {spec.name!r} (rank {rank})" for spec in specs]
+
+    def hide(self, parameter: nn.Parameter, number: int, elsewhere: Elsewhere) -> None:
+        """Let the parameter of slot ``number`` show that its weights are elsewhere (``poison.hide``)."""
+        hide(parameter, self.poisons[number], self._hidden_names[number], elsewhere)
 
     def new_state_store(self, index: int) -> ShardStore:
         """An empty store in the tier where bucket ``index`` keeps master weights and optimizer state."""

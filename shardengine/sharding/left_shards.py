@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from shardengine.errors import UsageError
 from shardengine.offload import Platform, ShardStore
-from shardengine.sharding.bucket import Bucket, restore_poison
+from shardengine.sharding.bucket import Bucket
 from shardengine.sharding.flat_slices import FlatSlice
 from shardengine.sharding.layout import BucketLayout, Layout
+from shardengine.sharding.poison import restore_poison
 from shardengine.stages import Placement
 
 _ATTRIBUTE = "_shardengine_left_shards"

@@ -260,7 +260,7 @@ def test_a_forward_inside_full_params_may_have_its_backward_outside(stage: str) 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_penalty_on_parameters_inside_full_params(stage: str) -> None:
-    """Backward inside is right; outside, where the weights are NaN again, it is refused."""
+    """Backward inside is right; outside, where the weights are hidden again, it is refused."""
     engine, plain = one_rank_engine(stage), one_rank_engine("0")
 
     def penalty(each: Any) -> Tensor:

@@ -17,6 +17,7 @@ from shardengine.sharding.bucket import FlatBuffer
 from tests.stages.test_memory import live_storages, only_new_tensors
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
+from tests.support.parts import is_hidden
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -48,7 +49,7 @@ def move_out_and_back(engine: Any, include: tuple[str, ...]) -> dict[str, Any]:
             call()
         except UsageError as error:
             refused.append("engine.reload_states()" in str(error))
-    hidden = [bool(parameter.isnan().all()) for parameter in engine.module.parameters()]
+    hidden = [is_hidden(parameter) for parameter in engine.module.parameters()]
     weights, states = engine._core.weight_bytes(), engine.optimizer.state_bytes()
     engine.offload_states(include)  # said twice, done once
     engine.reload_states()
@@ -78,7 +79,7 @@ def train_in_phases(stage: str, options: dict[str, Any]) -> list[tuple[dict[str,
             result = cases.run_steps(engine, STEPS, before=before)
             engine.offload_states(include)
             engine.close()  # brings them back
-            assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
+            assert not any(is_hidden(parameter) for parameter in model.parameters())
             results.append((result, seen))
             del engine, model
     return results
@@ -144,7 +145,7 @@ def offload_what_somebody_holds(stage: str) -> None:
     loss = cases.loss_of(engine.module, 1, 0, 0)  # its graph holds weights
     engine.offload_states()
     assert all(torch.equal(held[name], value) for name, value in before.items())
-    assert all(bool(parameter.isnan().all()) for parameter in engine.module.parameters())
+    assert all(is_hidden(parameter) for parameter in engine.module.parameters())
     engine.reload_states()
     assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
     engine.backward(loss)

@@ -259,23 +259,33 @@ def test_only_one_file_imports_lightning() -> None:
     assert set(found) == {CODE}
 
 
+class Reading(torch.nn.Sequential):
+    """One whose own forward reads a weight of a part of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self[0].weight
+        return super().forward(x).sum() + weight.square().sum()
+
+
 @pytest.mark.parametrize("stage", list(cases.STAGES))
 def test_zero_grad_between_forward_and_backward(stage: str) -> None:
     """A weight that was read outside of its module's forward is there in backward."""
-    found = []
+    found, losses = [], []
     for before in (True, False):
         torch.manual_seed(0)
-        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        model = Reading(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         engine = shardengine.initialize(model, cases.config_of(stage), optimizer=optimizer)
         for _ in range(2):
             if before:
                 optimizer.zero_grad()
-            loss = engine(torch.ones(2, 4)).sum() + model[0].weight.square().sum()
+            loss = engine(torch.ones(2, 4))
             if not before:
                 optimizer.zero_grad()
             engine.backward(loss)
             engine.step()
+            losses.append(loss.item())
         found.append(engine.state_dict())
         engine.close()
+    assert losses[:2] == losses[2:] and losses[1] < losses[0]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardengine.errors import InternalError
 from shardengine.runtime.unit import Unit, UnshardState, weight_bytes
-from tests.support.parts import collectives, contents, make_unit, spec
+from tests.support.parts import collectives, contents, is_hidden, make_unit, spec
 from tests.support.ranks import RankPool
 
 SPECS = [spec("b", 7), spec("a", 4, 5), spec("f", 3, trainable=False)]
@@ -31,7 +31,7 @@ def test_at_one_rank_nothing_is_copied() -> None:
     unit.detach_shards()
     place = unit.flat_buffers[0].flat.data_ptr()
     for abandon in (False, True):
-        assert unit.state is UnshardState.SHARDED and all(p.isnan().all() for p in parameters)
+        assert unit.state is UnshardState.SHARDED and all(is_hidden(p) for p in parameters)
         unit.unshard(collectives())
         unit.wait_for_unshard()
         assert shows_contents(parameters) and unit.flat_buffers[0].flat.data_ptr() == place
@@ -54,7 +54,7 @@ def test_a_new_unit_is_full() -> None:
 def test_a_sharded_unit_shows_poison_and_keeps_only_its_shards() -> None:
     unit, parameters = sharded_unit()
     assert unit.state is UnshardState.SHARDED
-    assert all(p.isnan().all() and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
+    assert all(is_hidden(p) and tuple(p.shape) == s.shape for p, s in zip(parameters, SPECS, strict=True))
     shards = sum(b.shard().nbytes for flat_buffer in unit.flat_buffers for b in flat_buffer.buckets)
     assert weight_bytes([unit]).total() == shards == 4 * unit.elements
 
@@ -63,7 +63,7 @@ def test_while_gathering_a_unit_still_shows_poison() -> None:
     unit, parameters = sharded_unit()
     unit.unshard(collectives())
     assert unit.state is UnshardState.UNSHARDING
-    assert all(p.isnan().all() for p in parameters)
+    assert all(is_hidden(p) for p in parameters)
 
 
 def test_an_unsharded_unit_shows_its_weights_to_the_users_own_parameters() -> None:
@@ -102,7 +102,7 @@ def test_recovering_leaves_what_is_in_flight_its_memory() -> None:
     unit.unshard(collectives())
     written = unit.flat_buffers[0].flat
     unit.recover()
-    assert unit.state is UnshardState.SHARDED and not unit.summoned and parameters[0].isnan().all()
+    assert unit.state is UnshardState.SHARDED and not unit.summoned and is_hidden(parameters[0])
     assert written.untyped_storage().nbytes() and unit.flat_buffers[0].storage_bytes == 0
     unit.unshard(collectives())
     written.fill_(-1)
@@ -152,7 +152,7 @@ def test_a_summoned_unit_shows_full_weights_whatever_its_state() -> None:
     unit.reshard()
     assert shows_contents(parameters)
     unit.release_summoned(collectives(), held, writable=False)
-    assert not unit.summoned and all(p.isnan().all() for p in parameters)
+    assert not unit.summoned and all(is_hidden(p) for p in parameters)
 
 
 def test_a_parameter_is_summoned_with_its_buckets_alone() -> None:
@@ -160,7 +160,7 @@ def test_a_parameter_is_summoned_with_its_buckets_alone() -> None:
     before = weight_bytes([unit]).total()
     outer = unit.summon(collectives(), {0})
     assert not unit.summoned and unit.is_summoned(0) and parameters[0].tolist() == contents(SPECS[0], 0).tolist()
-    assert parameters[1].isnan().all() and parameters[2].isnan().all() and not list(unit.misplaced())
+    assert is_hidden(parameters[1]) and is_hidden(parameters[2]) and not unit.misplaced()
     assert weight_bytes([unit]).total() - before == sum(part.nbytes for part in outer.parts.values()) < 4 * 48
     unit.unshard(collectives())
     unit.wait_for_unshard()
@@ -169,9 +169,9 @@ def test_a_parameter_is_summoned_with_its_buckets_alone() -> None:
     inner = unit.summon(collectives(), EVERY)
     assert unit.summoned and shows_contents(parameters)
     unit.release_summoned(collectives(), inner, writable=False)
-    assert parameters[0].tolist() == contents(SPECS[0], 0).tolist() and parameters[1].isnan().all()
+    assert parameters[0].tolist() == contents(SPECS[0], 0).tolist() and is_hidden(parameters[1])
     unit.release_summoned(collectives(), outer, writable=False)
-    assert parameters[0].isnan().all() and weight_bytes([unit]).total() == before
+    assert is_hidden(parameters[0]) and weight_bytes([unit]).total() == before
 
 
 def test_writes_to_a_pin_are_lost_unless_it_is_writable() -> None:
@@ -200,11 +200,11 @@ def test_a_writable_pin_reaches_the_full_weights_of_a_replicated_unit() -> None:
 def test_a_unit_knows_whose_parameter_shows_no_longer_what_it_was_given() -> None:
     unit, parameters = make_unit(SPECS)
     (member,) = [m for m in unit.members if m.index == 0]
-    assert not list(unit.misplaced()) and list(unit.misplaced({0})) == [member]
+    assert not unit.misplaced() and unit.misplaced({0}) == [member]
     parameters[0].data = parameters[0].data.clone()
-    assert list(unit.misplaced()) == [member]
+    assert unit.misplaced() == [member]
     unit.detach_shards()
-    assert not list(unit.misplaced())
+    assert not unit.misplaced()
 
 
 def test_a_unit_knows_its_trainable_parameters_and_its_storages() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from torch import Tensor
 
-from shardengine.offload import BufferPool, Done, Fetched, Platform
+from shardengine.offload import BufferPool, Platform
 from shardengine.sharding import layout
-from shardengine.sharding.bucket import FlatBuffer, poison, restore_poison
+from shardengine.sharding.bucket import FlatBuffer
 from tests.support.parts import CPU, make_flat_buffers, spec
 
 
@@ -138,82 +134,6 @@ def test_a_shard_survives_the_release_of_its_flat_buffer() -> None:
         bucket.detach_shard()
     flat_buffer.release()
     assert all(torch.equal(bucket.shard(), torch.full((16,), 3.0)) for bucket in flat_buffer.buckets)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_poison_reads_as_nan_of_the_right_shape_and_dtype(dtype: torch.dtype) -> None:
-    value = poison(dtype, (3, 4), CPU)
-    assert value.shape == (3, 4) and value.dtype is dtype
-    assert value.isnan().all() and value.sum().isnan()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8])
-def test_poison_of_integers_reads_as_their_smallest_value(dtype: torch.dtype) -> None:
-    assert (poison(dtype, (2, 2), CPU) == torch.iinfo(dtype).min).all()
-
-
-def test_writing_to_poison_raises() -> None:
-    with pytest.raises(RuntimeError):
-        poison(torch.float32, (5,), CPU).add_(1)
-
-
-class Hanging(Platform):
-    """A device that never reaches what it is asked."""
-
-    class _Never:
-        reached = False
-
-    def fetch(self, flag: torch.Tensor) -> Any:
-        return self._Never()
-
-
-def test_a_device_that_hangs_hides_no_write_from_other_engines() -> None:
-    ordinary, hanging = Platform(CPU), Hanging(CPU)
-    for _ in range(2):
-        assert not restore_poison(torch.float32, hanging)
-        poison(torch.float32, (), CPU).fill_(1.0)
-        assert restore_poison(torch.float32, ordinary)
-        assert not restore_poison(torch.float32, ordinary)
-
-
-def test_poison_takes_the_memory_of_one_element() -> None:
-    assert poison(torch.float32, (1000, 1000), CPU).untyped_storage().nbytes() == 4
-
-
-def test_poison_without_dimensions_or_elements_keeps_its_shape() -> None:
-    assert poison(torch.float32, (), CPU).shape == ()
-    assert poison(torch.float32, (0, 3), CPU).shape == (0, 3)
-
-
-class Behind(Platform):
-    """A device that runs behind the host: what is fetched is there once the host has asked for it twice more."""
-
-    def fetch(self, values: Tensor) -> Fetched:
-        class Asked(Done):
-            times = 0
-
-            @property
-            def reached(self) -> bool:
-                self.times += 1
-                return self.times > 2
-
-        return Fetched(values, Asked())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8])
-@pytest.mark.parametrize("platform", [Platform(CPU), Behind(CPU)])
-def test_a_fill_of_poison_is_mended_at_once_and_told_when_the_device_knows(
-    platform: Platform, dtype: torch.dtype
-) -> None:
-    mine, other = poison(dtype, (3,), CPU), poison(dtype, (2, 2), CPU)
-    before = other.clone()
-    assert not any(restore_poison(dtype, platform) for _ in range(6))
-    for value in (0, 1):
-        mine.fill_(value)
-        told = [restore_poison(dtype, platform)]
-        assert torch.equal(other.isnan(), before.isnan()) and torch.equal(other.nan_to_num(), before.nan_to_num())
-        told += [restore_poison(dtype, platform) for _ in range(5)]
-        assert told == [place == (2 if isinstance(platform, Behind) else 0) for place in range(6)]
 
 
 def test_a_flat_buffer_has_one_poison_per_parameter_of_its_shape() -> None:

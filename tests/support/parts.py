@@ -10,6 +10,7 @@ from torch import nn
 
 from shardengine.comm.collectives import Collectives
 from shardengine.comm.mesh import Mesh
+from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Platform
 from shardengine.runtime.unit import Member, Unit
 from shardengine.sharding import layout
@@ -63,6 +64,16 @@ def make_unit(specs: list[ParameterSpec], ranks: int = 1, rank: int = 0) -> tupl
             member.show(member.view)
             members.append(member)
     return Unit(1, "block", flat_buffers, members, plan), parameters
+
+
+def is_hidden(parameter: torch.Tensor) -> bool:
+    """Whether asking for its values is refused because they are elsewhere."""
+    try:
+        parameter.sum()
+    except UsageError as error:
+        assert "was read by sum while its " in str(error), error
+        return True
+    return False
 
 
 def contents(of: ParameterSpec, index: int) -> torch.Tensor:

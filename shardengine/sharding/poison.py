@@ -1,0 +1,243 @@
+"""What a parameter is while its weights are elsewhere: its shape and dtype, one element of memory, and no values.
+
+Owns: the tensors that parameters show then, and the classes that such a parameter, and what is made from it without
+reading (``.data``, ``.detach()``, a view), has meanwhile. Must not know: buckets, units, who hides a parameter.
+
+[Note: Reads of what is elsewhere]
+The values of poison are NaN (integers: the smallest). That alone would be told late, or never: an average of weights
+that reads it is NaN in silence. So a hidden parameter is, for as long as it is hidden, an object of a subclass of its
+own class, whose ``__torch_function__`` lets attributes and views pass and raises where an operation would read or write
+values. Which operations do is not a list of names: a dispatch mode looks at what reaches ATen, where every operation
+declares what it aliases. Weights that are there cost nothing, because their parameters have their ordinary class.
+
+What does not go by ``torch``'s Python functions is not seen and finds NaN: C++ code of somebody else, a class of
+parameters that has a ``__torch_function__`` of its own. Most writes raise in ATen there, because all elements are one;
+fills are found later (``restore_poison``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardengine.errors import UsageError
+from shardengine.offload import Fetched, Platform
+
+_MARK = "shardengine_poison"
+_HIDDEN = "_shardengine_hidden"
+
+
+class _Element:
+    """The one element of a dtype on a device that every parameter shows whose weights are elsewhere."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        has_nan = dtype.is_floating_point or dtype.is_complex
+        self._value: float | int = float("nan") if has_nan else torch.iinfo(dtype).min
+        with torch.inference_mode(False):
+            self.element = torch.full((), self._value, dtype=dtype, device=device)
+        setattr(self.element.untyped_storage(), _MARK, True)
+        self._asked: WeakKeyDictionary[Platform, Fetched] = WeakKeyDictionary()  # what one waits for concerns no other
+
+    def restore(self, platform: Platform) -> bool:
+        """Whether it was written to before it was restored last, as far as the device is. Never blocks."""
+        if platform not in self._asked:
+            with torch.no_grad():
+                is_nan = self._value != self._value
+                written = self.element == self.element if is_nan else self.element != self._value
+                self._asked[platform] = platform.fetch(written)
+                self.element.fill_(self._value)
+        if not self._asked[platform].reached:
+            return False
+        return bool(self._asked.pop(platform).get())
+
+
+@functools.cache
+def _element_of(dtype: torch.dtype, device: torch.device) -> _Element:
+    return _Element(dtype, device)
+
+
+def restore_poison(dtype: torch.dtype, platform: Platform) -> bool:
+    """Whether somebody wrote into the poison of ``dtype`` past ``hide``; mends it. A device that runs behind the host
+    says so at a later call."""
+    return _element_of(dtype, platform.device).restore(platform)
+
+
+def poison(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor of ``shape`` without values: NaN (integers: their smallest value), one element of memory, the same for
+    all poison of a dtype. Nothing can crash the process, which reading a view of freed storage does."""
+    with torch.inference_mode(False):
+        return _element_of(dtype, device).element.expand(shape)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Where weights are that a parameter does not show, and what to do who reads (or writes) them."""
+
+    where: str
+    reading: str
+    writing: str = ""
+
+
+_INSIDE = (
+    "expected this inside of `with engine.full_params():`, which every rank opens",
+    "expected this inside of `with engine.full_params(writable=True):`, which every rank opens",
+)
+SHARDED = Elsewhere("its weights are sharded", *_INSIDE)
+IN_FLIGHT = Elsewhere("its stepped weights are on their way (overlap_param_gather)", *_INSIDE)
+AWAY = Elsewhere("its weights are in host memory", "call engine.reload_states() first")
+
+
+def hide(parameter: nn.Parameter, shown: Tensor, name: str, elsewhere: Elsewhere = SHARDED) -> None:
+    """Let ``parameter`` show the poison ``shown``, and refuse reads and writes of values until ``reveal``.
+
+    name: of the parameter and the rank, for the sentence.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = shown
+        kind = _hidden_kind(type(parameter)) if shown.numel() else None
+    if kind is not None:
+        vars(parameter)[_HIDDEN] = name, elsewhere
+        if type(parameter) is not kind:
+            parameter.__class__ = kind
+
+
+def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
+    """Let ``parameter`` show ``shown``, and be of its own class."""
+    if isinstance(parameter, _Hidden):
+        parameter.__class__ = type(parameter).own_class
+        vars(parameter).pop(_HIDDEN, None)
+    parameter.data = shown
+
+
+class _Hidden:
+    """A tensor whose values are elsewhere."""
+
+    own_class: ClassVar[type]
+    """Of the tensor while it is not hidden."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Attributes and views pass. Raises: UsageError where values are asked for or given."""
+        if function.__name__ in _WITHOUT_VALUES:
+            result = _call(function, types, args, kwargs or {})
+        else:
+            found = next(each for each in _tensors((args, kwargs)) if isinstance(each, _Hidden))
+            if function in _PRINTED:
+                name, elsewhere = vars(found)[_HIDDEN]
+                return f"<{name}: shape {tuple(found.shape)}, {found.dtype}; {elsewhere.where}>"
+            if function in _BY_PYTHON:
+                _refuse(found, function.__name__, "read")
+            with _Refusal(found, function.__name__):
+                result = _call(function, types, args, kwargs or {})
+        if isinstance(result, Tensor | tuple | list):
+            _hide_too(result, (args, kwargs))
+        return result
+
+
+_call = nn.Parameter.__torch_function__
+"""(function, types, args, kwargs) → what torch gives where no class takes its functions into its own hands."""
+
+
+def _hide_too(result: Any, given: Any) -> None:
+    """What was made of poison in ``given`` without its values is refused in the same words."""
+    for each in _tensors(result):
+        if type(each) is Tensor and _is_poison(each):
+            vars(each)[_HIDDEN] = next(vars(other)[_HIDDEN] for other in _tensors(given) if isinstance(other, _Hidden))
+            each.__class__ = _hidden_kind(Tensor)
+
+
+@functools.cache
+def _hidden_kind(kind: Any) -> Any:
+    """The class of hidden tensors of class ``kind``; None where they keep their own."""
+    if issubclass(kind, _Hidden):
+        return kind
+    if kind.__torch_function__ not in (nn.Parameter.__torch_function__, Tensor.__torch_function__):
+        return None
+    return type(kind.__name__, (_Hidden, kind), {"own_class": kind, "__module__": kind.__module__})
+
+
+class _Refusal(TorchDispatchMode):
+    """Refuses operations that would read or write values of poison. found: it · called: the function of torch."""
+
+    def __init__(self, found: Tensor, called: str) -> None:
+        super().__init__()
+        self._found = found
+        self._called = called
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``func``, if it takes no poison or does without values."""
+        if any(_is_poison(each) for each in _tensors((args, kwargs))) and not _goes_without_values(func):
+            declared = func._schema.arguments
+            given = [*args, *((kwargs or {}).get(argument.name) for argument in declared[len(args) :])]
+            written = any(
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and any(map(_is_poison, _tensors(value)))
+                for argument, value in zip(declared, given, strict=True)
+            )
+            cast = func._schema.name == "aten::_to_copy"
+            _refuse(self._found, self._called, "moved or cast" if cast else "written" if written else "read")
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _goes_without_values(func: Any) -> bool:
+    infos = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+    is_view = bool(infos) and not any(info.is_write for info in infos)
+    return is_view or func._schema.name in _FROM_SHAPE
+
+
+def _refuse(found: Tensor, called: str, what: str) -> None:
+    name, elsewhere = vars(found)[_HIDDEN]
+    instead = (elsewhere.writing if what == "written" else "") or elsewhere.reading
+    before = "; call .to(), .half() and the like on a model before initialize" if what == "moved or cast" else ""
+    raise UsageError(f"{name} was {what} by {called} while {elsewhere.where}: {instead}{before}")
+
+
+def _is_poison(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return False
+    try:
+        return getattr(value.untyped_storage(), _MARK, False)
+    except NotImplementedError:  # a tensor without a storage
+        return False
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+_WITHOUT_VALUES = {
+    *("__get__", "__set__", "__delete__"),  # attributes
+    *("data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point", "numel", "size", "stride"),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "untyped_storage"),
+    *("detach", "expand_as", "view", "view_as"),
+}
+"""Names of functions that are called often. Others are asked by ``_Refusal``."""
+_PRINTED = {Tensor.__repr__, Tensor.__format__}
+_BY_PYTHON = {Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.numpy, Tensor.tolist}
+"""They read values without an operation of ATen."""
+_FROM_SHAPE = {
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
+        *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "is_same_size"),
+    )
+}
