@@ -46,15 +46,11 @@ def write(seconds: Mapping[str, float], path: Path = RECORD, *, keep: Record | N
     cases: dict[str, list[float]] = defaultdict(list)
     for nodeid, each in seconds.items():
         cases[function_of(nodeid)].append(each)
-    files = {_file_of(name) for name in cases}
-    found = {name: row for name, row in (keep or {}).items() if _file_of(name) not in files}
+    files = {name.split("::", 1)[0] for name in cases}
+    found = {name: row for name, row in (keep or {}).items() if name.split("::", 1)[0] not in files}
     found |= {name: (len(each), sum(each)) for name, each in cases.items()}
     lines = [f"{json.dumps(name)}: [{count}, {total:.2f}]" for name, (count, total) in sorted(found.items())]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _file_of(function: str) -> str:
-    return function.split("::", 1)[0]
 
 
 def cost(nodeid: str, record: Record) -> float:
