@@ -44,9 +44,10 @@ def forks() -> Iterator[Forks]:
 
 
 class Durations:
-    """Adds up what each case takes, and writes the record when all have run."""
+    """Adds up what each case takes, and writes the record when all have run. keep: what stays of the record."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: tiers.Record | None) -> None:
+        self.keep = keep
         self.seconds: dict[str, float] = defaultdict(float)
         self.skipped: set[str] = set()
 
@@ -59,12 +60,13 @@ class Durations:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """The process that hears of all tests writes, unless the run was broken off. What was skipped has no cost."""
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            tiers.write({nodeid: each for nodeid, each in self.seconds.items() if nodeid not in self.skipped})
+            ran = {nodeid: each for nodeid, each in self.seconds.items() if nodeid not in self.skipped}
+            tiers.write(ran, keep=self.keep)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--record-durations``."""
-    text = f"write what each test took to {tiers.RECORD.name}: after `make test EVERY=1`, on an idle machine"
+    text = f"write what tests took to {tiers.RECORD.name}, on an idle machine: all (`make test EVERY=1`) or whole files"
     parser.addoption("--record-durations", action="store_true", help=text)
 
 
@@ -72,10 +74,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Under xdist the reports of all workers reach the process that started them."""
     if not config.getoption("--record-durations"):
         return
-    if config.option.markexpr or config.option.keyword:
-        raise pytest.UsageError("--record-durations: expected a run of every test (make test EVERY=1 RECORD=1)")
+    if config.option.markexpr or config.option.keyword or any("::" in each for each in config.args):
+        raise pytest.UsageError(
+            "--record-durations: expected a run of every test (make test EVERY=1 RECORD=1), or whole files "
+            "(make test ARGS='tests/engine --record-durations')"
+        )
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        config.pluginmanager.register(Durations())
+        everything = config.args_source is not pytest.Config.ArgsSource.ARGS
+        config.pluginmanager.register(Durations(None if everything else tiers.read()))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

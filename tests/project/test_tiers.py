@@ -69,6 +69,13 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
     assert tiers.cost("a.py::b[7]", {"a.py::b": (2, 1.5)}) == 0.75 and tiers.cost("new.py::d", {}) == 0
 
 
+def test_files_that_were_not_run_stay_in_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    tiers.write({"a.py::b[1]": 1.0, "a.py::gone": 0.5, "c.py::d": 2.0}, path)
+    tiers.write({"a.py::b[1]": 3.0, "e.py::f": 1.0}, path, keep=tiers.read(path))
+    assert tiers.read(path) == {"a.py::b": (1, 3.0), "c.py::d": (1, 2.0), "e.py::f": (1, 1.0)}
+
+
 @pytest.fixture(scope="module")
 def collected() -> list[str]:
     """The quick tests of this checkout."""

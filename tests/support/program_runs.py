@@ -37,8 +37,8 @@ def free_port() -> int:
 def join(rank: int, ranks: int, port: int) -> None:
     """As torchrun would start this rank.
 
-    And as if it were no fork: of a pool of threads that a fork has left behind torch makes a new one for who asks first,
-    and transformers, which casts in threads, asks from several at once.
+    And as if it were no fork: of a pool of threads that a fork has left behind torch makes a new one for who asks
+    first, and transformers, which casts in threads, asks from several at once.
     """
     torch.set_num_threads(torch.get_num_threads())
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
