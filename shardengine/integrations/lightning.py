@@ -35,7 +35,7 @@ from torch import Tensor
 import shardengine
 from shardengine import Config, Engine
 from shardengine.config import read_tree
-from shardengine.errors import CheckpointError, UsageError
+from shardengine.errors import CheckpointError, CommunicationError, UsageError
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {},
@@ -78,7 +78,8 @@ class ShardStrategy(DDPStrategy):
     config: as ``shardengine.initialize`` takes it (what the Trainer knows may be left out) · stage: 0 to 3; None:
     the config's · full_weights: whether ``.ckpt`` files hold the whole weights, which rank 0 then has in host memory
     while it writes them; without, the weights are in the folder beside the file alone · others: Lightning's own
-    arguments of DDPStrategy, such as ``timeout`` and ``start_method``.
+    arguments of DDPStrategy, such as ``start_method`` and ``timeout``, which is the engine's ``timeout_s``, too, unless
+    config has one.
 
     ConfigError for every problem of the config; UsageError for other arguments.
     """
@@ -101,11 +102,14 @@ class ShardStrategy(DDPStrategy):
                 f"{', '.join(unknown)}; what the engine does is said in config"
             )
         self._tree = _tree(config, stage)
+        if others.get("timeout") is not None:
+            self._tree.setdefault("timeout_s", others["timeout"].total_seconds())
         self._full_weights = full_weights
         self._left_out: Path | None = None  # a checkpoint whose weights the engine that is made next has to load
         self._beside: Path | None = None  # the engine's part of the checkpoint that was loaded last
         self._engine: Engine | None = None
         self._fails = False
+        self._has_loss = False  # of a micro-batch of the window
         super().__init__(**others)
 
     @property
@@ -148,7 +152,8 @@ class ShardStrategy(DDPStrategy):
         else:
             tree = {key: value for key, value in tree.items() if key not in ("optimizer", "scheduler")}
             optimizer = None
-        self._engine, self._fails = shardengine.initialize(module, tree, optimizer=optimizer), False
+        self._engine = shardengine.initialize(module, tree, optimizer=optimizer)
+        self._fails = self._has_loss = False
         if fits and optimizer is None:
             self.optimizers = [self._engine.optimizer]
         self.model = self._engine
@@ -193,7 +198,7 @@ class ShardStrategy(DDPStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of a loss that Lightning has divided; its hooks come before and after."""
-        trainer = self.lightning_module.trainer
+        trainer, self._has_loss = self.lightning_module.trainer, True
         self.engine.set_gradient_accumulation_boundary(not trainer.fit_loop._should_accumulate())
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if is_overridden("backward", self.lightning_module):
@@ -209,9 +214,16 @@ class ShardStrategy(DDPStrategy):
         yield
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's: ``closure``, clipping, the engine's step, also of a window whose last batch gave no loss."""
+        """Lightning's: ``closure``, clipping, the engine's step, also of a window whose last batch gave no loss.
+
+        Of a window in which no batch gave one there is nothing to step.
+        """
         self.engine.set_gradient_accumulation_boundary(True)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        loss = closure()
+        if not self._has_loss:
+            return loss
+        self._has_loss = False
+        return super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
 
     # Checkpoints
 
@@ -219,7 +231,13 @@ class ShardStrategy(DDPStrategy):
         """Whole weights on rank 0, {} elsewhere, or where the engine's part alone has them; collective."""
         if self._engine is None:
             return dict(super().lightning_module_state_dict())
-        return self._engine.state_dict() if self._full_weights else {}
+        try:
+            return self._engine.state_dict() if self._full_weights else {}
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"trainer.save_checkpoint on rank {self.global_rank}: expected the call on every rank, also where rank "
+                f"0 alone writes a file; {error}"
+            ) from error
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: it is in the engine's part."""
@@ -248,8 +266,14 @@ class ShardStrategy(DDPStrategy):
             _remove_others(_beside(path), tag)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's file, with what it says of the engine's part."""
+        """Lightning's file, with what it says of the engine's part. UsageError for the folder beside it."""
         path = self.broadcast(checkpoint_path)
+        for folder in (Path(path), Path(path).parent) if os.path.isdir(path) else ():
+            if folder.name.endswith(_SUFFIX):
+                raise UsageError(
+                    f"ckpt_path: expected the file {folder.name.removesuffix(_SUFFIX)}, got the folder {path}, which "
+                    "has the engine's part of it"
+                )
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
         said, self._beside = checkpoint.get(_KEY), None
         if said is not None:
@@ -299,7 +323,13 @@ class ShardStrategy(DDPStrategy):
                 f"file and the folder {_SUFFIX} beside it; move both"
             )
         strict = self.lightning_module.strict_loading
-        self.engine.load_checkpoint(part.parent, part.name, strict=strict, weights_only=weights_only)
+        try:
+            self.engine.load_checkpoint(part.parent, part.name, strict=strict, weights_only=weights_only)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}. In Lightning strict=False is strict_loading = False of the LightningModule; to begin anew "
+                "with the weights, fit Model.load_from_checkpoint(path)"
+            ) from error
 
 
 def _tree(config: Any, stage: int | None) -> dict[str, Any]:
@@ -355,7 +385,9 @@ def _refuse_what_cannot_be(trainer: Any, module: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise UsageError(
-                f"{type(callback).__name__} is not available: it averages parameters, of which a rank has a shard"
+                f"{type(callback).__name__} is not available: it averages parameters, of which a rank has a shard; "
+                "average in a callback of your own, which reads them inside of "
+                "`with trainer.strategy.engine.full_params():`"
             )
 
 

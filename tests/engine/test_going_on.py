@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardengine
 from shardengine.errors import UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -74,6 +75,48 @@ def test_zero_grad_of_the_optimizer_drops_the_window(stage: str) -> None:
         engine.step()
     assert engine.global_steps == 0
     engine.close()
+
+
+ZEROS: tuple[Callable[[Any, Any], None], ...] = (
+    lambda engine, given: given.zero_grad(),
+    lambda engine, given: given.zero_grad(set_to_none=False),
+    lambda engine, given: engine.optimizer.zero_grad(),
+    lambda engine, given: engine.zero_grad(),
+    lambda engine, given: engine.module.zero_grad(),
+)
+"""Ways to forget gradients. given: the optimizer that was handed to ``initialize``."""
+
+
+def train_zeroing_before_backward(stage: str, micros: int) -> dict[str, Any]:
+    """Gradients are forgotten after the forward of each window's first micro-batch, in each step in another way."""
+    config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600})
+    module = cases.make_mlp()
+    given = cases.make_optimizer(module, "AdamW")
+    mesh = cases.mesh_of_this_process() if torch.distributed.is_initialized() else None
+    engine = shardengine.initialize(module, config, optimizer=given, mesh=mesh)
+
+    def run(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        loss = loss_of(engine, step, engine.rank, micro)
+        if micro == 0:
+            ZEROS[step](engine, given)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    result = cases.run_steps(engine, len(ZEROS), run=run)
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_between_forward_and_backward_leaves_no_trace(
+    pools: Pools, stage: str, ranks: int, micros: int
+) -> None:
+    results = pools(ranks).run(train_zeroing_before_backward, stage, micros)
+    order = cases.LETTER[stage] if micros > 1 else "full"
+    assert_equal_to_truth(results, cases.truth("mlp", "AdamW", ranks, micros, order, len(ZEROS)))
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan"), float("inf")])

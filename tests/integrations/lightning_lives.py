@@ -8,13 +8,14 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
@@ -179,6 +180,13 @@ class Skips(Net):
         return None if index % 4 == 3 else super().training_step(batch, index)
 
 
+class NoLoss(Net):
+    """Returns nothing for some whole windows."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        return None if index % 4 >= 2 else super().training_step(batch, index)
+
+
 class OnMeta(Net):
     """Rank 0 alone makes the blocks."""
 
@@ -297,6 +305,9 @@ def files(say: Say, rank: int, ranks: int, store: str, folder: str) -> None:
     found["after"] = said_by(lambda: again(f"{folder}/after.ckpt"))
     found["weights"] = said_by(lambda: again(f"{folder}/weights.ckpt"))
     found["last"] = said_by(lambda: again(f"{folder}/last.ckpt"))
+    found["folder"] = said_by(lambda: again(f"{saving.best_model_path}.shards"))
+    other_kind = lambda: make("shardengine_stage_3").fit(Net("SGD"), data(), ckpt_path=saving.best_model_path)  # noqa: E731
+    found["SGD"] = said_by(other_kind)
     if rank == 0:
         os.rename(f"{saving.best_model_path}.shards", f"{folder}/moved")
     dist.barrier()
@@ -328,6 +339,72 @@ def failing(say: Say, rank: int, ranks: int, store: str, everywhere: bool) -> No
         say(weights(model))
 
 
+class Alone(Callback):
+    """Rank 0 saves without the others."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.is_global_zero:
+            raise ValueError("mine")
+        trainer.save_checkpoint("x.ckpt")
+
+
+def alone(say: Say, rank: int, ranks: int, store: str) -> None:
+    begin(rank, ranks, store)
+    say(said_by(lambda: trained("shardengine_stage_2", None, Alone())))
+
+
+def waits(say: Say, rank: int, ranks: int, store: str) -> None:
+    """How long the engine waits for other ranks."""
+    begin(rank, ranks, store)
+    found: list[float] = []
+
+    class Asks(Callback):
+        def on_train_end(self, trainer: Any, _module: Any) -> None:
+            found.append(trainer.strategy.engine.config.timeout_s)
+
+    for config, others in (({}, {}), ({}, {"timeout": timedelta(minutes=2)}), ({"timeout_s": 90}, {"timeout": None})):
+        trained(ShardStrategy(config, 2, **others), None, Asks(), max_epochs=1)
+    trained(ShardStrategy({"timeout_s": 90}, 2, timeout=timedelta(minutes=2)), None, Asks(), max_epochs=1)
+    say(found)
+
+
+class Thaws(BaseFinetuning):
+    """The blocks are trained from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.make_trainable(pl_module.blocks)
+            optimizer.add_param_group({"params": list(pl_module.blocks.parameters()), "lr": 0.005})
+
+
+class Averages(Callback):
+    """An average of the weights after each step, as docs/lightning.md has it."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with trainer.strategy.engine.full_params():
+            now = {name: value.detach().clone() for name, value in module.named_parameters()}
+        self.average = {name: value.lerp(now[name], 0.5) for name, value in getattr(self, "average", now).items()}
+
+
+class Half(Net):
+    """Its optimizer has what is trained at the start."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.01)
+
+
+def callbacks(say: Say, rank: int, ranks: int, store: str) -> None:
+    """At stages 2 and 3: a fit in which parameters are unfrozen, and averages of weights."""
+    begin(rank, ranks, store)
+    for stage in (2, 3):
+        average = Averages()
+        found = trained(f"shardengine_stage_{stage}", Half, Thaws(), average, max_epochs=2)
+        say((found, average.average))
+
+
 class Manual(Net):
     automatic_optimization = False
 
@@ -340,11 +417,6 @@ class Several(Net):
 class NoOptimizer(Net):
     def configure_optimizers(self) -> Any:
         return None
-
-
-class NoLoss(Net):
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        return None if index % 4 >= 2 else super().training_step(batch, index)
 
 
 class NeedsMatrices(Net):
@@ -374,7 +446,6 @@ def misuse(say: Say, rank: int, ranks: int, store: str) -> None:
         "several": lambda: trained(two, Several),
         "no optimizer": lambda: trained(two, NoOptimizer),
         "matrices": lambda: trained(two, NeedsMatrices),
-        "no loss": lambda: trained(two, NoLoss, accumulate_grad_batches=2),
         "averages": lambda: trained(two, None, EMAWeightAveraging()),
         "elsewhere": lambda: trained(two, None, Saves("s3://bucket/x.ckpt", 2)),
         "config's optimizer": lambda: trained(ShardStrategy(sgd, 2), NoOptimizer),
@@ -384,7 +455,7 @@ def misuse(say: Say, rank: int, ranks: int, store: str) -> None:
 
 
 _OURS = {"engine", "_load", "_end"}
-_OWN_ATTRIBUTES = {"_tree", "_full_weights", "_left_out", "_beside", "_engine", "_fails", "__init__"}
+_OWN_ATTRIBUTES = {"_tree", "_full_weights", "_left_out", "_beside", "_engine", "_fails", "_has_loss", "__init__"}
 
 
 def missing(say: Say, _rank: int, _ranks: int, _store: str, path: str) -> None:

@@ -118,6 +118,22 @@ def test_a_window_whose_last_batch_gives_no_loss_is_stepped(run: Run) -> None:
     assert same(one, three)
 
 
+def test_a_window_without_any_loss_is_not_stepped(run: Run) -> None:
+    [[ddp, one, three]] = run("stages", "NoLoss", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, ranks=1)
+    assert_near(ddp, one)
+    assert same(one, three)
+
+
+def test_callbacks_unfreeze_and_average_at_stage_3(run: Run) -> None:
+    for (two, average), (three, same_average) in run("callbacks"):
+        assert same(two, three) and same_weights(average, same_average)
+        assert len(two[0]) == 22 and not same_weights(average, two[2])
+
+
+def test_the_engine_waits_as_long_as_the_strategy_says(run: Run) -> None:
+    assert run("waits", ranks=1) == [[600.0, 120.0, 90.0, 90.0]]
+
+
 def test_rank_0_alone_may_make_the_weights(run: Run) -> None:
     first, second = run("meta")
     assert first[0] == first[1] and second[0] == second[1]
@@ -180,6 +196,9 @@ def test_files_of_checkpoints(run: Run, tmp_path: Path) -> None:
         assert "has no optimizer states, because the engine was closed at the end of fit" in found["after"]
         assert "save_weights_only" in found["weights"]
         assert found["last"] == "nothing"
+        assert f"expected the file {kept}, got the folder" in found["folder"]
+        assert "the checkpoint has AdamW, the engine SGD" in found["SGD"]
+        assert "strict_loading = False of the LightningModule" in found["SGD"]
         assert "expected the folder step-" in found["moved"] and "move both" in found["moved"]
         assert "got one of another strategy" in found["ddp"]
 
@@ -191,6 +210,12 @@ def test_a_failing_rank_is_not_hidden_and_the_others_end(run: Run) -> None:
     first, last = run("failing", False)
     assert last == "ValueError: mine"
     assert "rank 1" in first and "mine" in first
+
+
+def test_a_rank_that_saves_alone_is_told_so(run: Run) -> None:
+    first, last = run("alone")
+    assert last == "ValueError: mine"
+    assert "CommunicationError: trainer.save_checkpoint on rank 0: expected the call on every rank" in first
 
 
 def test_after_a_failure_of_all_ranks_the_trainer_fits_again(run: Run) -> None:
@@ -215,9 +240,8 @@ MISUSE = {
     "manual": "automatic_optimization=False is not available",
     "several": "multiple optimizers",
     "no optimizer": "configure_optimizers returned None",
-    "no loss": "step() without a backward",
     "matrices": "it evaluates the loss several times per step",
-    "averages": "EMAWeightAveraging is not available",
+    "averages": "reads them inside of `with trainer.strategy.engine.full_params():`",
     "elsewhere": "expected a folder that all ranks can write to for checkpoints, got s3://bucket/x.ckpt",
     "config's optimizer": "nothing",
     "auto": "nothing",
