@@ -81,6 +81,17 @@ def present(directory: Path) -> list[str]:
     return sorted(found, key=lambda tag: (found[tag], tag), reverse=True)
 
 
+def beside(directory: Path) -> Path | None:
+    """The folder with the newest checkpoint of those beside ``directory`` whose names differ in digits alone."""
+    alike = re.compile(re.sub(r"[0-9]+", "[0-9]+", re.escape(directory.name)))
+    found = []
+    with suppress(OSError):
+        for folder in directory.absolute().parent.iterdir():
+            if folder.name != directory.name and alike.fullmatch(folder.name) and (tags := present(folder)):
+                found.append(((place_of(folder, tags[0]) / INDEX).stat().st_mtime_ns, folder))
+    return max(found)[1] if found else None
+
+
 def place_of(directory: Path, tag: str) -> Path:
     """Where ``tag`` lies: under its name, or where a save that was killed between its two renames has left it."""
     whole, old = directory / tag, _old(directory, tag)

@@ -154,6 +154,12 @@ def _replace_unreadable(core: Core) -> bool:
     return sum(store.replace_unreadable() for unit in core.units for store in unit.stores()) > 0
 
 
+def _beside(folder: Path) -> str:
+    """What is said where ``folder`` has no other checkpoint: a Trainer makes a folder for each."""
+    beside = directory.beside(folder)
+    return f"the newest beside it is in {beside}" if beside is not None else "there is no other checkpoint"
+
+
 # 1. choose
 
 
@@ -173,7 +179,9 @@ def _candidates(folder: Path, tag: str | None) -> list[str]:
     found, newest = directory.saved(folder), directory.latest(folder)
     names = [newest, *found] if newest is not None else found
     if not names:
-        raise CheckpointError(f"{folder}: expected a directory of checkpoints, it has none (no readable 'latest')")
+        raise CheckpointError(
+            f"{folder}: expected a directory of checkpoints, it has none (no readable 'latest'); {_beside(folder)}"
+        )
     return list(dict.fromkeys(names))
 
 
@@ -203,7 +211,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
         rejected.append(damaged)
     others = run_on_all_ranks(collectives, "listing checkpoints", lambda: directory.saved(folder) if rank == 0 else [])
     others = [name for name in collectives.exchange_objects(others)[0] if name not in names]
-    offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else "there is no other checkpoint"
+    offer = f"load another checkpoint, there are: {', '.join(others[:8])}" if others else _beside(folder)
     _raise_everywhere(collectives, CheckpointError(f"{'; '.join(rejected)}; {offer}{_PARTLY if touched else ''}"))
 
 

@@ -357,7 +357,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
         if not core.attachments.open and not all(unit.summoned or not unit.members for unit in core.units):
             raise UsageError(
                 "model.state_dict() while the weights are sharded would hold NaN: use engine.state_dict(), "
-                "engine.save_pretrained(dir), or call it inside `with engine.full_params():`"
+                "engine.save_pretrained(dir), with a Trainer trainer.save_model(dir), each on every rank, or call it "
+                "inside `with engine.full_params():`"
             )
 
     places = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}

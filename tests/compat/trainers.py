@@ -17,9 +17,10 @@ stand_in.install()
 
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer  # noqa: E402
 
+from tests.support.forks import operations  # noqa: E402
 from tests.support.tiny_llama import Rows, Run, Say, arguments_of, load, logged, make_model  # noqa: E402
 
-__all__ = ["Run", "make_model", "train"]
+__all__ = ["Rows", "Run", "Trainer", "arguments_of", "load", "make_model", "train"]
 
 
 def ds_config(stage: int, config: dict[str, Any]) -> dict[str, Any]:
@@ -58,3 +59,39 @@ def train(say: Say, _rank: int, folder: str, run: Run) -> None:
     trainer.train(resume_from_checkpoint=run.resume)
     trainer.save_model(str(Path(run.output) / "final"))
     say(logged(trainer.state.log_history))
+
+
+def die_while_saving(say: Say, rank: int, folder: str, run: Run) -> None:
+    """A training in which a rank is killed; the others say how theirs ended. Without ``dies``: what the second save
+    does to files."""
+    arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config))
+    trainer = Trainer(model=load(folder), args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    save = trainer._save_checkpoint
+
+    def save_and_die(*given: Any) -> None:
+        if trainer.state.global_step != 4:
+            save(*given)
+            return
+        last = run.dies[1] if run.dies is not None and run.dies[0] == rank else None
+        with operations("checkpoint-4", last) as done:
+            save(*given)
+        if run.dies is None:
+            say(done)
+
+    vars(trainer)["_save_checkpoint"] = save_and_die
+    try:
+        trainer.train()
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+
+
+def resume_from_newest(say: Say, rank: int, folder: str, run: Run) -> None:
+    """What a user is told who goes on after that; "nothing" if it can be done."""
+    arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config))
+    trainer = Trainer(model=load(folder), args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    else:
+        say("nothing")

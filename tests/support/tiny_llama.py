@@ -21,7 +21,7 @@ Say = Callable[[Any], None]
 class Run:
     """One training. stage: None: under DDP · k: accumulation steps · resume: a checkpoint's folder · config: joined to
     the engine's · options: further arguments of TrainingArguments, or of Accelerator · begins: from random weights ·
-    tour: also what only some programs do."""
+    tour: also what only some programs do · dies: (rank, before which operation on files of its second save)."""
 
     stage: int | None
     output: str
@@ -33,6 +33,7 @@ class Run:
     lora: bool = False
     begins: bool = False
     tour: bool = False
+    dies: tuple[int, int] | None = None
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

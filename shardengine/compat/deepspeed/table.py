@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardengine.compat.deepspeed import checkpoints, facade, gathering, helpers, processes
+from shardengine.config import nearest
 from shardengine.errors import UsageError
 from shardengine.version import __version__
 
@@ -51,6 +52,8 @@ REFUSED: dict[str, str] = {
     "ops.adagrad.DeepSpeedCPUAdagrad": f"Adagrad is not available; {_BY_CONFIG}",
     "ops.lamb.FusedLamb": f"it needs the norm of each full parameter; {_BY_CONFIG}",
     **{f"runtime.lr_schedules.{name}": _SCHEDULES for name in helpers.SCHEDULES},
+    "sequence.layer.DistributedAttention": _SEQUENCES,
+    "sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": _SEQUENCES,
     "runtime.utils.move_to_device": "call .to(device) on each tensor of the batch",
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCES,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCES,
@@ -65,15 +68,22 @@ REFUSED: dict[str, str] = {
     "checkpointing.checkpoint": _RECOMPUTATION,
     "checkpointing.configure": _RECOMPUTATION,
 }
-"""Dotted name → why it is refused. Importing it is no error; calling it is, with the reason."""
+"""Dotted name → why it is refused. Importing it is no error; calling it and asking for what it has are."""
+
+
+class _Refusing(type):
+    """A class that says why it is refused: when it is called, and when anything of it is asked for."""
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(cls.__doc__)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(cls.__doc__, name=name, obj=cls)
 
 
 def _refusing(name: str, reason: str) -> type:
-    def refuse(_cls: type, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise UsageError(f"deepspeed.{name} is not available through shardengine: {reason}")
-
-    leaf = name.rpartition(".")[2]
-    return type(leaf, (), {"__new__": refuse, "__doc__": reason})
+    said = f"deepspeed.{name} is not available through shardengine: {reason}"
+    return _Refusing(name.rpartition(".")[2], (), {"__doc__": said})
 
 
 PROVIDED: dict[str, Any] = {
@@ -133,9 +143,10 @@ MODULES: frozenset[str] = frozenset(
 
 def missing(name: str) -> str:
     """What is said of a dotted name that is not in the table."""
+    known = sorted(name for name in PROVIDED if name not in REFUSED)
     return (
         f"deepspeed.{name} is not provided by shardengine {__version__}, which stands for deepspeed here: expected one "
-        "of the names in shardengine.compat.deepspeed.table"
+        f"of the names in shardengine.compat.deepspeed.table; the nearest is deepspeed.{nearest(name, known)}"
     )
 
 
