@@ -1,0 +1,91 @@
+"""Inputs of other people's programs, made on the spot: ``python -m tests.compat.external_inputs`` writes them here.
+
+A tokenizer and a tiny model, rows for each program, a metric that needs no network, models under the names of a hub.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+ACCURACY = """
+import datasets, evaluate
+
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        values = datasets.Value("int32")
+        return evaluate.MetricInfo(
+            description="share", citation="", features=datasets.Features({"predictions": values, "references": values})
+        )
+
+    def _compute(self, predictions, references):
+        return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+"""
+
+
+def make_models(tiny: dict[str, Any]) -> None:
+    """Of each kind that a program loads, and those that accelerate's tests take from the hub."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaForSequenceClassification,
+        MobileViTConfig,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    llama, tokenizer = tiny["make_model"](), tiny["make_tokenizer"]()
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    t5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    one_label = type(llama.config)(**{**llama.config.to_dict(), "num_labels": 1})
+    for name, model in {
+        "llama": llama,
+        "reward": LlamaForSequenceClassification(one_label),
+        "bert": BertForSequenceClassification(BertConfig(vocab_size=260, max_position_embeddings=128, **small)),
+        "t5": T5ForConditionalGeneration(T5Config(vocab_size=260, eos_token_id=1, **t5)),
+    }.items():
+        model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=50257, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+    for name in ("gpt2", "sshleifer/tiny-gpt2", "hf-internal-testing/tiny-random-gpt2"):
+        gpt2.save_pretrained(name)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    shared = {"shared_expert_intermediate_size": 16, "vocab_size": 64}
+    moe = Qwen2MoeForCausalLM(Qwen2MoeConfig(**small, **experts, **shared))
+    moe.save_pretrained("peft-internal-testing/tiny-random-qwen-1.5-MoE")
+    MobileViTConfig().save_pretrained("apple/mobilevit-xx-small")
+
+
+def make_rows(questions: list[dict[str, str]]) -> None:
+    """Files and folders of data sets."""
+    pairs = [(row["prompt"], row["completion"]) for row in questions * 4]
+    kinds = {
+        "sft": [{"prompt": prompt, "completion": said} for prompt, said in pairs],
+        "preference": [{"prompt": p, "chosen": said, "rejected": said[::-1]} for p, said in pairs],
+        "kto": [{"prompt": p, "completion": s, "label": n % 3 > 0} for n, (p, s) in enumerate(pairs)],
+        "prompts": [{"prompt": prompt} for prompt, _ in pairs],
+    }
+    for kind, rows in kinds.items():
+        Path(kind).mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        Path(kind, "train.jsonl").write_text(lines, encoding="utf-8")
+    Path("text.txt").write_text("".join(prompt + said + "\n" for prompt, said in pairs), encoding="utf-8")
+    rows = "".join(f"{n % 2},{said}\n" for n, (_, said) in enumerate(pairs))
+    Path("labels.csv").write_text("label,sentence\n" + rows, encoding="utf-8")
+    rows = "".join(json.dumps({"text": p.strip(), "summary": said}) + "\n" for p, said in pairs)
+    Path("summaries.json").write_text(rows, encoding="utf-8")
+    Path("accuracy").mkdir()
+    Path("accuracy/accuracy.py").write_text(ACCURACY, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    given = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hf_tiny.py"))
+    make_models(given)
+    make_rows(given["questions"]())

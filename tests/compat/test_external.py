@@ -1,0 +1,159 @@
+"""Programs of others, unmodified: they log with shards what they log under DDP, and their own tests pass.
+
+Checkouts are found in the folder that SHARDENGINE_CLIENTS names: accelerate, and transformers for its examples. What
+they import beside transformers (evaluate, parameterized) has to be installed, or lie in PYTHONPATH. Without one of
+them a test is skipped. Every program runs in processes of its own, offline, with inputs made on the spot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.program_runs import Log, free_port
+
+CLIENTS = os.environ.get("SHARDENGINE_CLIENTS", "")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not CLIENTS, reason="SHARDENGINE_CLIENTS names no folder of checkouts"),
+]
+ROOT = Path(__file__).parents[2]
+RANKS, STEPS = 2, 4
+TIMES = ("runtime", "per_second", "preparation_time", "step_time", "time")
+TRAINING = (
+    *("--max_steps", STEPS, "--save_steps", STEPS, "--logging_steps", 1, "--report_to", "none", "--use_cpu"),
+    *("--per_device_train_batch_size", 2, "--learning_rate", 1e-3, "--seed", 1),
+)
+
+
+def environment() -> dict[str, str]:
+    """Offline, without shards, one thread for each rank."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run(folder: Path, *command: object) -> str:
+    """What the command printed; it ended well."""
+    given = [sys.executable, *map(str, command)]
+    done = subprocess.run(given, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and data sets."""
+    folder = tmp_path_factory.mktemp("inputs")
+    run(folder, "-m", "tests.compat.external_inputs")
+    return folder
+
+
+def client(*parts: str, needs: tuple[str, ...] = ()) -> Path:
+    """A file or folder of a checkout; the test is skipped where it, or a module that it needs, is missing."""
+    place = Path(CLIENTS, *parts)
+    if not place.exists():
+        pytest.skip(f"there is no {place}")
+    for name in needs:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    return place
+
+
+def log(inputs: Path, name: str, stage: int | None, *program: object) -> Log:
+    """Of a Trainer in a program: a file, or "-m" and a module, and its options. stage: None: under DDP."""
+    output = inputs / f"{name}-{stage}"
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", RANKS, "--master_port", free_port()]
+    options: list[object] = ["--output_dir", output]
+    if stage is not None:
+        launch += ["-m", "shardengine.run", "--as-deepspeed"]
+        config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
+        config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+        place = inputs / f"stage-{stage}.json"
+        place.write_text(json.dumps(config), encoding="utf-8")
+        options += ["--deepspeed", place]
+    run(inputs, *launch, *program, *TRAINING, *options)
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text(encoding="utf-8"))
+    return [
+        {key: value for key, value in row.items() if not key.endswith(TIMES)}
+        for row in state["log_history"]
+        if "loss" in row
+    ]
+
+
+def assert_same(found: Log, expected: Log) -> None:
+    """Within fp32's rounding."""
+    assert len(found) == len(expected) == STEPS
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-3, abs=1e-5), (row, other)
+
+
+# trl's scripts, which are installed with it
+
+SCRIPTS: dict[str, tuple[object, ...]] = {
+    "sft": ("llama", "sft"),
+    "sft --use_peft": ("llama", "sft", "--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj"),
+    "dpo": ("llama", "preference"),
+    "kto": ("llama", "kto"),
+    "reward": ("reward", "preference"),
+    "grpo": ("llama", "prompts", "--num_generations", 2, "--max_completion_length", 8, "--reward_model", "reward"),
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_trl_logs_what_it_logs_under_ddp(name: str, stage: int, inputs: Path) -> None:
+    if find_spec("trl") is None:
+        pytest.skip("trl is not installed")
+    model, rows, *more = SCRIPTS[name]
+    given = ("-m", f"trl.scripts.{name.split()[0]}", "--model_name_or_path", model, "--dataset_name", rows, *more)
+    given = (*given, "--bf16", "False", "--dtype", "float32")
+    assert_same(log(inputs, name, stage, *given), log(inputs, name, None, *given))
+
+
+# transformers' examples
+
+EXAMPLES: dict[str, tuple[object, ...]] = {
+    "language-modeling/run_clm.py": (
+        *("--model_name_or_path", "llama", "--train_file", "text.txt", "--validation_file", "text.txt"),
+        *("--do_train", "--do_eval", "--block_size", 64),
+    ),
+    "text-classification/run_glue.py": (
+        *("--model_name_or_path", "bert", "--train_file", "labels.csv", "--validation_file", "labels.csv"),
+        *("--do_train", "--do_eval", "--max_seq_length", 32),
+    ),
+    "summarization/run_summarization.py": (
+        *("--model_name_or_path", "t5", "--train_file", "summaries.json", "--do_train"),
+        *("--text_column", "text", "--summary_column", "summary"),
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_transformers_logs_what_it_logs_under_ddp(name: str, stage: int, inputs: Path) -> None:
+    needs = ("evaluate", "nltk", "filelock") if "summarization" in name else ("evaluate", "sklearn")
+    program = client("transformers", "examples", "pytorch", name, needs=needs)
+    given = (program, *EXAMPLES[name])
+    assert_same(log(inputs, Path(name).stem, stage, *given), log(inputs, Path(name).stem, None, *given))
+
+
+# accelerate's own tests
+
+
+def test_accelerate_passes_its_own_tests_of_deepspeed(inputs: Path) -> None:
+    """Those that need neither the network nor several GPUs."""
+    place = client("accelerate", "tests", "deepspeed", needs=("parameterized",))
+    files = ["test_deepspeed.py", "test_deepspeed_multiple_model.py", "test_deepspeed_gradient_accumulation.py"]
+    options = ("-q", "-p", "no:cacheprovider", "-p", "tests.compat.accelerate_on_cpu", "--rootdir", place)
+    options = (*options, "-k", "not test_basic_run")  # it starts processes, which do not answer the name
+    printed = run(inputs, "-m", "pytest", *options, *(place / file for file in files))
+    found = re.search(r"(\d+) passed", printed)
+    assert found and int(found[1]) >= 31, printed[-2000:]
