@@ -66,7 +66,7 @@ def make_models(tiny: dict[str, Any]) -> None:
 def make_rows(questions: list[dict[str, str]]) -> None:
     """Files and folders of data sets."""
     pairs = [(row["prompt"], row["completion"]) for row in questions * 4]
-    kinds = {
+    kinds: dict[str, list[dict[str, Any]]] = {
         "sft": [{"prompt": prompt, "completion": said} for prompt, said in pairs],
         "preference": [{"prompt": p, "chosen": said, "rejected": said[::-1]} for p, said in pairs],
         "kto": [{"prompt": p, "completion": s, "label": n % 3 > 0} for n, (p, s) in enumerate(pairs)],

@@ -152,7 +152,15 @@ def test_accelerate_passes_its_own_tests_of_deepspeed(inputs: Path) -> None:
     """Those that need neither the network nor several GPUs."""
     place = client("accelerate", "tests", "deepspeed", needs=("parameterized",))
     files = ["test_deepspeed.py", "test_deepspeed_multiple_model.py", "test_deepspeed_gradient_accumulation.py"]
-    options = ("-q", "-p", "no:cacheprovider", "-p", "tests.compat.accelerate_on_cpu", "--rootdir", place)
+    options: tuple[object, ...] = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.compat.accelerate_on_cpu",
+        "--rootdir",
+        place,
+    )
     options = (*options, "-k", "not test_basic_run")  # it starts processes, which do not answer the name
     printed = run(inputs, "-m", "pytest", *options, *(place / file for file in files))
     found = re.search(r"(\d+) passed", printed)
