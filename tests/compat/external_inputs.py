@@ -1,6 +1,7 @@
 """Inputs of other people's programs, made on the spot: ``python -m tests.compat.external_inputs`` writes them here.
 
-A tokenizer and a tiny model, rows for each program, a metric that needs no network, models under the names of a hub.
+A tokenizer and a tiny model, rows for each program, a metric that needs no network, models and data sets under the
+names of a hub, modules in place of what programs import.
 """
 
 from __future__ import annotations
@@ -23,6 +24,51 @@ class Accuracy(evaluate.Metric):
 
     def _compute(self, predictions, references):
         return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+"""
+
+WIKITEXT = """---
+configs:
+- config_name: wikitext-2-v1
+  data_files: train.jsonl
+---
+"""
+# what the program for cifar takes from torchvision; the program itself sets no seed
+TORCHVISION = """
+from types import SimpleNamespace
+
+import torch
+
+torch.manual_seed(0)
+
+
+class CIFAR10(torch.utils.data.TensorDataset):
+    def __init__(self, root, train, download, transform):
+        made = torch.Generator().manual_seed(int(train))
+        labels = torch.arange(160) % 10
+        images = torch.rand(160, 3, 32, 32, generator=made) + labels.view(-1, 1, 1, 1) / 10
+        super().__init__(images, labels)
+
+
+def nothing(*arguments):
+    pass
+
+
+datasets = SimpleNamespace(CIFAR10=CIFAR10)
+transforms = SimpleNamespace(Compose=nothing, ToTensor=nothing, Normalize=nothing)
+"""
+# HelloDeepSpeed's ranks each name their common folder by the second of their own clock: here that is one second
+PYTZ = """
+import datetime
+
+__version__ = "0"  # too old for pandas to use
+
+
+class timezone(datetime.tzinfo):
+    def __init__(self, name):
+        pass
+
+    def fromutc(self, time):
+        return time.replace(2026, 1, 1, 12, 0, 0)
 """
 
 
@@ -53,6 +99,8 @@ def make_models(tiny: dict[str, Any]) -> None:
     }.items():
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
+    tokenizer.add_special_tokens({"bos_token": "</s>", "mask_token": "<|user|>"})
+    tokenizer.save_pretrained("roberta-base")
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=50257, n_embd=32, n_layer=2, n_head=2, n_positions=64))
     for name in ("gpt2", "sshleifer/tiny-gpt2", "hf-internal-testing/tiny-random-gpt2"):
         gpt2.save_pretrained(name)
@@ -81,6 +129,12 @@ def make_rows(questions: list[dict[str, str]]) -> None:
     Path("labels.csv").write_text("label,sentence\n" + labels, encoding="utf-8")
     summaries = "".join(json.dumps({"text": p.strip(), "summary": said}) + "\n" for p, said in pairs)
     Path("summaries.json").write_text(summaries, encoding="utf-8")
+    Path("wikitext").mkdir()
+    Path("wikitext/README.md").write_text(WIKITEXT, encoding="utf-8")
+    Path("wikitext/train.jsonl").write_text("".join(json.dumps({"text": p + s}) + "\n" for p, s in pairs), "utf-8")
+    for name, text in (("torchvision", TORCHVISION), ("pytz", PYTZ)):
+        Path(f"with {name}").mkdir()
+        Path(f"with {name}/{name}.py").write_text(text, encoding="utf-8")
     Path("accuracy").mkdir()
     Path("accuracy/accuracy.py").write_text(ACCURACY, encoding="utf-8")
 

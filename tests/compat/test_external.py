@@ -1,8 +1,9 @@
 """Programs of others, unmodified: they log with shards what they log under DDP, and their own tests pass.
 
-Checkouts are found in the folder that SHARDENGINE_CLIENTS names: accelerate, and transformers for its examples. What
-they import beside transformers (evaluate, parameterized) has to be installed, or lie in PYTHONPATH. Without one of
-them a test is skipped. Every program runs in processes of its own, offline, with inputs made on the spot.
+Checkouts are found in the folder that SHARDENGINE_CLIENTS names: accelerate, DeepSpeedExamples, and transformers for
+its examples. What they import beside transformers (evaluate, parameterized, nltk, fire, ...) has to be installed, or
+lie in PYTHONPATH. Without one of them a test is skipped. Every program runs in processes of its own, offline, with
+inputs made on the spot.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ TRAINING = (
 )
 
 
-def environment() -> dict[str, str]:
-    """Offline, without shards, one thread for each rank."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+def environment(modules: Path | None) -> dict[str, str]:
+    """Offline, one thread for each rank; modules: a folder of those that take the place of what the program imports."""
+    path = os.pathsep.join(filter(None, [str(modules or ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run(folder: Path, *command: object) -> str:
+def run(folder: Path, *command: object, modules: Path | None = None) -> str:
     """What the command printed; it ended well."""
     given = [sys.executable, *map(str, command)]
-    done = subprocess.run(given, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(given, cwd=folder, env=environment(modules), capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout + done.stderr
 
@@ -67,19 +68,26 @@ def client(*parts: str, needs: tuple[str, ...] = ()) -> Path:
     return place
 
 
+def launch() -> list[object]:
+    return ["-m", "torch.distributed.run", "--nproc_per_node", RANKS, "--master_port", free_port()]
+
+
+DEEPSPEED = ("-m", "shardengine.run", "--as-deepspeed")
+
+
 def log(inputs: Path, name: str, stage: int | None, *program: object) -> Log:
     """Of a Trainer in a program: a file, or "-m" and a module, and its options. stage: None: under DDP."""
     output = inputs / f"{name}-{stage}"
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", RANKS, "--master_port", free_port()]
+    launcher = launch()
     options: list[object] = ["--output_dir", output]
     if stage is not None:
-        launch += ["-m", "shardengine.run", "--as-deepspeed"]
+        launcher += DEEPSPEED
         config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
         config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
         place = inputs / f"stage-{stage}.json"
         place.write_text(json.dumps(config), encoding="utf-8")
         options += ["--deepspeed", place]
-    run(inputs, *launch, *program, *TRAINING, *options)
+    run(inputs, *launcher, *program, *TRAINING, *options)
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text(encoding="utf-8"))
     return [
         {key: value for key, value in row.items() if not key.endswith(TIMES)}
@@ -145,7 +153,67 @@ def test_an_example_of_transformers_logs_what_it_logs_under_ddp(name: str, stage
     assert_same(log(inputs, Path(name).stem, stage, *given), log(inputs, Path(name).stem, None, *given))
 
 
-# accelerate's own tests
+# DeepSpeed's examples
+
+
+def test_cifar_has_the_same_losses_at_every_stage(inputs: Path) -> None:
+    program = client("DeepSpeedExamples", "training", "cifar", "cifar10_deepspeed.py")
+    options = ("--dtype", "fp32", "--epochs", 20, "--log-interval", 10, "--deepspeed", "--stage")
+    losses = {}
+    for stage in range(4):
+        printed = run(inputs, *launch(), *DEEPSPEED, program, *options, stage, modules=inputs / "with torchvision")
+        losses[stage] = re.findall(r"\] loss: +([\d.]+)", printed)
+        assert "Accuracy of the network on the 160 test images" in printed
+    assert len(losses[0]) == 20
+    assert float(losses[0][-1]) < float(losses[0][0])
+    assert losses[0] == losses[1] == losses[2] == losses[3]
+
+
+def test_hello_deepspeed_trains_saves_and_resumes(inputs: Path) -> None:
+    needs = ("fire", "sh", "loguru", "tensorboard")
+    program = client("DeepSpeedExamples", "training", "HelloDeepSpeed", "train_bert_ds.py", needs=needs)
+    shape = ("--h_dim", 32, "--num_heads", 2, "--ff_dim", 64, "--num_layers", 2, "--max_seq_length", 64)
+    options = (program, *shape, "--log_every", 1)
+    kept, modules = inputs / "hello", inputs / "with pytz"
+    run(inputs, *launch(), *DEEPSPEED, *options, "--num_iterations", 6, "--checkpoint_dir", kept, modules=modules)
+    (made,) = kept.iterdir()
+    assert (made / "latest").read_text(encoding="utf-8").strip() == "global_step5"
+    resumed = (*options, "--num_iterations", 10, "--load_checkpoint_dir", made)
+    again = run(inputs, *launch(), *DEEPSPEED, *resumed, modules=modules)
+    assert (made / "latest").read_text(encoding="utf-8").strip() == "global_step8"
+    assert len(re.findall(r"Loss: [\d.]+", again)) == 3
+
+
+# accelerate's example for DeepSpeed, and its own tests
+
+
+def test_accelerates_example_logs_the_same_with_each_of_its_templates(inputs: Path) -> None:
+    """Stages 1, 2, 3, two of them on CPU memory; in fp32, since the loss is compared."""
+    program = client("accelerate", "examples", "by_feature", "deepspeed_with_config_support.py")
+    templates = client("accelerate", "examples", "deepspeed_config_templates")
+    given = ("--train_file", "text.txt", "--validation_file", "text.txt", "--model_name_or_path", "llama")
+    given = (*given, "--block_size", "64", "--seed", "1", "--learning_rate", "1e-3", "--num_train_epochs", "2")
+    printed = set()
+    for template in sorted(templates.glob("*.json")):
+        config = json.loads(template.read_text(encoding="utf-8"))
+        config["fp16"] = {"enabled": False}
+        if config["zero_optimization"]["stage"] == 3:  # accelerate wants it said for the save at the end
+            config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        place = inputs / template.name
+        place.write_text(json.dumps(config), encoding="utf-8")
+        started = {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_USE_CPU": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(place),
+        }
+        output = ("--output_dir", inputs / template.stem)
+        with pytest.MonkeyPatch.context() as patched:
+            for key, value in started.items():
+                patched.setenv(key, value)
+            said = run(inputs, *launch(), *DEEPSPEED, program, *given, *output)
+        printed.add(tuple(re.findall(r"eval_loss: ([\d.]+)", said)))
+    (losses,) = printed
+    assert len(losses) == 3
 
 
 def test_accelerate_passes_its_own_tests_of_deepspeed(inputs: Path) -> None:
