@@ -191,8 +191,10 @@ def test_accelerates_example_logs_the_same_with_each_of_its_templates(inputs: Pa
     """Stages 1, 2, 3, two of them on CPU memory; in fp32, since the loss is compared."""
     program = client("accelerate", "examples", "by_feature", "deepspeed_with_config_support.py")
     templates = client("accelerate", "examples", "deepspeed_config_templates")
-    given = ("--train_file", "text.txt", "--validation_file", "text.txt", "--model_name_or_path", "llama")
-    given = (*given, "--block_size", "64", "--seed", "1", "--learning_rate", "1e-3", "--num_train_epochs", "2")
+    given = (
+        *("--train_file", "text.txt", "--validation_file", "text.txt", "--model_name_or_path", "llama"),
+        *("--block_size", "64", "--seed", "1", "--learning_rate", "1e-3", "--num_train_epochs", "2"),
+    )
     printed = set()
     for template in sorted(templates.glob("*.json")):
         config = json.loads(template.read_text(encoding="utf-8"))

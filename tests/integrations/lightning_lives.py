@@ -16,6 +16,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
@@ -124,6 +125,32 @@ def equality(say: Say, rank: int, ranks: int, store: str, optimizer: str, option
     begin(rank, ranks, store)
     names = ["ddp", *(f"shardengine_stage_{stage}" for stage in range(4))]
     say({name: trained(name, lambda: Net(optimizer), **options) for name in names})
+
+
+class Losses(Callback):
+    """Of a model that keeps none."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+def boring(say: Say, rank: int, ranks: int, store: str) -> None:
+    """Lightning's own BoringModel, with its own data, through every loop of the Trainer."""
+    begin(rank, ranks, store)
+    found: dict[str, Any] = {}
+    for name in ("ddp", *(f"shardengine_stage_{stage}" for stage in range(4))):
+        L.seed_everything(3, verbose=False)
+        model, losses = BoringModel(), Losses()
+        trainer = make(name, losses, max_epochs=1, accumulate_grad_batches=3)
+        trainer.fit(model)
+        trainer.validate(model)
+        trainer.test(model)
+        predicted = torch.cat(trainer.predict(model) or [])
+        found[name] = (losses.losses, {}, {**weights(model), "predicted": predicted}, trainer.global_step)
+    say(found)
 
 
 def stages(say: Say, rank: int, ranks: int, store: str, kind: str, options: dict[str, Any]) -> None:

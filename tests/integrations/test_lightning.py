@@ -87,6 +87,16 @@ def test_a_fit_is_that_of_ddp_and_stages_have_the_same_bits(run: Run, optimizer:
         assert ddp[0][-1] < ddp[0][0]
 
 
+def test_lightnings_own_boring_model_is_as_under_ddp(run: Run) -> None:
+    for found in run("boring"):
+        ddp, stages = found["ddp"], [found[f"shardengine_stage_{stage}"] for stage in range(4)]
+        for stage in stages:
+            assert_near(ddp, stage)
+            assert torch.allclose(ddp[2]["predicted"], stage[2]["predicted"], atol=1e-6)
+        assert same(stages[0], stages[1]) and same(stages[2], stages[3])
+        assert ddp[0][-1] < ddp[0][0] and len(ddp[2]["predicted"]) == 32
+
+
 @pytest.mark.parametrize("kind", ["Penalty", "Own"])
 def test_what_modules_do_in_their_hooks_is_as_under_ddp(run: Run, kind: str) -> None:
     for ddp, one, three in run("stages", kind, {"accumulate_grad_batches": 2}):
