@@ -59,8 +59,19 @@ def is_of_framework(block: str) -> bool:
     return "shardengine.integrations" in block
 
 
+def is_without(block: str) -> bool:
+    """Whether it is what a script was before."""
+    return "init_process_group" in block
+
+
+WITHOUT = [block for block in blocks("docs/migrating.md", "python") if is_without(block)]
 SCRIPTS = [(page, block) for page in PAGES for block in blocks(page, "python") if is_script(block)]
-PARTS = [(page, block) for page in PAGES for block in blocks(page, "python") if not is_script(block)]
+PARTS = [
+    (page, block)
+    for page in PAGES
+    for block in blocks(page, "python")
+    if not is_script(block) and not is_without(block)
+]
 CONFIGS = [(page, block) for page in PAGES for block in blocks(page, "json")]
 
 
@@ -130,6 +141,20 @@ def run_part(block: str, config: dict[str, Any], folder: str) -> float:
         return float(loss)
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+
+
+def start(block: str, folder: Path, *launcher: str) -> str:
+    """What a program of its own printed."""
+    script = folder / "train.py"
+    script.write_text(block, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *launcher, str(script)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_the_pages_have_code() -> None:
     assert len(SCRIPTS) >= 4 and len(PARTS) >= 5 and len(CONFIGS) >= 5
     assert SCRIPTS[0][0] == "README.md"
@@ -142,21 +167,21 @@ def test_scripts_run(pools: Callable[[int], RankPool], tmp_path: Path, index: in
         pools(RANKS).run(run_script, block, str(tmp_path))
         assert "save_pretrained" not in block or list(tmp_path.rglob("model.safetensors"))
         return
-    script = tmp_path / "train.py"
-    script.write_text(block, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script)]
     if is_of_framework(block):
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        environment["ACCELERATE_USE_CPU"] = "true"
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-3000:]
-    if is_of_framework(block):
+        start(block, tmp_path, *TORCHRUN)
         saved = "*.ckpt.shards" if "lightning" in block else "trained/model.safetensors"
         assert list(tmp_path.rglob(saved))
         return
-    norms = json.loads(done.stdout)
+    norms = json.loads(start(block, tmp_path))
     assert len(norms) == RANKS and norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("before", WITHOUT, ids=["DDP", "FSDP"])
+def test_a_script_prints_what_it_printed_before(tmp_path: Path, before: str) -> None:
+    both = blocks("docs/migrating.md", "python")
+    printed = [start(block, tmp_path, *TORCHRUN).split() for block in (before, both[both.index(before) + 1])]
+    old, new = ([float(word) for word in words] for words in printed)
+    assert len(old) >= 10 and new == pytest.approx(old, abs=1e-6)
 
 
 @pytest.mark.parametrize("index", range(len(PARTS)), ids=lambda index: f"{PARTS[index][0]}-{index}")
