@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ACCURACY = """
-import datasets, evaluate
+import datasets
+import evaluate
 
 
 class Accuracy(evaluate.Metric):
@@ -23,13 +24,25 @@ class Accuracy(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+        right = sum(a == b for a, b in zip(predictions, references))
+        found = sum(a == b == 1 for a, b in zip(predictions, references))
+        f1 = 2 * found / max(sum(predictions) + sum(references), 1)
+        return {"accuracy": right / len(references), "f1": float(f1)}
 """
 
 WIKITEXT = """---
 configs:
 - config_name: wikitext-2-v1
   data_files: train.jsonl
+---
+"""
+MRPC = """---
+configs:
+- config_name: mrpc
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: validation, path: validation.jsonl}
+  - {split: test, path: validation.jsonl}
 ---
 """
 # what the program for cifar takes from torchvision; the program itself sets no seed
@@ -101,6 +114,9 @@ def make_models(tiny: dict[str, Any]) -> None:
         tokenizer.save_pretrained(name)
     tokenizer.add_special_tokens({"bos_token": "</s>", "mask_token": "<|user|>"})
     tokenizer.save_pretrained("roberta-base")
+    varied = BertConfig(vocab_size=260, max_position_embeddings=128, initializer_range=0.5, **small)
+    BertForSequenceClassification(varied).save_pretrained("bert-base-cased")
+    tokenizer.save_pretrained("bert-base-cased")
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=50257, n_embd=32, n_layer=2, n_head=2, n_positions=64))
     for name in ("gpt2", "sshleifer/tiny-gpt2", "hf-internal-testing/tiny-random-gpt2"):
         gpt2.save_pretrained(name)
@@ -132,11 +148,17 @@ def make_rows(questions: list[dict[str, str]]) -> None:
     Path("wikitext").mkdir()
     Path("wikitext/README.md").write_text(WIKITEXT, encoding="utf-8")
     Path("wikitext/train.jsonl").write_text("".join(json.dumps({"text": p + s}) + "\n" for p, s in pairs), "utf-8")
+    Path("nyu-mll/glue").mkdir(parents=True)
+    Path("nyu-mll/glue/README.md").write_text(MRPC, encoding="utf-8")
+    for split, taken in {"train": pairs, "validation": pairs[::3]}.items():
+        texts = [{"sentence1": p, "sentence2": s, "label": len(s) % 2, "idx": n} for n, (p, s) in enumerate(taken)]
+        Path(f"nyu-mll/glue/{split}.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), "utf-8")
     for name, text in (("torchvision", TORCHVISION), ("pytz", PYTZ)):
         Path(f"with {name}").mkdir()
         Path(f"with {name}/{name}.py").write_text(text, encoding="utf-8")
-    Path("accuracy").mkdir()
-    Path("accuracy/accuracy.py").write_text(ACCURACY, encoding="utf-8")
+    for name in ("accuracy", "glue"):
+        Path(name).mkdir()
+        Path(f"{name}/{name}.py").write_text(ACCURACY, encoding="utf-8")
 
 
 if __name__ == "__main__":

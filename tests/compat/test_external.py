@@ -218,6 +218,38 @@ def test_accelerates_example_logs_the_same_with_each_of_its_templates(inputs: Pa
     assert len(losses) == 3
 
 
+BY_FEATURE = {
+    "nlp_example.py": (),
+    "complete_nlp_example.py": ("--checkpointing_steps", "epoch", "--with_tracking"),
+    "by_feature/automatic_gradient_accumulation.py": (),
+    "by_feature/checkpointing.py": ("--checkpointing_steps", "epoch"),
+    "by_feature/cross_validation.py": ("--num_folds", 2),
+    "by_feature/early_stopping.py": (),
+    "by_feature/gradient_accumulation.py": ("--gradient_accumulation_steps", 3),
+    "by_feature/memory.py": (),
+    "by_feature/multi_process_metrics.py": (),
+    "by_feature/tracking.py": ("--with_tracking",),
+}
+
+
+@pytest.mark.parametrize("name", BY_FEATURE)
+def test_an_example_of_accelerate_prints_what_it_prints_under_ddp(name: str, inputs: Path) -> None:
+    program = client("accelerate", "examples", name, needs=("evaluate", "sklearn"))
+    config = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}
+    config |= {"train_micro_batch_size_per_gpu": "auto"}
+    place = inputs / "for accelerate.json"
+    place.write_text(json.dumps(config), encoding="utf-8")
+    sharded = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(place)}
+    printed = []
+    for door, variables in ((), {}), (DEEPSPEED, sharded):
+        with pytest.MonkeyPatch.context() as patched:
+            for key, value in {"ACCELERATE_USE_CPU": "true", **variables}.items():
+                patched.setenv(key, value)
+            said = run(inputs, *launch(), *door, program, *BY_FEATURE[name])
+        printed.append(re.findall(r"^(?:epoch \d+:|Average).*", said, re.MULTILINE))
+    assert len(printed[0]) > 0 and printed[0] == printed[1]
+
+
 def test_accelerate_passes_its_own_tests_of_deepspeed(inputs: Path) -> None:
     """Those that need neither the network nor several GPUs."""
     place = client("accelerate", "tests", "deepspeed", needs=("parameterized",))
