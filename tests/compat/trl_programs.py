@@ -135,7 +135,7 @@ class Generates(TrainerCallback):
 
 
 def configured(kind: Any, run: Run, **options: Any) -> Any:
-    """Arguments of trl's class ``kind``."""
+    """Arguments of trl's class ``kind``. Activations are checkpointed, which is its default."""
     sharded = {"use_cpu": True} if run.stage is None else {"deepspeed": ds_config(run.stage, run.config)}
     given = {
         "num_train_epochs": 1,
@@ -144,7 +144,6 @@ def configured(kind: Any, run: Run, **options: Any) -> Any:
         "save_strategy": "no",
         "eval_strategy": "no",
         "bf16": False,
-        "gradient_checkpointing": False,
         "ddp_find_unused_parameters": False,
         **options,
     }
@@ -184,14 +183,13 @@ def sft_completions(run: Run, folder: str) -> Any:
 
 def sft_packed(run: Run, folder: str) -> Any:
     """Rows of one length, each of several texts, and a head that is the embedding."""
-    packing = {"packing": True, "packing_strategy": "wrapped", "max_length": 32}
+    packing = {"packing": True, "packing_strategy": "wrapped", "max_length": 32, "gradient_checkpointing": False}
     return sft(run, folder, lambda: load(folder, "tied"), rows(text=text), **packing)
 
 
 def sft_adapters(run: Run, folder: str) -> Any:
-    """With gradient checkpointing: at stage 3 trl wants the reentrant kind."""
-    data = rows(prompt=prompt, completion=completion)
-    return sft(run, folder, lambda: load(folder), data, adapters(), gradient_checkpointing=True)
+    """Of checkpointing trl wants the reentrant kind at stage 3, with adapters alone."""
+    return sft(run, folder, lambda: load(folder), rows(prompt=prompt, completion=completion), adapters())
 
 
 def qlora(
@@ -238,8 +236,9 @@ def dpo(
 
 
 def dpo_reference(run: Run, folder: str) -> Any:
-    """The reference is another model, in an engine of its own."""
-    return dpo(run, folder, lambda: (load(folder), load(folder, "tied")))
+    """The reference is another model, in an engine of its own; after each step it comes nearer."""
+    near = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    return dpo(run, folder, lambda: (load(folder), load(folder)), **near)
 
 
 def dpo_adapters_off(run: Run, folder: str) -> Any:
@@ -276,8 +275,17 @@ def count(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 3 == 0 for token in each) / 2 for each in completion_ids]
 
 
-def grpo(run: Run, folder: str, peft: LoraConfig | None = None) -> Any:
-    """Each group of completions is learnt from twice; the reference is another engine, or adapters are off."""
+def judge_of(folder: str) -> Any:
+    """A model that says one number of a text; its head is not in the files."""
+    torch.manual_seed(2)
+    return load(folder, kind=AutoModelForSequenceClassification, num_labels=1)
+
+
+def grpo(run: Run, folder: str, *, peft: LoraConfig | None = None, judges: bool = False, gathers: bool = True) -> Any:
+    """Each group of completions is learnt from twice; the reference is another engine, or adapters are off.
+
+    judges: a model gives rewards, too, from a third engine · gathers: at stage 3 all weights while it generates.
+    """
     arguments = configured(
         GRPOConfig,
         run,
@@ -286,20 +294,18 @@ def grpo(run: Run, folder: str, peft: LoraConfig | None = None) -> Any:
         max_completion_length=8,
         num_iterations=2,
         beta=0.1,
+        ds3_gather_for_generation=gathers,
     )
+    tokenizer = tokenizer_of(folder)
     return GRPOTrainer(
         model=load(folder),
-        reward_funcs=count,
+        reward_funcs=[count, judge_of(folder)] if judges else count,
+        reward_processing_classes=[None, tokenizer] if judges else None,
         args=arguments,
         train_dataset=rows(prompt=prompt),
-        processing_class=tokenizer_of(folder),
+        processing_class=tokenizer,
         peft_config=peft,
     )
-
-
-def grpo_adapters(run: Run, folder: str) -> Any:
-    """As above."""
-    return grpo(run, folder, adapters())
 
 
 def kto(run: Run, folder: str) -> Any:
@@ -315,11 +321,10 @@ def kto(run: Run, folder: str) -> Any:
 
 
 def reward(run: Run, folder: str) -> Any:
-    """With a head that the files do not have."""
+    """Of a chosen answer and another."""
     arguments = configured(RewardConfig, run, max_length=48)
-    torch.manual_seed(2)
     return RewardTrainer(
-        model=load(folder, kind=AutoModelForSequenceClassification, num_labels=1),
+        model=judge_of(folder),
         args=arguments,
         train_dataset=PAIRS,
         processing_class=tokenizer_of(folder),
@@ -338,8 +343,8 @@ CASES: dict[str, Callable[[Run, str], Any]] = {
     "dpo adapters off": dpo_adapters_off,
     "dpo reference adapter": dpo_reference_adapter,
     "dpo precomputed": dpo_precomputed,
-    "grpo": grpo,
-    "grpo adapters": grpo_adapters,
+    "grpo": partial(grpo, judges=True),
+    "grpo adapters": partial(grpo, peft=adapters(), gathers=False),
     "kto": kto,
     "reward": reward,
 }
