@@ -237,7 +237,7 @@ def dpo(
 
 def dpo_reference(run: Run, folder: str) -> Any:
     """The reference is another model, in an engine of its own; after each step it comes nearer."""
-    near = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    near: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     return dpo(run, folder, lambda: (load(folder), load(folder)), **near)
 
 
