@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,17 @@ def test_grpo_learns_from_the_same_completions(case: str, stages: tuple[int, ...
 
 def test_a_reward_model_trains_a_head_that_its_files_lack(runs: Runs) -> None:
     assert_trained_alike("reward", (3,), runs)
+
+
+@pytest.mark.parametrize("case", ["sft adapters", "grpo"])
+def test_bf16_is_trls_default_and_has_the_same_bits_at_stages_2_and_3(case: str, runs: Runs) -> None:
+    lower: dict[str, Any] = {"config": {"bf16": {"enabled": "auto"}}, "options": {"bf16": True, "use_cpu": True}}
+    logs = [runs.log(stage, case=case, **lower) for stage in (2, 3)]
+    assert logs[0] == logs[1] and losses(logs[0])[0] == pytest.approx(losses(runs.log(3, case=case))[0], abs=2e-3)
+    file = next((runs.output(3, case=case, **lower) / "final").glob("*model.safetensors")).name
+    weights = [runs.final(stage, file, case=case, **lower) for stage in (2, 3)]
+    assert_equal(*weights)
+    assert {value.dtype for value in weights[0].values()} == {torch.bfloat16}
 
 
 @quantising
