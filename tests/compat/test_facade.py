@@ -138,6 +138,21 @@ def test_modules_are_read_and_replaced_by_their_path() -> None:
     assert model[0] is new
 
 
+def test_copies_for_torch_hold_no_larger_buffer_and_keep_ties() -> None:
+    large = torch.arange(12.0)
+    given: dict[str, Any] = {
+        "a": large[:4],
+        "b": [large[:4], large[4:8], 3],
+        "c": large[:4].view(2, 2),
+        "d": torch.empty(0),
+    }
+    copy = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(given)
+    assert copy["b"][0] is copy["a"] and torch.equal(copy["a"], large[:4]) and copy["b"][2] == 3
+    assert torch.equal(copy["b"][1], large[4:8]) and torch.equal(copy["c"], given["c"]) and copy["d"].numel() == 0
+    places = {each.untyped_storage().data_ptr() for each in (large, copy["a"], copy["b"][1], copy["c"])}
+    assert len(places) == 4 and copy["a"].untyped_storage().nbytes() == 16
+
+
 def test_random_numbers_are_seeded_by_the_accelerator() -> None:
     deepspeed.get_accelerator().manual_seed_all(7)
     first = torch.rand(3, device=deepspeed.get_accelerator().current_device_name())

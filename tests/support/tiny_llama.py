@@ -6,11 +6,17 @@ Importing this file takes seconds: processes that fork runs do it. With the name
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+with suppress(ImportError):  # a table that takes most of the time of the first load: forks have it then
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")
 
 ROWS, LENGTH = 20, 12
 _LOGGED = ("loss", "eval_loss", "grad_norm", "learning_rate", "step", "epoch", "total_flos")
@@ -68,9 +74,9 @@ def load(folder: str, *, lora: bool = False) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-def arguments_of(run: Run, **more: Any) -> TrainingArguments:
-    """With everything that the log shows."""
-    return TrainingArguments(
+def arguments_of(run: Run, *, kind: Any = TrainingArguments, **more: Any) -> Any:
+    """Of class ``kind``, with everything that the log shows."""
+    return kind(
         **{
             "output_dir": run.output,
             "per_device_train_batch_size": 2,

@@ -128,14 +128,25 @@ class NoTimer:
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """``item`` with a copy of every tensor in it, on ``device``, so that none holds a larger buffer."""
+    """``item`` with a copy of every tensor in it, on ``device``, so that none holds a larger buffer.
+
+    Tied weights stay one: of several tensors over the same elements there is one copy, and frameworks that look for
+    shared memory save it once.
+    """
+    return _clone(item, device, {})
+
+
+def _clone(item: Any, device: Any, made: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        copy = item.detach().clone()
-        return copy if device is None else copy.to(device)
+        place = (item.data_ptr(), item.device, item.dtype, item.shape, item.stride())
+        if not item.data_ptr() or place not in made:  # an empty one lies nowhere
+            copy = item.detach().clone()
+            made[place] = copy if device is None else copy.to(device)
+        return made[place]
     if isinstance(item, dict):
-        return type(item)((name, clone_tensors_for_torch_save(each, device)) for name, each in item.items())
+        return type(item)((name, _clone(each, device, made)) for name, each in item.items())
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+        return type(item)(_clone(each, device, made) for each in item)
     return item
 
 
