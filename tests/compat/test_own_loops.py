@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -319,6 +320,21 @@ def test_a_config_file_that_is_wrong_is_named(text: str | None, said: str, tmp_p
     for given in ({"config": str(path)}, {"args": SimpleNamespace(deepspeed_config=path)}):
         with pytest.raises(ConfigError, match=said):
             deepspeed.initialize(model=cases.make_mlp(), **given)
+
+
+def with_a_file_of_rank_0_alone(folder: str) -> str:
+    path = Path(folder, f"of-{deepspeed.comm.get_rank()}.json")
+    if deepspeed.comm.get_rank() == 0:
+        path.write_text(json.dumps(config_of(0)), encoding="utf-8")
+    with pytest.raises((ConfigError, MismatchError)) as raised:
+        deepspeed.initialize(model=make_model(), config=path)
+    return str(raised.value)
+
+
+def test_a_config_file_that_one_rank_does_not_have_is_an_error_of_all(pools: Pools, tmp_path: Path) -> None:
+    said = pools(RANKS).run(with_a_file_of_rank_0_alone, str(tmp_path))
+    assert "failed on rank 1: ConfigError" in said[0] and "of-1.json" in said[1]
+    assert all("the file cannot be read" in each for each in said)
 
 
 class Numbers(torch.utils.data.Dataset[int]):

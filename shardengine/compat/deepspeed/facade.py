@@ -23,7 +23,7 @@ from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helper
 from shardengine.compat.deepspeed import client_state as client_states
 from shardengine.engine import Engine
 from shardengine.engine import initialize as make_engine
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.optim import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,12 @@ def initialize(
     collate_fn = others.pop("collate_fn", None)
     _check(model, more, others)
     assert model is not None
-    tree = foreign.written(config, args)
+    given = foreign.given(config, args)
+    try:
+        tree = foreign.written(given)
+    except ConfigError:
+        make_engine(model, given)  # says it on every rank, also where the file is there
+        raise
     for before in [each for each in _open if each.module is model]:
         before.destroy()
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
