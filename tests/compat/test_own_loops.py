@@ -229,8 +229,9 @@ def whole_state_dicts() -> None:
     model = make_model()
     given = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
     engine = deepspeed.initialize(model=model, config=config_of(3))[0]
-    with pytest.raises(UsageError, match="inside of `with deepspeed"):
-        engine.state_dict()
+    for call in ("state_dict", "module_state_dict"):
+        with pytest.raises(UsageError, match=rf"DeepSpeedEngine.{call}\(\) .* inside of `with deepspeed"):
+            getattr(engine, call)()
     for load in (model.load_state_dict, model[0].load_state_dict):
         with pytest.raises(UsageError, match="would be lost: load it inside"):
             load(given if load == model.load_state_dict else {"weight": given["0.weight"], "bias": given["0.bias"]})
@@ -238,6 +239,7 @@ def whole_state_dicts() -> None:
         model[0].load_state_dict({"weight": given["0.weight"], "bias": given["0.bias"]})
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         assert torch.equal(engine.state_dict()["module.0.weight"], given["0.weight"])
+        assert torch.equal(engine.module_state_dict()["0.weight"], given["0.weight"])
         model.load_state_dict(given)
     assert all(torch.equal(value, given[name]) for name, value in whole(engine).items())
     engine.destroy()
