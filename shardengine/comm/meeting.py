@@ -12,6 +12,7 @@ for it is then found as any other deadlock.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +27,11 @@ from shardengine.comm.store_board import Unreachable
 from shardengine.comm.watchdog import MEETING, Watchdog, one_sentence
 from shardengine.errors import CommunicationError, MismatchError
 
+_log = logging.getLogger(__name__)
 _UNHEARD_S = 10.0
+_TELL_S = 10.0
+"""After which a rank that waits tells for whom: one that was killed, or that waits elsewhere for this one, says nothing
+here, and ``timeout_s`` is long."""
 _CLOSE = "close"
 """In the place of a group: the wait of ``meet_to_close``."""
 
@@ -56,14 +61,21 @@ def meet_before_groups(timeout_s: float) -> None:
 
 def _wait_for_all(store: Any, number: int, timeout_s: float, watchdogs: list[Watchdog]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    started, pause = time.monotonic(), 0.001
+    started, pause, told = time.monotonic(), 0.001, False
     while True:
         with _reachable():
             if store.add("all", 0) >= number * ranks:
                 return
             lasted = time.monotonic() - started
-            missing = {other for other in range(ranks) if lasted > timeout_s and store.add(f"of/{other}", 0) < number}
-        if missing:
+            asks = lasted > (timeout_s if told else min(_TELL_S, timeout_s))
+            missing = {other for other in range(ranks) if asks and store.add(f"of/{other}", 0) < number}
+        if missing and lasted <= timeout_s:
+            told = True
+            _log.warning(
+                "initialize on rank %d waits for ranks %s, which have not called it within %g s; gives up after %g s",
+                *(rank, sorted(missing), _TELL_S, timeout_s),
+            )
+        elif missing:
             said = [failures.describe(missing) for failures in open_failures()[-1:]]
             raise CommunicationError(
                 f"initialize on rank {rank}: expected every rank to call it within {timeout_s:g} s. "
@@ -149,8 +161,8 @@ def meet_to_close(failures: Failures) -> str:
     others = set(range(mesh.ranks)) - {mesh.rank}
     if mine is None or not others:
         return ""
-    heard = time.monotonic()
-    deadline, pause = heard + mesh.timeout_s, 0.001
+    began = heard = time.monotonic()
+    deadline, pause, told = heard + mesh.timeout_s, 0.001, False
     watching = Watchdog(
         failures, Waiting("every rank's engine.close()", _CLOSE, _CLOSE, 1, issued={_CLOSE: 1}, where="close")
     )
@@ -180,5 +192,11 @@ def meet_to_close(failures: Failures) -> str:
             departed = {}
         if time.monotonic() > min(deadline, heard + _UNHEARD_S):
             return failures.describe(others - departed.keys())
+        if not told and time.monotonic() > began + _TELL_S:
+            told = True
+            _log.warning(
+                "engine.close() on rank %d waits for every rank to close its engine; it gives up after %g s. %s",
+                *(mesh.rank, mesh.timeout_s, failures.describe(others - departed.keys())),
+            )
         time.sleep(pause)
         pause = min(0.25, 1.5 * pause)

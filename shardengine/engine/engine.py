@@ -34,7 +34,7 @@ from shardengine.engine import (
     recovery,
 )
 from shardengine.engine.core import Core
-from shardengine.engine.inspection import Inspection, Report, attached
+from shardengine.engine.inspection import Inspection, Report, attached, check_free
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
 from shardengine.engine.tracing import traced
@@ -142,11 +142,7 @@ class Engine(Inspection):
         start = Collectives(mesh, BufferPool(mesh.platform))
 
         def read() -> tuple[Config, OptimizerForm]:
-            if self.module in attached:
-                raise UsageError(
-                    "this model already belongs to an engine: expected one engine per model; call engine.close() "
-                    "first (or build the model anew, if that engine is gone)"
-                )
+            check_free(self.module)
             monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)

@@ -25,6 +25,23 @@ attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
 
 
+def check_free(model: nn.Module) -> None:
+    """``UsageError`` where ``model``, or a parameter that it trains, belongs to an open engine."""
+    if model in attached:
+        raise UsageError(
+            "this model already belongs to an engine: expected one engine per model; call engine.close() "
+            "first (or build the model anew, if that engine is gone)"
+        )
+    held = {id(parameter): other for other in attached for parameter in other.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) in held:
+            raise UsageError(
+                f"parameter {name!r} already belongs to an engine, that of a {type(held[id(parameter)]).__name__}: "
+                "expected one engine for each parameter that is trained; call initialize with one module that holds "
+                "both models, or that engine's close() first"
+            )
+
+
 class Report:
     """What the last step moved, and the model state's size, for ``memory()`` and ``traffic()``."""
 

@@ -339,39 +339,42 @@ class ShardAccelerator(Accelerator):
         engine = self._stepping(given)
         if engine is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
+        if not _parameters_of(engine.optimizer) <= set(map(id, given)):
+            raise UsageError(
+                "clip_grad_norm_: expected all parameters that the optimizer steps, as in model.parameters(); a "
+                "part of them cannot be clipped alone"
+            )
         if float(norm_type) != 2:
             raise UsageError(f"clip_grad_norm_: expected norm_type 2, got {norm_type}")
-        if not engine.is_gradient_accumulation_boundary():
-            if not self._told_of_clipping and self.is_main_process:
-                _log.warning(
-                    "clip_grad_norm_: nothing is clipped in the middle of a window, where gradients are not complete; "
-                    "call it where accelerator.sync_gradients is true"
-                )
-            self._told_of_clipping = True
+        if not self._ends_window(engine, "clip_grad_norm_"):
             return torch.tensor(float("nan"), device=self.device)
         measured = engine.get_global_grad_norm() if max_norm == float("inf") else engine.clip_grad_norm_(max_norm)
         return torch.tensor(measured, device=self.device)
 
+    def _ends_window(self, engine: Engine, call: str) -> bool:
+        """Whether gradients are complete; where they are not, ``call`` is told once to have done nothing."""
+        if engine.is_gradient_accumulation_boundary():
+            return True
+        if not self._told_of_clipping and self.is_main_process:
+            _log.warning(
+                "%s: nothing is clipped in the middle of a window, where gradients are not complete; call it where "
+                "accelerator.sync_gradients is true",
+                call,
+            )
+        self._told_of_clipping = True
+        return False
+
     def _stepping(self, parameters: list[Tensor]) -> Engine | None:
-        """The engine that steps ``parameters``; None where none does."""
-        given = set(map(id, parameters))
-        for engine in self._engines():
-            stepped = set() if engine.optimizer is None else _parameters_of(engine.optimizer)
-            if not stepped & given:
-                continue
-            if not stepped <= given:
-                raise UsageError(
-                    "clip_grad_norm_: expected all parameters that the optimizer steps, as in model.parameters(); a "
-                    "part of them cannot be clipped alone"
-                )
-            return engine
-        return None
+        """The engine that steps some of ``parameters``; None where none does."""
+        given, training = set(map(id, parameters)), (each for each in self._engines() if each.optimizer is not None)
+        return next((engine for engine in training if _parameters_of(engine.optimizer) & given), None)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refused for an engine."""
-        if self._stepping(given := [parameters] if isinstance(parameters, Tensor) else list(parameters)) is not None:
-            raise UsageError("clip_grad_value_ is not available, gradients are sharded; expected clip_grad_norm_")
-        super().clip_grad_value_(given, clip_value)
+        """Clip each element of the coming step's gradient. Off the end of a window as ``clip_grad_norm_``."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._stepping(given)
+        if engine is None or self._ends_window(engine, "clip_grad_value_"):
+            super().clip_grad_value_(given, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: gradients are shown, and their norm is taken, without the loss scale."""

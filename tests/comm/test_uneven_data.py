@@ -277,11 +277,15 @@ def test_ranks_that_wait_in_initialize_for_a_late_one_do_not_wait_for_each_other
 
 def begin_too_soon() -> list[str]:
     """Rank 0 calls initialize alone, is told, and all train on with the first engine."""
-    with listening_closely():
+    told: list[str] = []
+    with listening_closely(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_TELL_S", 0.1)
         first = make_engine("3", TIMEOUT_S)
         train(first, 0, 1)
+        patch.setattr(meeting._log, "warning", lambda text, *args: told.append(text % args))
         said = [said_by(lambda: make_engine("2", 2.0) if first.rank == 0 else time.sleep(3))]
-        return [*said, said_by(lambda: train(first, 1, 3)), said_by(first.close)]
+        patch.undo()
+        return [*said, said_by(lambda: train(first, 1, 3)), said_by(first.close), *told]
 
 
 def test_an_initialize_that_failed_leaves_the_other_engine_whole(pools: Pools) -> None:
@@ -290,7 +294,9 @@ def test_an_initialize_that_failed_leaves_the_other_engine_whole(pools: Pools) -
         "CommunicationError: initialize on rank 0: expected every rank to call it within 2 s. Missing: rank 1"
         in zero[0]
     )
-    assert zero[1:] == one[1:] == ["nothing", "nothing"]
+    assert zero[1:3] == one[1:] == ["nothing", "nothing"]
+    (told,) = zero[3:]
+    assert told.startswith("initialize on rank 0 waits for ranks [1], which have not called it within 0.1 s; gives up")
 
 
 def close_and_begin() -> str:
@@ -576,13 +582,19 @@ def test_a_departure_is_heard_where_it_matters(monkeypatch: pytest.MonkeyPatch) 
     assert meeting.meet_to_close(one).startswith("rank 1 has ended its process")
 
 
-def test_who_closes_waits_for_all_and_says_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_closes_waits_for_all_and_says_who_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
+    monkeypatch.setattr(meeting, "_TELL_S", 0.0)
     for each in (one, two, three):
         each.issued["reduce"] = 4
     one.leave("has closed its engine", Presence.CLOSING)
     two.leave("has closed its engine", Presence.CLOSING)
     assert "Missing: rank 2 says nothing" in meeting.meet_to_close(one)
+    (told,) = caplog.messages  # once, long before it gives up
+    assert told.startswith("engine.close() on rank 0 waits for every rank to close its engine; it gives up after")
+    assert "Missing: rank 2 says nothing" in told
     three.issued["reduce"] = 5
     three.leave("has closed its engine", Presence.CLOSING)
     assert "rank 2 has closed its engine, in the midst of other collectives" in meeting.meet_to_close(one)

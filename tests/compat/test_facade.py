@@ -245,6 +245,10 @@ def launched(say: Any, rank: int, store: str) -> None:
     deepspeed.init_distributed()
     assert deepspeed.comm.get_world_size() == 2 and deepspeed.comm.get_local_rank() == rank
     deepspeed.comm.barrier()
+    total, first = torch.tensor(rank + 1), torch.tensor(rank)
+    deepspeed.comm.all_reduce(total, op=deepspeed.comm.ReduceOp.SUM)
+    deepspeed.comm.broadcast(first, src=0)
+    assert (int(total), int(first)) == (3, 0)
     say(deepspeed.comm.get_rank())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -228,8 +229,9 @@ def whole_state_dicts() -> None:
     model = make_model()
     given = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
     engine = deepspeed.initialize(model=model, config=config_of(3))[0]
-    with pytest.raises(UsageError, match="inside of `with deepspeed"):
-        engine.state_dict()
+    for call in ("state_dict", "module_state_dict"):
+        with pytest.raises(UsageError, match=rf"DeepSpeedEngine.{call}\(\) .* inside of `with deepspeed"):
+            getattr(engine, call)()
     for load in (model.load_state_dict, model[0].load_state_dict):
         with pytest.raises(UsageError, match="would be lost: load it inside"):
             load(given if load == model.load_state_dict else {"weight": given["0.weight"], "bias": given["0.bias"]})
@@ -237,6 +239,7 @@ def whole_state_dicts() -> None:
         model[0].load_state_dict({"weight": given["0.weight"], "bias": given["0.bias"]})
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         assert torch.equal(engine.state_dict()["module.0.weight"], given["0.weight"])
+        assert torch.equal(engine.module_state_dict()["0.weight"], given["0.weight"])
         model.load_state_dict(given)
     assert all(torch.equal(value, given[name]) for name, value in whole(engine).items())
     engine.destroy()
@@ -319,6 +322,21 @@ def test_a_config_file_that_is_wrong_is_named(text: str | None, said: str, tmp_p
     for given in ({"config": str(path)}, {"args": SimpleNamespace(deepspeed_config=path)}):
         with pytest.raises(ConfigError, match=said):
             deepspeed.initialize(model=cases.make_mlp(), **given)
+
+
+def with_a_file_of_rank_0_alone(folder: str) -> str:
+    path = Path(folder, f"of-{deepspeed.comm.get_rank()}.json")
+    if deepspeed.comm.get_rank() == 0:
+        path.write_text(json.dumps(config_of(0)), encoding="utf-8")
+    with pytest.raises((ConfigError, MismatchError)) as raised:
+        deepspeed.initialize(model=make_model(), config=path)
+    return str(raised.value)
+
+
+def test_a_config_file_that_one_rank_does_not_have_is_an_error_of_all(pools: Pools, tmp_path: Path) -> None:
+    said = pools(RANKS).run(with_a_file_of_rank_0_alone, str(tmp_path))
+    assert "failed on rank 1: ConfigError" in said[0] and "of-1.json" in said[1]
+    assert all("the file cannot be read" in each for each in said)
 
 
 class Numbers(torch.utils.data.Dataset[int]):

@@ -160,6 +160,17 @@ def test_a_model_has_one_engine(stage: str) -> None:
     assert step_of(engine_of(stage, model), 0) == truth(1, 1).losses[0][0][0]
 
 
+@ALL
+@pytest.mark.parametrize("other", [lambda model: nn.Sequential(model), lambda model: next(model.children())])
+def test_a_trained_parameter_has_one_engine(other: Callable[[nn.Module], nn.Module], stage: str) -> None:
+    model = CASE.make()
+    engine = engine_of(stage, model)
+    kind = type(model).__name__
+    with pytest.raises(UsageError, match=rf"parameter '.*' already belongs to an engine, that of a {kind}.*close\(\)"):
+        engine_of(stage, other(model))
+    assert step_of(engine, 0) == truth(1, 1).losses[0][0][0]  # which goes on
+
+
 FSDP2 = type("FSDPModule", (nn.Module,), {"__module__": "torch.distributed.fsdp"})
 
 

@@ -267,7 +267,21 @@ def habits(say: Say, rank: int, folder: str, run: Run) -> None:
             first.step()
             yield from (apart, near)
 
-    for each in (with_loss_backward, accumulating_by_hand, without_sync, two_models):
+    def clipping_values() -> Iterator[Any]:
+        model, optimizer, _ = prepare()
+        for batch in accelerator._dataloaders[-1]:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_value_(list(model.parameters())[1:], 1e-3)
+                elif run.stage is not None:  # which is told, and changes nothing
+                    accelerator.clip_grad_value_(model.parameters(), 1e-9)
+                optimizer.step()
+                optimizer.zero_grad()
+            yield loss
+
+    for each in (with_loss_backward, accumulating_by_hand, without_sync, two_models, clipping_values):
         accelerator.free_memory()
         accelerator.gradient_state._set_sync_gradients(True)
         say([float(value.detach()) for value in each()])
@@ -365,7 +379,6 @@ def misuse(say: Say, rank: int, folder: str, run: Run) -> None:
     engine, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters()))
     said(lambda: ours.clip_grad_norm_(parameters[:3], 1.0))
     said(lambda: ours.clip_grad_norm_(parameters, 1.0, norm_type=1))
-    said(lambda: ours.clip_grad_value_(parameters, 1.0))
     said(lambda: ours.unwrap_model(engine).save_pretrained(run.output))
     said(optimizer.state_dict)
     other, file = torch.optim.AdamW(load(folder).parameters()), Path(run.output).with_name(f"optimizer-{rank}.pt")

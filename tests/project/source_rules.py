@@ -46,7 +46,7 @@ ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "comm/group_kind.py": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
     "comm/launcher.py": LIFETIME_OPERATIONS,
     "app": LIFETIME_OPERATIONS,
-    "compat/deepspeed/processes.py": LIFETIME_OPERATIONS,
+    "compat/deepspeed/processes.py": DATA_OPERATIONS | LIFETIME_OPERATIONS,  # which it hands to scripts
 }
 REGISTRATION = re.compile(r"register_(?!comm_hook$)\w*(hook|prehook)$")
 HOOK_FILES = ("runtime/hooks.py",)

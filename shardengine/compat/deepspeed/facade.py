@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,16 +24,13 @@ from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helper
 from shardengine.compat.deepspeed import client_state as client_states
 from shardengine.engine import Engine
 from shardengine.engine import initialize as make_engine
-from shardengine.errors import UsageError
+from shardengine.errors import ConfigError, UsageError
 from shardengine.optim import ShardedOptimizer
 
 _log = logging.getLogger(__name__)
 _open: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
-_REFUSED = {
-    "mpu": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
-    "mesh_param": "all ranks are data-parallel; tensor, sequence and pipeline parallelism are not available",
-}
-"""Arguments of ``initialize`` that must be None, each with the reason."""
+_REFUSED = {"mpu", "mesh_param"}
+"""Arguments of ``initialize`` that must be None."""
 _WITHOUT_EFFECT = {"dist_init_required", "distributed_port"}
 
 
@@ -59,7 +57,12 @@ def initialize(
     collate_fn = others.pop("collate_fn", None)
     _check(model, more, others)
     assert model is not None
-    tree = foreign.written(config, args)
+    given = foreign.given(config, args)
+    try:
+        tree = foreign.written(given)
+    except ConfigError:
+        make_engine(model, given)  # says it on every rank, also where the file is there
+        raise
     for before in [each for each in _open if each.module is model]:
         before.destroy()
     engine = DeepSpeedEngine(model, tree, optimizer, model_parameters, lr_scheduler)
@@ -85,7 +88,10 @@ def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None
         if name not in _WITHOUT_EFFECT and name not in _REFUSED:
             raise UsageError(f"deepspeed.initialize: {name}= is unknown; expected config=, optimizer=, lr_scheduler=")
         if name in _REFUSED and value is not None:
-            raise UsageError(f"deepspeed.initialize: {name}= is not available: {_REFUSED[name]}")
+            raise UsageError(
+                f"deepspeed.initialize: {name}= is not available: all ranks are data-parallel; tensor, sequence and "
+                "pipeline parallelism are not available"
+            )
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
@@ -250,14 +256,13 @@ class DeepSpeedEngine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's, under "module.". UsageError at stage 3, unless all of it is gathered."""
-        try:
+        with _saying_how_to_gather("state_dict"):
             return super().state_dict(*args, **kwargs)
-        except UsageError as error:
-            raise UsageError(
-                "DeepSpeedEngine.state_dict() while the weights are sharded would hold NaN: call it on every rank "
-                "inside of `with deepspeed.zero.GatheredParameters(list(engine.parameters())):`, or save the weights "
-                "with engine.save_16bit_model(dir), on every rank, too"
-            ) from error
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's own. UsageError as ``state_dict``."""
+        with _saying_how_to_gather("module_state_dict"):
+            return self.module.state_dict(*args, **kwargs)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         return self._live.state_dict(trainable_only=exclude_frozen_parameters)
@@ -361,3 +366,15 @@ class DeepSpeedEngine(nn.Module):
         if name.startswith("__") or "_engine" not in self.__dict__:
             raise AttributeError(f"DeepSpeedEngine has no attribute {name!r}")
         return getattr(self._engine, name)
+
+
+@contextmanager
+def _saying_how_to_gather(call: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(
+            f"DeepSpeedEngine.{call}() while the weights are sharded would hold NaN: call it on every rank inside of "
+            "`with deepspeed.zero.GatheredParameters(list(engine.parameters())):`, or save the weights with "
+            "engine.save_16bit_model(dir), on every rank, too"
+        ) from error

@@ -39,20 +39,23 @@ _INSIDE = ("zero_optimization.", "activation_checkpointing.", "aio.", "optimizer
 """Sections whose keys without effect say how DeepSpeed does something, which is done in another way here."""
 
 
-def written(config: Any, args: Any) -> dict[str, Any]:
-    """The config of ``initialize`` as a dict: one, the path of a JSON file, or what ``args.deepspeed_config`` says.
+def given(config: Any, args: Any) -> Any:
+    """The config of ``initialize``: a dict, the path of a JSON file, or what ``args.deepspeed_config`` says.
 
-    ConfigError where that is no file of JSON.
+    UsageError where there is none.
     """
     found = config if config is not None else getattr(args, "deepspeed_config", None)
-    if isinstance(found, str | Path):
-        return read_tree(Path(found))
-    if not isinstance(found, Mapping):
+    if not isinstance(found, str | Path | Mapping):
         raise UsageError(
             "deepspeed.initialize: expected config=, a dict or the path of a JSON file, or args.deepspeed_config, got "
             f"{type(found).__name__}"
         )
-    return dict(found)
+    return found
+
+
+def written(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The config as a dict of its own. ConfigError where it is no file of JSON."""
+    return dict(config) if isinstance(config, Mapping) else read_tree(Path(config))
 
 
 def shards_weights(config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""deepspeed.comm: which rank this is, and joining the others. Must not know: engines, what is sent."""
+"""deepspeed.comm: which rank this is, and joining the others; the collectives are torch's. Must not know: engines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ import torch
 import torch.distributed as dist
 
 from shardengine.comm import rendezvous
+
+OF_TORCH: dict[str, Any] = {
+    name: getattr(dist, name)
+    for name in (
+        *("ReduceOp", "new_group", "get_global_rank", "is_available", "destroy_process_group"),
+        *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"),
+        *("gather", "scatter", "send", "recv", "isend", "irecv", "all_gather_object", "broadcast_object_list"),
+    )
+}
+"""Names that mean what they mean in torch.distributed, for scripts; nothing here calls them."""
 
 
 def init_distributed(

@@ -101,6 +101,7 @@ PROVIDED: dict[str, Any] = {
     "comm.get_local_rank": processes.get_local_rank,
     "comm.get_world_size": processes.get_world_size,
     "comm.barrier": processes.barrier,
+    **{f"comm.{name}": value for name, value in processes.OF_TORCH.items()},
     "zero.Init": gathering.Init,
     "zero.GatheredParameters": gathering.GatheredParameters,
     "zero.register_external_parameter": gathering.register_external_parameter,
