@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing.spawn as multiprocessing
+from torch import multiprocessing
 from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
