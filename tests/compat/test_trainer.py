@@ -207,6 +207,6 @@ def test_habits_that_frameworks_have_special_cases_for(stage: int, runs: Runs) -
 
 def test_the_best_model_at_the_end_may_be_of_another_stage_before_it_was_resumed(runs: Runs) -> None:
     whole = runs.log(3, options=HABITS)
-    resumed = {"options": HABITS, "resume": str(runs.output(3, options=HABITS) / "checkpoint-3")}
+    resumed: dict[str, Any] = {"options": HABITS, "resume": str(runs.output(3, options=HABITS) / "checkpoint-3")}
     assert runs.log(2, **resumed) == whole
     assert_equal(runs.final(2, **resumed), runs.final(3, options=HABITS))

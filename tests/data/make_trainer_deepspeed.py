@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 HERE = Path(__file__).resolve().parent
 RANKS, STEP = 2, 2
@@ -85,7 +85,7 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(_train, args=(port, name, folder), nprocs=RANKS)
+            spawn(_train, args=(port, name, folder), nprocs=RANKS)
 
 
 if __name__ == "__main__":

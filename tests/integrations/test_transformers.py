@@ -111,7 +111,7 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
 
 
 def test_the_best_model_at_the_end_may_be_of_another_stage_before_it_was_resumed(runs: Runs) -> None:
-    before = {"options": {**HABITS, "save_only_model": False}}
+    before: dict[str, Any] = {"options": {**HABITS, "save_only_model": False}}
     whole = runs.log(3, **before)
     resumed = {**before, "resume": str(runs.output(3, **before) / "checkpoint-3")}
     assert runs.log(2, **resumed) == whole
