@@ -176,9 +176,10 @@ def test_adapters_do_not_go_on_over_another_base(stage: int, runs: Runs) -> None
     """Trainer asks for a load that is not strict; a warning would be overlooked."""
     runs.log(3, lora=True)
     checkpoint = str(runs.output(3, lora=True) / "checkpoint-2")
-    for (said,) in runs.said("resume_over_another_base", stage, lora=True, resume=checkpoint):
+    for said, alone, steps in runs.said("resume_over_another_base", stage, lora=True, resume=checkpoint):
         assert "UsageError" in said and "leaves out frozen parameters, and this engine's are other ones" in said
         assert "load_module_only=True" in said and "PeftModel.from_pretrained" in said
+        assert (alone, steps) == (f"{checkpoint}/global_step2", 1), "the ways on that it names"
 
 
 HABITS = {

@@ -79,13 +79,23 @@ def resume_from_newest(say: Say, rank: int, folder: str, run: Run) -> None:
 
 
 def resume_over_another_base(say: Say, _rank: int, folder: str, run: Run) -> None:
-    """What a user is told whose script now loads another base model."""
-    arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config))
-    model = make_whole(folder, lora=True)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    """What a user is told whose script now loads another base model; and the two ways on, which it names.
+
+    Says the sentence, what a load of the weights alone gives, the steps of a new training of the adapters.
+    """
+    from peft import PeftModel
+
+    def make_trainer(model: Any, **options: Any) -> Any:
+        arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config), **options)
+        return Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+
+    assert run.resume is not None
+    trainer = make_trainer(make_whole(folder, lora=True))
     try:
         trainer.train(resume_from_checkpoint=run.resume)
     except Exception as error:
         say(f"{type(error).__name__}: {error}")
-    else:
-        say("nothing")
+    say(trainer.model_wrapped.load_checkpoint(run.resume, load_module_strict=False, load_module_only=True)[0])
+    trainer = make_trainer(PeftModel.from_pretrained(make_whole(folder), run.resume, is_trainable=True), max_steps=1)
+    trainer.train()
+    say(trainer.state.global_step)
