@@ -243,7 +243,8 @@ def test_a_group_is_made_where_a_script_asks_for_it_and_none_is_needed_for_one_p
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_group_without_parameters_goes_unless_a_scheduler_knows_it(scheduled: bool) -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW([{"params": []}, {"params": list(model.parameters())}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) if scheduled else None
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
     engine, sharded, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
