@@ -8,6 +8,7 @@ Whoever waits calls ``look`` between slices of its wait, and ``diagnosis`` where
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 
@@ -17,8 +18,12 @@ from shardengine.comm.positions import Departure, Presence, Waiting, deadlock
 from shardengine.comm.store_board import Unreachable
 from shardengine.errors import CommunicationError, MismatchError
 
+_log = logging.getLogger(__name__)
 POST_AFTER_S = 1.0
 STANDS_S = 3.0
+TELL_AFTER_S = 30.0
+"""After which a wait that may still end is told: ``timeout_s`` is long, and a rank that waits in a barrier of the
+program's for a rank that is in here says nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
@@ -46,6 +51,7 @@ class Watchdog:
         self._waiting = waiting
         self._started = time.monotonic() - lasted
         self._posted: float | None = None
+        self._told = False
         self._news = -1
         self._seen: dict[tuple[int, FailureReport], float] = {}
         self._deadlock: dict[int, Waiting] = {}
@@ -64,6 +70,7 @@ class Watchdog:
         if self._host_waits and time.monotonic() - self._started > POST_AFTER_S:
             self._post()
         try:
+            self._tell()
             news = self._failures.news()
             if self._host_waits and news == self._news and not self._seen and not self._deadlock:
                 return
@@ -77,6 +84,21 @@ class Watchdog:
         self._raise_stuck(stuck)
         self._raise_left({rank: each for rank, each in left.items() if rank not in ripe})
         self._raise_reported(ripe)
+
+    def _tell(self) -> None:
+        """Log once who is missing."""
+        lasted = time.monotonic() - self._started
+        if self._told or lasted < TELL_AFTER_S:
+            return
+        self._told = True
+        failures, waits = self._failures, self._failures.waits()
+        others = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
+        if missing := {rank for rank in others if rank not in waits or waits[rank].key != self._waiting.key}:
+            _log.warning(
+                "rank %d has waited for %.0f s for %s, and gives up after %g s. %s. Every rank has to make the call",
+                *(failures.mesh.rank, lasted, self._waiting.text, failures.mesh.timeout_s),
+                failures.describe(missing, waits),
+            )
 
     def look_before_groups(self) -> None:
         """As ``look``, for a wait outside of the engine that has this channel: its reports and departures do not count,

@@ -257,3 +257,19 @@ def test_a_group_is_made_where_a_script_asks_for_it_and_none_is_needed_for_one_p
 ) -> None:
     assert forks.live(alone) == [[1]]
     assert forks.live(launched, str(tmp_path / "store"), ranks=2) == [[0], [1]]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_group_without_parameters_goes_unless_a_scheduler_knows_it(scheduled: bool) -> None:
+    model = nn.Linear(4, 1)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) if scheduled else None
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    engine, sharded, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    schedule = before or torch.optim.lr_scheduler.LambdaLR(sharded, lambda step: 0.5**step)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    schedule.step()
+    assert [group["lr"] for group in sharded.param_groups] == [5e-3] * (1 + scheduled)
+    engine.destroy()

@@ -9,52 +9,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardengine.compat.deepspeed import stand_in
 
 stand_in.install()
 
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
 from tests.support.forks import operations  # noqa: E402
-from tests.support.tiny_llama import Rows, Run, Say, arguments_of, load, logged, make_model  # noqa: E402
+from tests.support.tiny_llama import (  # noqa: E402
+    Rows,
+    Run,
+    Say,
+    arguments_of,
+    ds_config,
+    load,
+    logged,
+    make_model,
+    make_whole,
+)
 
-__all__ = ["Rows", "Run", "Trainer", "arguments_of", "load", "make_model", "train"]
-
-
-def ds_config(stage: int, config: dict[str, Any]) -> dict[str, Any]:
-    """What Trainer's users write."""
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
-        **config.get("zero_optimization", {}),
-    }
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "steps_per_print": float("inf"),
-        **config,
-        "zero_optimization": zero,
-    }
-
-
-def make_whole(folder: str) -> Any:
-    """With random weights, of the shape that ``folder`` says."""
-    torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+__all__ = ["Rows", "Run", "Trainer", "arguments_of", "ds_config", "load", "make_model", "train"]
 
 
 def train(say: Say, _rank: int, folder: str, run: Run) -> None:
-    """Train the model of ``folder``; says the log history."""
+    """Train the model of ``folder``; says the log history. begins with resume: of the checkpoint's shape."""
     sharded = {"use_cpu": True} if run.stage is None else {"deepspeed": ds_config(run.stage, run.config)}
     arguments = arguments_of(run, **sharded)  # before the model, as transformers wants it
-    model = make_whole(folder) if run.begins else load(folder, lora=run.lora)
+    model = make_whole(run.resume or folder, lora=run.lora) if run.begins else load(folder, lora=run.lora)
     trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train(resume_from_checkpoint=run.resume)
     trainer.save_model(str(Path(run.output) / "final"))
@@ -95,3 +76,26 @@ def resume_from_newest(say: Say, rank: int, folder: str, run: Run) -> None:
         say(f"{type(error).__name__}: {error}")
     else:
         say("nothing")
+
+
+def resume_over_another_base(say: Say, _rank: int, folder: str, run: Run) -> None:
+    """What a user is told whose script now loads another base model; and the two ways on, which it names.
+
+    Says the sentence, what a load of the weights alone gives, the steps of a new training of the adapters.
+    """
+    from peft import PeftModel
+
+    def make_trainer(model: Any, **options: Any) -> Any:
+        arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config), **options)
+        return Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+
+    assert run.resume is not None
+    trainer = make_trainer(make_whole(folder, lora=True))
+    try:
+        trainer.train(resume_from_checkpoint=run.resume)
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    say(trainer.model_wrapped.load_checkpoint(run.resume, load_module_strict=False, load_module_only=True)[0])
+    trainer = make_trainer(PeftModel.from_pretrained(make_whole(folder), run.resume, is_trainable=True), max_steps=1)
+    trainer.train()
+    say(trainer.state.global_step)

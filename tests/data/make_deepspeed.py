@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing.spawn as multiprocessing
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 HERE = Path(__file__).resolve().parent
 STEPS, RANKS = 3, 2
@@ -192,7 +192,7 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        multiprocessing.spawn(_train, args=(ranks, port, name), nprocs=ranks)
+        spawn(_train, args=(ranks, port, name), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -50,14 +50,20 @@ def test_a_batch_size_that_fits_is_found(runs: Runs) -> None:
     assert logs[0] == logs[1] and len(logs[0]) >= 20 and logs[0][-2]["eval_loss"] < logs[0][0]["loss"]
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 3), (3, 2)])
-def test_it_resumes_at_this_and_another_stage(stage: int, ranks: int, runs: Runs) -> None:
-    whole, under_ddp = runs.log(3), runs.log(None)
-    resumed = runs.log(stage, ranks=ranks, resume=str(runs.output(3) / "checkpoint-2"))
-    if ranks != 2:
-        whole = runs.log(None, ranks=ranks, resume=str(runs.output(None) / "checkpoint-2"))
-        assert len(whole) >= 5 and whole != under_ddp
-    assert_same(resumed, whole)
+@pytest.mark.parametrize(
+    ("saved", "ranks", "resumed", "new_ranks", "k"),
+    [(3, 2, 0, 2, 2), (3, 2, 1, 3, 2), (3, 2, 3, 2, 2), (1, 3, 2, 2, 3), (2, 2, 3, 1, 2)],
+)
+def test_it_resumes_at_another_stage_and_number_of_ranks_as_under_ddp(
+    saved: int, ranks: int, resumed: int, new_ranks: int, k: int, runs: Runs
+) -> None:
+    for stage in (saved, None):
+        runs.log(stage, ranks=ranks, k=k)
+    checkpoint, of_ddp = (str(runs.output(stage, ranks=ranks, k=k) / "checkpoint-2") for stage in (saved, None))
+    whole = runs.log(None, ranks=ranks, k=k)
+    expected = whole if ranks == new_ranks else runs.log(None, ranks=new_ranks, k=k, resume=of_ddp)
+    assert len(expected) >= 5 and (ranks == new_ranks) == (expected == whole)
+    assert_same(runs.log(resumed, ranks=new_ranks, k=k, resume=checkpoint), expected)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -78,18 +84,20 @@ def test_adapters_train_and_are_saved_without_the_base(stage: int, runs: Runs) -
     assert_same(runs.log(4 - stage, lora=True, resume=str(folder)), runs.log(None, lora=True))
 
 
+HABITS = {
+    "gradient_checkpointing": True,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # the best one is not the last one
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "max_grad_norm": 0.0,
+}
+
+
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, runs: Runs) -> None:
-    options = {
-        "gradient_checkpointing": True,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,  # the best one is not the last one
-        "save_strategy": "epoch",
-        "save_total_limit": 1,
-        "save_only_model": save_only_model,
-        "max_grad_norm": 0.0,
-    }
+    options = {**HABITS, "save_only_model": save_only_model}
     for stage in (2, 3):
         assert_same(runs.log(stage, options=options), runs.log(None, options=options))
         kept, expected = (
@@ -100,6 +108,14 @@ def test_habits_that_frameworks_have_special_cases_for(save_only_model: bool, ru
     for name, value in runs.final(3, options=options).items():
         assert torch.allclose(value, best[name], atol=1e-5), name
     assert_equal(runs.final(2, options=options), runs.final(3, options=options))
+
+
+def test_the_best_model_at_the_end_may_be_of_another_stage_before_it_was_resumed(runs: Runs) -> None:
+    before: dict[str, Any] = {"options": {**HABITS, "save_only_model": False}}
+    whole = runs.log(3, **before)
+    resumed = {**before, "resume": str(runs.output(3, **before) / "checkpoint-3")}
+    assert runs.log(2, **resumed) == whole
+    assert_equal(runs.final(2, **resumed), runs.final(3, **before))
 
 
 @pytest.mark.parametrize(("stage", "decay"), [(1, "auto"), (3, "auto"), (3, 0.5)])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 with suppress(ImportError):  # a table that takes most of the time of the first load: forks have it then
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -65,13 +65,43 @@ def make_model(say: Say, _rank: int, folder: str) -> None:
 
 def load(folder: str, *, lora: bool = False) -> Any:
     """The model of ``folder``; lora: with adapters, which change it from the start."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return _adapted(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), lora=lora)
+
+
+def _adapted(model: Any, *, lora: bool) -> Any:
     if not lora:
         return model
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def make_whole(folder: str, *, lora: bool = False) -> Any:
+    """With random weights, of the shape that ``folder`` says."""
+    torch.manual_seed(3)
+    return _adapted(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), lora=lora)
+
+
+def ds_config(stage: int, config: dict[str, Any]) -> dict[str, Any]:
+    """What Trainer's users write for DeepSpeed."""
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        **config.get("zero_optimization", {}),
+    }
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": float("inf"),
+        **config,
+        "zero_optimization": zero,
+    }
 
 
 def arguments_of(run: Run, *, kind: Any = TrainingArguments, **more: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardengine.checkpoint import directory
+from shardengine.checkpoint import directory, index
 from shardengine.compat.deepspeed import processes
 from shardengine.engine import Engine
 from shardengine.errors import CheckpointError
@@ -86,6 +86,13 @@ def place_of(load_dir: str | Path, tag: str | int | None) -> Path:
     """Where the checkpoint lies that was loaded."""
     name = directory.latest(Path(load_dir)) if tag is None else str(tag)
     return Path(load_dir) if name is None else Path(load_dir, name)
+
+
+def leaves_out(load_dir: str | Path, tag: str | None) -> bool:
+    """Whether the checkpoint is one of ours without the frozen parameters; False where that cannot be read."""
+    with suppress(CheckpointError):
+        return bool(index.read(place_of(load_dir, tag)).get("left_out"))
+    return False
 
 
 def resume_schedule(engine: Engine, saved: Any) -> None:

@@ -4,6 +4,14 @@ Owns: what those names mean here. Must not know: the engine behind its public su
 
 [Note: Who divides] A framework divides the loss by the accumulation steps itself and says ``scale_wrt_gas=False``; a
 loop of its own leaves that to the engine.
+
+[Note: Adapters onto their base] Trainer says ``load_module_strict=False`` for every model of PEFT, since DeepSpeed's
+checkpoints lack the frozen weights. It means no more than that: onto another base model, or with other adapters, a
+training does not go on. Ours know what they leave out, so that such a checkpoint is loaded strictly.
+
+[Note: Groups without parameters] Of adapters Trainer's group without weight decay is empty. DeepSpeed takes it out of
+the optimizer, and schedulers that are made then have a rate fewer; what Trainer saves of them fits only such another.
+A group that a scheduler knows already stays, since torch's then want it.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardengine.checkpoint import directory
+from shardengine.checkpoint import Checkpoint, directory
 from shardengine.compat.deepspeed import checkpoints, foreign, gathering, helpers, processes
 from shardengine.compat.deepspeed import client_state as client_states
 from shardengine.engine import Engine
@@ -94,6 +102,14 @@ def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None
             )
 
 
+def _without_empty_groups(optimizer: Any) -> Any:
+    """``optimizer``, of whose groups those are gone that nobody needs ([Note: Groups without parameters])."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = optimizer.param_groups
+        groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
+    return optimizer
+
+
 class DeepSpeedOptimizer(ShardedOptimizer):
     """The engine's optimizer, with what frameworks ask of it beside torch's surface.
 
@@ -135,7 +151,7 @@ class DeepSpeedEngine(nn.Module):
         self._engine = make_engine(
             model,
             foreign.tell(tree, told, trained=trained),
-            optimizer=optimizer,
+            optimizer=_without_empty_groups(optimizer),
             model_parameters=model_parameters if trained and optimizer is None else None,
             lr_scheduler=lr_scheduler if trained else None,
         )
@@ -328,7 +344,7 @@ class DeepSpeedEngine(nn.Module):
             )
         with checkpoints.readable(load_dir, None if tag is None else str(tag)) as (folder, name, theirs):
             strict = load_module_strict and not (theirs and self._engine.lr_scheduler is not None)
-            found = self._live.load_checkpoint(folder, name, strict=strict, weights_only=weights_only)
+            found = self._load(folder, name, strict=strict, weights_only=weights_only)
         self._last_skipped = False
         if not theirs:
             return str(found.directory), client_states.found(found.client_state, found.directory)
@@ -337,6 +353,20 @@ class DeepSpeedEngine(nn.Module):
         if load_lr_scheduler_states and not weights_only:
             checkpoints.resume_schedule(self._engine, saved)
         return str(checkpoints.place_of(load_dir, tag)), client_state
+
+    def _load(self, folder: Path, tag: str | None, *, strict: bool, weights_only: bool) -> Checkpoint:
+        """[Note: Adapters onto their base]"""
+        alone = not (strict or weights_only) and checkpoints.leaves_out(folder, tag)
+        try:
+            return self._live.load_checkpoint(folder, tag, strict=strict or alone, weights_only=weights_only)
+        except UsageError as error:
+            if not alone:
+                raise
+            raise UsageError(
+                f"{error}. Under the name deepspeed a training of adapters goes on with all that it was saved with. A "
+                "new one takes their weights alone: load_checkpoint(dir, load_module_strict=False, "
+                "load_module_only=True), or with Trainer PeftModel.from_pretrained(model, dir, is_trainable=True)"
+            ) from error
 
     # End
 
