@@ -93,11 +93,12 @@ class Watchdog:
         self._told = True
         failures, waits = self._failures, self._failures.waits()
         others = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
+        where = failures.placed(self._waiting).where
         if missing := {rank for rank in others if rank not in waits or waits[rank].key != self._waiting.key}:
             _log.warning(
-                "rank %d has waited for %.0f s for %s, and gives up after %g s. %s. Every rank has to make the call",
-                *(failures.mesh.rank, lasted, self._waiting.text, failures.mesh.timeout_s),
-                failures.describe(missing, waits),
+                "rank %d has waited for %d s for %s%s, and gives up after %g s. %s. Every rank has to make the call",
+                *(failures.mesh.rank, lasted, self._waiting.text, f" in {where}" * bool(where)),
+                *(failures.mesh.timeout_s, failures.describe(missing, waits)),
             )
 
     def look_before_groups(self) -> None:

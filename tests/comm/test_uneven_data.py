@@ -450,6 +450,37 @@ def test_a_rank_that_drops_its_engine_says_so(pools: Pools, stage: str) -> None:
     assert f"rank 0 has let go of its engine after step {STEPS}, without engine.close(); this rank (1) is in" in said
 
 
+def call_alone(folder: str) -> list[str]:
+    """Rank 0 asks for all weights, the other one comes when rank 0 has told of it; what rank 0 told."""
+    told: list[str] = []
+    heard = Path(folder, "heard")
+
+    def tell(text: str, *args: Any) -> None:
+        told.append(text % args)
+        heard.touch()
+
+    with listening_closely(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "TELL_AFTER_S", 0.5)
+        patch.setattr(watchdog._log, "warning", tell)
+        engine = make_engine("2", TIMEOUT_S)
+        train(engine, 0, 1)
+        deadline = time.monotonic() + HANG_S
+        while engine.rank == 1 and not heard.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        engine.state_dict()
+        train(engine, 1, 2)
+        engine.close()
+    return told
+
+
+def test_a_rank_that_makes_a_call_alone_tells_for_whom_it_waits(pools: Pools, tmp_path: Path) -> None:
+    (told,), none = pools(2).run(call_alone, str(tmp_path))
+    assert none == []
+    assert told.startswith("rank 0 has waited for ") and " in state_dict" in told
+    assert f"gives up after {TIMEOUT_S:g} s. Missing: rank 1 says nothing (busy elsewhere, hung or gone)" in told
+    assert told.endswith("Every rank has to make the call")
+
+
 # No false alarms
 
 

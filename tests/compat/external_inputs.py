@@ -141,8 +141,9 @@ def make_rows(questions: list[dict[str, str]]) -> None:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         Path(kind, "train.jsonl").write_text(lines, encoding="utf-8")
     Path("text.txt").write_text("".join(prompt + said + "\n" for prompt, said in pairs), encoding="utf-8")
-    labels = "".join(f"{n % 2},{said}\n" for n, (_, said) in enumerate(pairs))
-    Path("labels.csv").write_text("label,sentence\n" + labels, encoding="utf-8")
+    labels = "".join(json.dumps({"label": n % 2, "sentence": said}) + "\n" for n, (_, said) in enumerate(pairs))
+    Path("labels.json").write_text(labels, encoding="utf-8")
+    Path("nltk_data/tokenizers/punkt").mkdir(parents=True)  # looked for before training, used in evaluation alone
     summaries = "".join(json.dumps({"text": p.strip(), "summary": said}) + "\n" for p, said in pairs)
     Path("summaries.json").write_text(summaries, encoding="utf-8")
     Path("wikitext").mkdir()
@@ -156,7 +157,7 @@ def make_rows(questions: list[dict[str, str]]) -> None:
     for name, text in (("torchvision", TORCHVISION), ("pytz", PYTZ)):
         Path(f"with {name}").mkdir()
         Path(f"with {name}/{name}.py").write_text(text, encoding="utf-8")
-    for name in ("accuracy", "glue"):
+    for name in ("accuracy", "glue", "rouge"):  # rouge is loaded before training, too
         Path(name).mkdir()
         Path(f"{name}/{name}.py").write_text(ACCURACY, encoding="utf-8")
 

@@ -34,17 +34,19 @@ TRAINING = (
 )
 
 
-def environment(modules: Path | None) -> dict[str, str]:
+def environment(folder: Path, modules: Path | None) -> dict[str, str]:
     """Offline, one thread for each rank; modules: a folder of those that take the place of what the program imports."""
     path = os.pathsep.join(filter(None, [str(modules or ""), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    places = {"PYTHONPATH": path, "NLTK_DATA": str(folder / "nltk_data")}
+    return {**os.environ, **offline, **places, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run(folder: Path, *command: object, modules: Path | None = None) -> str:
     """What the command printed; it ended well."""
     given = [sys.executable, *map(str, command)]
-    done = subprocess.run(given, cwd=folder, env=environment(modules), capture_output=True, text=True, check=False)
+    known = environment(folder, modules)
+    done = subprocess.run(given, cwd=folder, env=known, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout + done.stderr
 
@@ -134,7 +136,7 @@ EXAMPLES: dict[str, tuple[object, ...]] = {
         *("--do_train", "--do_eval", "--block_size", 64),
     ),
     "text-classification/run_glue.py": (
-        *("--model_name_or_path", "bert", "--train_file", "labels.csv", "--validation_file", "labels.csv"),
+        *("--model_name_or_path", "bert", "--train_file", "labels.json", "--validation_file", "labels.json"),
         *("--do_train", "--do_eval", "--max_seq_length", 32),
     ),
     "summarization/run_summarization.py": (

@@ -153,6 +153,24 @@ def test_copies_for_torch_hold_no_larger_buffer_and_keep_ties() -> None:
     assert len(places) == 4 and copy["a"].untyped_storage().nbytes() == 16
 
 
+def test_what_a_script_logs_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    deepspeed.utils.logger.info("step %d", 3)
+    deepspeed.utils.log_dist("here", ranks=[0])
+    deepspeed.utils.log_dist("not here", ranks=[1])
+    deepspeed.utils.log_dist("everywhere", ranks=[-1])
+    deepspeed.runtime.utils.see_memory_usage("not asked for")
+    deepspeed.runtime.utils.see_memory_usage("after loading", force=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:3] == ["[INFO] step 3", "[INFO] [rank 0] here", "[INFO] [rank 0] everywhere"]
+    assert len(printed) == 4 and "after loading: at most" in printed[3] and "GiB of host memory" in printed[3]
+
+
+def test_a_loader_repeats_itself() -> None:
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert next(iter(loader)) == 2
+
+
 def test_random_numbers_are_seeded_by_the_accelerator() -> None:
     deepspeed.get_accelerator().manual_seed_all(7)
     first = torch.rand(3, device=deepspeed.get_accelerator().current_device_name())

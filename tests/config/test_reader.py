@@ -181,6 +181,13 @@ def test_1e9_is_an_integer() -> None:
     assert isinstance(value, int)
 
 
+def test_what_others_call_the_learning_rate_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    optimizer = {"type": "AdamW", "params": {"learning_rate": 1e-3}}
+    path.write_text(json.dumps({"train_batch_size": 8, "optimizer": optimizer}))
+    assert 'the nearest valid key is "optimizer.params.lr"' in problems(path)[0]
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: str) -> None:
     path = tmp_path / "config.json"

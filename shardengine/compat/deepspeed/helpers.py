@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from shardengine.compat.deepspeed import processes
 from shardengine.errors import UsageError
 from shardengine.optim import Lion
 
-logger = logging.getLogger("shardengine.compat.deepspeed")
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
@@ -89,6 +91,66 @@ def data_loader(
         drop_last=drop_last,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+class RepeatingLoader:
+    """Batches of ``loader`` without end: after the last one it begins anew."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """loader: what may be iterated more than once."""
+        self._loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self._loader)
+        return next(self._batches)
+
+
+# What is logged
+
+
+def _printing_logger() -> logging.Logger:
+    """What scripts say through it they expect to see, also where nobody has set up logging."""
+    made = logging.getLogger("shardengine.compat.deepspeed.scripts")
+    if not made.handlers:
+        made.addHandler(_Printing())
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+class _Printing(logging.Handler):
+    """To the standard output, whatever that is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stdout.write(f"[{record.levelname}] {self.format(record)}\n")
+
+
+logger = _printing_logger()
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log ``message`` on these ranks; None, or -1 among them: on all."""
+    rank = processes.get_rank()
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[rank %d] %s", rank, message)
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: list[int] | None = None) -> None:
+    """Log what this process has of the host's memory, and torch of its GPU. force: otherwise nothing, as DeepSpeed."""
+    if force:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        said = f"{message}: at most {kib / 2**20:.2f} GiB of host memory so far"
+        if torch.cuda.is_available():
+            now, peak = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+            said += f", {now:.2f} GiB of the GPU allocated now, {peak:.2f} GiB at most"
+        log_dist(said, ranks)
 
 
 # Modules and tensors
