@@ -138,12 +138,17 @@ def test_what_the_config_says_counts_and_auto_is_what_the_arguments_say(stage: i
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bf16_is_autocast_also_in_evaluation(stage: int, runs: Runs) -> None:
+    """Weights differ from DDP's in fp32's last bits; a cast to bf16 that rounds the other way then changes losses by
+    more, after how many steps depends on the CPU. Before the first evaluation none has, and there fp32 is further off."""
     options = {"bf16": True}
     expected, exact = runs.log(None, options=options), runs.log(None)
     log = runs.log(stage, options=options)
     assert [row.keys() for row in log] == [row.keys() for row in expected]
+    bounds = {"loss": 3e-6, "eval_loss": 3e-6, "grad_norm": 1e-4}
     for row, other in zip(log, expected, strict=True):
-        for key in {"loss", "eval_loss", "grad_norm"} & row.keys():
-            assert row[key] == pytest.approx(other[key], rel=1e-4 if key == "grad_norm" else 3e-6), (row, other)
+        for key in bounds.keys() & row.keys():
+            assert row[key] == pytest.approx(other[key], rel=bounds[key]), (row, other)
+        if "eval_loss" in row:
+            bounds = {"loss": 3e-5, "eval_loss": 3e-5, "grad_norm": 1e-3}
     evaluated = [next(row["eval_loss"] for row in each if "eval_loss" in row) for each in (log, expected, exact)]
     assert abs(evaluated[0] - evaluated[1]) < abs(evaluated[0] - evaluated[2]) / 2
