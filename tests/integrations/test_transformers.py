@@ -139,7 +139,7 @@ def test_what_the_config_says_counts_and_auto_is_what_the_arguments_say(stage: i
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bf16_is_autocast_also_in_evaluation(stage: int, runs: Runs) -> None:
     """Weights differ from DDP's in fp32's last bits; a cast to bf16 that rounds the other way then changes losses by
-    more, after how many steps depends on the CPU. Before the first evaluation none has, and there fp32 is further off."""
+    more, after how many steps depends on the CPU. Until the first evaluation none has, and fp32 is further off."""
     options = {"bf16": True}
     expected, exact = runs.log(None, options=options), runs.log(None)
     log = runs.log(stage, options=options)
