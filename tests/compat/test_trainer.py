@@ -115,8 +115,8 @@ def test_a_trainer_resumes_at_another_stage_and_number_of_ranks_as_under_ddp(
 def test_low_precision_and_offload_resume_at_another_stage_with_the_same_bits(
     saved: tuple[int, str, str | None], resumed: tuple[int, str, str | None], runs: Runs
 ) -> None:
-    """Stages with one third letter: the run that was not interrupted is the one to equal. It has saved before it has
-    evaluated."""
+    """From stage 0 or 1 to the other, or from 2 or 3: equal to the run that was not interrupted, but for its evaluation
+    at step 2, which comes after the save."""
     first, then = (
         (stage, precision(kind) if device is None else offloaded(kind, device, runs))
         for stage, kind, device in (saved, resumed)
