@@ -29,9 +29,9 @@ from shardengine.errors import CommunicationError, MismatchError
 
 _log = logging.getLogger(__name__)
 _UNHEARD_S = 10.0
-_TELL_S = 10.0
-"""After which a rank that waits tells for whom: one that was killed, or that waits elsewhere for this one, says nothing
-here, and ``timeout_s`` is long."""
+_WARN_AFTER_S = 10.0
+"""A rank that waits longer logs for whom: ``timeout_s`` is long, and a rank that was killed, or waits elsewhere for
+this one, reports nothing here."""
 _CLOSE = "close"
 """In the place of a group: the wait of ``meet_to_close``."""
 
@@ -61,19 +61,20 @@ def meet_before_groups(timeout_s: float) -> None:
 
 def _wait_for_all(store: Any, number: int, timeout_s: float, watchdogs: list[Watchdog]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    started, pause, told = time.monotonic(), 0.001, False
+    started, pause, warned = time.monotonic(), 0.001, False
     while True:
         with _reachable():
             if store.add("all", 0) >= number * ranks:
                 return
             lasted = time.monotonic() - started
-            asks = lasted > (timeout_s if told else min(_TELL_S, timeout_s))
-            missing = {other for other in range(ranks) if asks and store.add(f"of/{other}", 0) < number}
-        if missing and lasted <= timeout_s:
-            told = True
+            gives_up, warns = lasted > timeout_s, lasted > _WARN_AFTER_S and not warned
+            asked = range(ranks) if gives_up or warns else ()
+            missing = {other for other in asked if store.add(f"of/{other}", 0) < number}
+        if missing and not gives_up:
+            warned = True
             _log.warning(
                 "initialize on rank %d waits for ranks %s, which have not called it within %g s; gives up after %g s",
-                *(rank, sorted(missing), _TELL_S, timeout_s),
+                *(rank, sorted(missing), _WARN_AFTER_S, timeout_s),
             )
         elif missing:
             said = [failures.describe(missing) for failures in open_failures()[-1:]]
@@ -162,7 +163,7 @@ def meet_to_close(failures: Failures) -> str:
     if mine is None or not others:
         return ""
     began = heard = time.monotonic()
-    deadline, pause, told = heard + mesh.timeout_s, 0.001, False
+    deadline, pause, warned = heard + mesh.timeout_s, 0.001, False
     watching = Watchdog(
         failures, Waiting("every rank's engine.close()", _CLOSE, _CLOSE, 1, issued={_CLOSE: 1}, where="close")
     )
@@ -192,8 +193,8 @@ def meet_to_close(failures: Failures) -> str:
             departed = {}
         if time.monotonic() > min(deadline, heard + _UNHEARD_S):
             return failures.describe(others - departed.keys())
-        if not told and time.monotonic() > began + _TELL_S:
-            told = True
+        if not warned and time.monotonic() > began + _WARN_AFTER_S:
+            warned = True
             _log.warning(
                 "engine.close() on rank %d waits for every rank to close its engine; it gives up after %g s. %s",
                 *(mesh.rank, mesh.timeout_s, failures.describe(others - departed.keys())),

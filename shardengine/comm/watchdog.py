@@ -21,9 +21,9 @@ from shardengine.errors import CommunicationError, MismatchError
 _log = logging.getLogger(__name__)
 POST_AFTER_S = 1.0
 STANDS_S = 3.0
-TELL_AFTER_S = 30.0
-"""After which a wait that may still end is told: ``timeout_s`` is long, and a rank that waits in a barrier of the
-program's for a rank that is in here says nothing."""
+_WARN_AFTER_S = 30.0
+"""A wait that lasts longer is logged, though it may still end: ``timeout_s`` is long, and a rank that stands in one of
+the program's own barriers reports nothing."""
 _GRACE_S = 2.0
 MEETING = "meeting"
 """In the place of a group: the wait of `meeting.meet_before_groups`."""
@@ -51,7 +51,7 @@ class Watchdog:
         self._waiting = waiting
         self._started = time.monotonic() - lasted
         self._posted: float | None = None
-        self._told = False
+        self._warned = False
         self._news = -1
         self._seen: dict[tuple[int, FailureReport], float] = {}
         self._deadlock: dict[int, Waiting] = {}
@@ -70,7 +70,7 @@ class Watchdog:
         if self._host_waits and time.monotonic() - self._started > POST_AFTER_S:
             self._post()
         try:
-            self._tell()
+            self._warn()
             news = self._failures.news()
             if self._host_waits and news == self._news and not self._seen and not self._deadlock:
                 return
@@ -85,16 +85,15 @@ class Watchdog:
         self._raise_left({rank: each for rank, each in left.items() if rank not in ripe})
         self._raise_reported(ripe)
 
-    def _tell(self) -> None:
-        """Log once who is missing."""
+    def _warn(self) -> None:
+        """Log who is missing, once."""
         lasted = time.monotonic() - self._started
-        if self._told or lasted < TELL_AFTER_S:
+        if self._warned or lasted < _WARN_AFTER_S:
             return
-        self._told = True
         failures, waits = self._failures, self._failures.waits()
-        others = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
         where = failures.placed(self._waiting).where
-        if missing := {rank for rank in others if rank not in waits or waits[rank].key != self._waiting.key}:
+        self._warned = True
+        if missing := self._not_here(self._others(), waits):
             _log.warning(
                 "rank %d has waited for %d s for %s%s, and gives up after %g s. %s. Every rank has to make the call",
                 *(failures.mesh.rank, lasted, self._waiting.text, f" in {where}" * bool(where)),
@@ -172,12 +171,12 @@ class Watchdog:
         """The wait has failed: who is missing. The others had, or get, ``_GRACE_S`` to say what they do."""
         failures = self._failures
         deadline = self._post() + _GRACE_S
-        missing = set(range(failures.mesh.ranks)) - {failures.mesh.rank}
+        missing = self._others()
         waits: dict[int, Waiting] = {}
         while missing:
             try:
                 waits = failures.waits()
-                missing = {rank for rank in missing if rank not in waits or waits[rank].key != self._waiting.key}
+                missing = self._not_here(missing, waits)
                 silent = missing - set(waits) - set(failures.reports())
             except Unreachable:
                 break  # ``describe`` says so
@@ -187,6 +186,13 @@ class Watchdog:
         if not missing:
             return "every rank waits for it: the connection between them is broken"
         return failures.describe(missing, waits)
+
+    def _others(self) -> set[int]:
+        return set(range(self._failures.mesh.ranks)) - {self._failures.mesh.rank}
+
+    def _not_here(self, ranks: set[int], waits: dict[int, Waiting]) -> set[int]:
+        """Those of ``ranks`` that do not wait for the same as this rank."""
+        return {rank for rank in ranks if rank not in waits or waits[rank].key != self._waiting.key}
 
     def end(self) -> None:
         """It was only slow."""

@@ -370,7 +370,7 @@ class ShardAccelerator(Accelerator):
         return next((engine for engine in training if _parameters_of(engine.optimizer) & given), None)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the coming step's gradient. Off the end of a window as ``clip_grad_norm_``."""
+        """Clip each element of the coming step's gradient; in the middle of a window none, as ``clip_grad_norm_``."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._stepping(given)
         if engine is None or self._ends_window(engine, "clip_grad_value_"):

@@ -80,6 +80,22 @@ def look_twice(failures: Failures) -> None:
     watching.look()
 
 
+def test_a_long_wait_is_logged_once_with_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (one, two, _), _ = failures_of_ranks(monkeypatch, 3, timeout_s=60)
+    waiting = Waiting("a gather", "gather 1")
+    two.post(waiting)
+    watching = Watchdog(one, waiting)
+    watching.look()
+    assert not caplog.messages
+    monkeypatch.setattr(watchdog, "_WARN_AFTER_S", 0.0)
+    watching.look()
+    watching.look()
+    (said,) = caplog.messages
+    assert "for a gather, and gives up after 60 s. Missing: rank 2 says nothing" in said and "rank 1" not in said
+
+
 def test_a_report_that_stands_ends_the_wait_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     (one, two), _ = failures_of_ranks(monkeypatch)
     raises_in(two, "step 1")

@@ -279,7 +279,7 @@ def begin_too_soon() -> list[str]:
     """Rank 0 calls initialize alone, is told, and all train on with the first engine."""
     told: list[str] = []
     with listening_closely(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_TELL_S", 0.1)
+        patch.setattr(meeting, "_WARN_AFTER_S", 0.1)
         first = make_engine("3", TIMEOUT_S)
         train(first, 0, 1)
         patch.setattr(meeting._log, "warning", lambda text, *args: told.append(text % args))
@@ -460,7 +460,7 @@ def call_alone(folder: str) -> list[str]:
         heard.touch()
 
     with listening_closely(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watchdog, "TELL_AFTER_S", 0.5)
+        patch.setattr(watchdog, "_WARN_AFTER_S", 0.5)
         patch.setattr(watchdog._log, "warning", tell)
         engine = make_engine("2", TIMEOUT_S)
         train(engine, 0, 1)
@@ -617,7 +617,7 @@ def test_who_closes_waits_for_all_and_says_who_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (one, two, three), _ = failures_of_ranks(monkeypatch, 3)
-    monkeypatch.setattr(meeting, "_TELL_S", 0.0)
+    monkeypatch.setattr(meeting, "_WARN_AFTER_S", 0.0)
     for each in (one, two, three):
         each.issued["reduce"] = 4
     one.leave("has closed its engine", Presence.CLOSING)

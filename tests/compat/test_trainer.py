@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data.make_trainer_deepspeed import CASES, STEP, place_of
-from tests.support.program_runs import MISSING, Runs, assert_equal, assert_same
+from tests.support.program_runs import HABITS, MISSING, Runs, assert_equal, assert_resumes, assert_same
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 
@@ -98,16 +97,9 @@ def test_random_weights_are_those_of_a_run_under_ddp(stage: int, runs: Runs) -> 
 def test_a_trainer_resumes_at_another_stage_and_number_of_ranks_as_under_ddp(
     saved: int, ranks: int, resumed: int, new_ranks: int, k: int, runs: Runs
 ) -> None:
-    """At another number of ranks batches are others: DDP has resumed its own checkpoint there."""
-    for stage in (saved, None):
-        runs.log(stage, ranks=ranks, k=k)
-    checkpoint, of_ddp = (str(runs.output(stage, ranks=ranks, k=k) / "checkpoint-2") for stage in (saved, None))
-    found = runs.log(resumed, ranks=new_ranks, k=k, resume=checkpoint)
-    assert Path(checkpoint, "latest").read_text(encoding="utf-8").strip() == "global_step2"
-    whole = runs.log(None, ranks=ranks, k=k)
-    expected = whole if ranks == new_ranks else runs.log(None, ranks=new_ranks, k=k, resume=of_ddp)
-    assert len(expected) >= 5 and (ranks == new_ranks) == (expected == whole)
-    assert_same(found, expected)
+    assert_resumes((saved, ranks), (resumed, new_ranks), k, runs)
+    checkpoint = runs.output(saved, ranks=ranks, k=k) / "checkpoint-2"
+    assert (checkpoint / "latest").read_text(encoding="utf-8").strip() == "global_step2"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +115,8 @@ def test_a_trainer_resumes_at_another_stage_and_number_of_ranks_as_under_ddp(
 def test_low_precision_and_offload_resume_at_another_stage_with_the_same_bits(
     saved: tuple[int, str, str | None], resumed: tuple[int, str, str | None], runs: Runs
 ) -> None:
-    """Stages with one third letter: the run that was not interrupted is the one to equal. It has saved before it has
-    evaluated."""
+    """From stage 0 or 1 to the other, or from 2 or 3: equal to the run that was not interrupted, but for its evaluation
+    at step 2, which comes after the save."""
     first, then = (
         (stage, precision(kind) if device is None else offloaded(kind, device, runs))
         for stage, kind, device in (saved, resumed)
@@ -180,17 +172,6 @@ def test_adapters_do_not_go_on_over_another_base(stage: int, runs: Runs) -> None
         assert "UsageError" in said and "leaves out frozen parameters, and this engine's are other ones" in said
         assert "load_module_only=True" in said and "PeftModel.from_pretrained" in said
         assert (alone, steps) == (f"{checkpoint}/global_step2", 1), "the ways on that it names"
-
-
-HABITS = {
-    "gradient_checkpointing": True,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "loss",
-    "greater_is_better": True,  # the best one is not the last one
-    "save_strategy": "epoch",
-    "save_total_limit": 1,
-    "max_grad_norm": 0.0,
-}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

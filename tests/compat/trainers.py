@@ -6,6 +6,7 @@ changes the process (``stand_in``): only processes that fork runs do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,24 @@ from tests.support.tiny_llama import (  # noqa: E402
 __all__ = ["Rows", "Run", "Trainer", "arguments_of", "ds_config", "load", "make_model", "train"]
 
 
+def how_sharded(run: Run) -> dict[str, Any]:
+    """The arguments of TrainingArguments that differ between DDP and a stage."""
+    return {"use_cpu": True} if run.stage is None else {"deepspeed": ds_config(run.stage, run.config)}
+
+
+def make_trainer(run: Run, model: Callable[[], Any], **options: Any) -> Any:
+    """model: a function, since transformers wants the arguments to be made first."""
+    arguments = arguments_of(run, **how_sharded(run), **options)
+    return Trainer(model=model(), args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+
+
 def train(say: Say, _rank: int, folder: str, run: Run) -> None:
     """Train the model of ``folder``; says the log history. begins with resume: of the checkpoint's shape."""
-    sharded = {"use_cpu": True} if run.stage is None else {"deepspeed": ds_config(run.stage, run.config)}
-    arguments = arguments_of(run, **sharded)  # before the model, as transformers wants it
-    model = make_whole(run.resume or folder, lora=run.lora) if run.begins else load(folder, lora=run.lora)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+
+    def model() -> Any:
+        return make_whole(run.resume or folder, lora=run.lora) if run.begins else load(folder, lora=run.lora)
+
+    trainer = make_trainer(run, model)
     trainer.train(resume_from_checkpoint=run.resume)
     trainer.save_model(str(Path(run.output) / "final"))
     say(logged(trainer.state.log_history))
@@ -45,8 +58,7 @@ def train(say: Say, _rank: int, folder: str, run: Run) -> None:
 def die_while_saving(say: Say, rank: int, folder: str, run: Run) -> None:
     """A training in which a rank is killed; the others say how theirs ended. Without ``dies``: what the second save
     does to files."""
-    arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config))
-    trainer = Trainer(model=load(folder), args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer = make_trainer(run, lambda: load(folder))
     save = trainer._save_checkpoint
 
     def save_and_die(*given: Any) -> None:
@@ -68,8 +80,7 @@ def die_while_saving(say: Say, rank: int, folder: str, run: Run) -> None:
 
 def resume_from_newest(say: Say, rank: int, folder: str, run: Run) -> None:
     """What a user is told who goes on after that; "nothing" if it can be done."""
-    arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config))
-    trainer = Trainer(model=load(folder), args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer = make_trainer(run, lambda: load(folder))
     try:
         trainer.train(resume_from_checkpoint=True)
     except Exception as error:
@@ -85,17 +96,16 @@ def resume_over_another_base(say: Say, _rank: int, folder: str, run: Run) -> Non
     """
     from peft import PeftModel
 
-    def make_trainer(model: Any, **options: Any) -> Any:
-        arguments = arguments_of(run, deepspeed=ds_config(run.stage or 0, run.config), **options)
-        return Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    def adapters_over_another_base() -> Any:
+        return PeftModel.from_pretrained(make_whole(folder), run.resume, is_trainable=True)
 
     assert run.resume is not None
-    trainer = make_trainer(make_whole(folder, lora=True))
+    trainer = make_trainer(run, lambda: make_whole(folder, lora=True))
     try:
         trainer.train(resume_from_checkpoint=run.resume)
     except Exception as error:
         say(f"{type(error).__name__}: {error}")
     say(trainer.model_wrapped.load_checkpoint(run.resume, load_module_strict=False, load_module_only=True)[0])
-    trainer = make_trainer(PeftModel.from_pretrained(make_whole(folder), run.resume, is_trainable=True), max_steps=1)
+    trainer = make_trainer(run, adapters_over_another_base, max_steps=1)
     trainer.train()
     say(trainer.state.global_step)

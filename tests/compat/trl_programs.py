@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.compat.trainers import ds_config  # first: the name deepspeed is answered from here on
+from tests.compat.trainers import how_sharded  # first: the name deepspeed is answered from here on
 from tests.support.tiny_llama import Run as AnyRun
 from tests.support.tiny_llama import Say, arguments_of
 
@@ -136,7 +136,6 @@ class Generates(TrainerCallback):
 
 def configured(kind: Any, run: Run, **options: Any) -> Any:
     """Arguments of trl's class ``kind``. Activations are checkpointed, which is its default."""
-    sharded = {"use_cpu": True} if run.stage is None else {"deepspeed": ds_config(run.stage, run.config)}
     given = {
         "num_train_epochs": 1,
         "max_steps": STEPS,
@@ -147,7 +146,7 @@ def configured(kind: Any, run: Run, **options: Any) -> Any:
         "ddp_find_unused_parameters": False,
         **options,
     }
-    return arguments_of(run, kind=kind, **sharded, **given)
+    return arguments_of(run, kind=kind, **how_sharded(run), **given)
 
 
 def load(folder: str, name: str = "untied", kind: Any = AutoModelForCausalLM, **options: Any) -> Any:
@@ -196,7 +195,7 @@ def qlora(
     run: Run, folder: str, *, storage: torch.dtype = torch.uint8, nested: bool = False, cast: bool = False
 ) -> Any:
     """On a base of 4 bits in tensors of dtype ``storage``. nested: its scales are quantised, too · cast: the adapters
-    stay in bf16, as trl wants it; below they are trained in fp32, like those of others."""
+    stay in bf16, to which trl casts them; otherwise they are cast back to fp32, as in the other cases."""
     packing = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

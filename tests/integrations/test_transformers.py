@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.program_runs import MISSING, Runs, assert_equal, assert_same
+from tests.support.program_runs import HABITS, MISSING, Runs, assert_equal, assert_resumes, assert_same
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 
@@ -57,13 +57,7 @@ def test_a_batch_size_that_fits_is_found(runs: Runs) -> None:
 def test_it_resumes_at_another_stage_and_number_of_ranks_as_under_ddp(
     saved: int, ranks: int, resumed: int, new_ranks: int, k: int, runs: Runs
 ) -> None:
-    for stage in (saved, None):
-        runs.log(stage, ranks=ranks, k=k)
-    checkpoint, of_ddp = (str(runs.output(stage, ranks=ranks, k=k) / "checkpoint-2") for stage in (saved, None))
-    whole = runs.log(None, ranks=ranks, k=k)
-    expected = whole if ranks == new_ranks else runs.log(None, ranks=new_ranks, k=k, resume=of_ddp)
-    assert len(expected) >= 5 and (ranks == new_ranks) == (expected == whole)
-    assert_same(runs.log(resumed, ranks=new_ranks, k=k, resume=checkpoint), expected)
+    assert_resumes((saved, ranks), (resumed, new_ranks), k, runs)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -82,17 +76,6 @@ def test_adapters_train_and_are_saved_without_the_base(stage: int, runs: Runs) -
     kept = [name for file in (folder / "global_step2").glob("*.safetensors") for name in load_file(file)]
     assert all(name.startswith("random/") or ".lora_" in name for name in kept)
     assert_same(runs.log(4 - stage, lora=True, resume=str(folder)), runs.log(None, lora=True))
-
-
-HABITS = {
-    "gradient_checkpointing": True,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "loss",
-    "greater_is_better": True,  # the best one is not the last one
-    "save_strategy": "epoch",
-    "save_total_limit": 1,
-    "max_grad_norm": 0.0,
-}
 
 
 @pytest.mark.parametrize("save_only_model", [False, True])

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import shardengine
+from shardengine.config import load_config
 from tests.support import HANG_S
 from tests.support.ranks import RankPool
 
@@ -182,6 +183,19 @@ def test_a_script_prints_what_it_printed_before(tmp_path: Path, before: str) -> 
     printed = [start(block, tmp_path, *TORCHRUN).split() for block in (before, both[both.index(before) + 1])]
     old, new = ([float(word) for word in words] for words in printed)
     assert len(old) >= 10 and new == pytest.approx(old, abs=1e-6)
+
+
+def test_what_the_tables_of_migrating_put_into_the_config_is_accepted() -> None:
+    """Under zero_optimization what the page says to be a key of that."""
+    text = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| (?:DDP|FSDP) \| shardengine \|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    found = re.findall(r"`(\"\w+\": [^`]*)`", "".join(tables))
+    assert len(tables) == 2 and len(found) >= 15
+    for each in found:
+        entry = json.loads("{" + each.replace(": k", ": 2") + "}")
+        if all(key in ("stage", "units") or key.startswith(("stage3_", "offload_")) for key in entry):
+            entry = {"zero_optimization": {"stage": 3, **entry}}
+        load_config(GIVEN | entry)
 
 
 @pytest.mark.parametrize("index", range(len(PARTS)), ids=lambda index: f"{PARTS[index][0]}-{index}")

@@ -23,7 +23,7 @@ def quoted() -> list[str]:
 def text_of(node: ast.expr) -> str | None:
     """What a string expression says, with a gap for each part that is not written in it; None for other expressions."""
     if isinstance(node, ast.Constant):
-        return re.sub(r"%[a-z]", GAP, node.value) if isinstance(node.value, str) else None
+        return re.sub(r"%[.\d]*[a-z]", GAP, node.value) if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) or GAP for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -60,7 +60,7 @@ def test_every_quoted_sentence_is_in_the_source(texts: list[str]) -> None:
 
 
 def test_a_sentence_that_nobody_says_is_found_out() -> None:
-    texts = list(said('raise E(f"rank {a} has {b!r}, expected " "one of these" + more)\nlog("step %d of %s")'))
+    texts = list(said('raise E(f"rank {a} has {b!r}, expected " "one of these" + more)\nlog("step %d of %.1f")'))
     for sentence in ("rank … has …, expected one of these…", "has …, expected one", "step … of …"):
         assert is_in(sentence, texts), sentence
     for sentence in ("rank … had …", "rank 1 has …", "has one of these", "rank … of …", "rank … expected one"):

@@ -24,6 +24,16 @@ from tests.support.forks import Forks
 MISSING = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]  # not imported here
 Log = list[dict[str, float]]
 _DEFAULTS = {"ranks": 2, "k": 2}
+HABITS = {
+    "gradient_checkpointing": True,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # the best one is not the last one
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "max_grad_norm": 0.0,
+}
+"""Arguments of Trainer for which frameworks have special cases."""
 
 
 def free_port() -> int:
@@ -117,6 +127,18 @@ def assert_same(log: Log, expected: Log, measured: tuple[str, ...] = ()) -> None
                 assert value == pytest.approx(other[key], rel=1e-6, abs=1e-5), (key, row, other)
             else:
                 assert value == other[key], (key, row, other)
+
+
+def assert_resumes(saved: tuple[int, int], resumed: tuple[int, int], k: int, runs: Runs) -> None:
+    """Each a stage and its number of ranks: the log is that of DDP, which at another number of ranks, where batches are
+    others, has resumed a checkpoint of its own."""
+    (stage, ranks), (new_stage, new_ranks) = saved, resumed
+    runs.log(stage, ranks=ranks, k=k)
+    whole = runs.log(None, ranks=ranks, k=k)
+    checkpoint, of_ddp = (str(runs.output(each, ranks=ranks, k=k) / "checkpoint-2") for each in (stage, None))
+    expected = whole if ranks == new_ranks else runs.log(None, ranks=new_ranks, k=k, resume=of_ddp)
+    assert len(expected) >= 5 and (ranks == new_ranks) == (expected == whole)
+    assert_same(runs.log(new_stage, ranks=new_ranks, k=k, resume=checkpoint), expected)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -5,13 +5,14 @@ Owns: what those names mean here. Must not know: the engine behind its public su
 [Note: Who divides] A framework divides the loss by the accumulation steps itself and says ``scale_wrt_gas=False``; a
 loop of its own leaves that to the engine.
 
-[Note: Adapters onto their base] Trainer says ``load_module_strict=False`` for every model of PEFT, since DeepSpeed's
-checkpoints lack the frozen weights. It means no more than that: onto another base model, or with other adapters, a
-training does not go on. Ours know what they leave out, so that such a checkpoint is loaded strictly.
+[Note: Adapters onto their base] Trainer says ``load_module_strict=False`` for every model of PEFT, because DeepSpeed's
+checkpoints lack the frozen weights. It does not ask to resume over another base model, or with other adapters. Our
+checkpoints list what they leave out, so one that leaves something out is loaded strictly all the same.
 
-[Note: Groups without parameters] Of adapters Trainer's group without weight decay is empty. DeepSpeed takes it out of
-the optimizer, and schedulers that are made then have a rate fewer; what Trainer saves of them fits only such another.
-A group that a scheduler knows already stays, since torch's then want it.
+[Note: Groups without parameters] In a training of adapters Trainer's group without weight decay is empty. DeepSpeed
+removes it from the optimizer, so a scheduler that is made later has one rate less, and so has its state in Trainer's
+checkpoints: to load that, the group is removed here, too. A group that a scheduler knows already stays, because torch's
+schedulers expect as many groups as they began with.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def initialize(
     try:
         tree = foreign.written(given)
     except ConfigError:
-        make_engine(model, given)  # says it on every rank, also where the file is there
+        make_engine(model, given)  # fails with the same error, which ranks that could read the file get from here
         raise
     for before in [each for each in _open if each.module is model]:
         before.destroy()
@@ -103,7 +104,7 @@ def _check(model: Any, more: tuple[Any, ...], others: Mapping[str, Any]) -> None
 
 
 def _without_empty_groups(optimizer: Any) -> Any:
-    """``optimizer``, of whose groups those are gone that nobody needs ([Note: Groups without parameters])."""
+    """``optimizer`` itself, less its empty groups that no scheduler knows ([Note: Groups without parameters])."""
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = optimizer.param_groups
         groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
@@ -355,12 +356,12 @@ class DeepSpeedEngine(nn.Module):
         return str(checkpoints.place_of(load_dir, tag)), client_state
 
     def _load(self, folder: Path, tag: str | None, *, strict: bool, weights_only: bool) -> Checkpoint:
-        """[Note: Adapters onto their base]"""
-        alone = not (strict or weights_only) and checkpoints.leaves_out(folder, tag)
+        """Strictly also where the checkpoint leaves weights out ([Note: Adapters onto their base])."""
+        made_strict = not (strict or weights_only) and checkpoints.leaves_out(folder, tag)
         try:
-            return self._live.load_checkpoint(folder, tag, strict=strict or alone, weights_only=weights_only)
+            return self._live.load_checkpoint(folder, tag, strict=strict or made_strict, weights_only=weights_only)
         except UsageError as error:
-            if not alone:
+            if not made_strict:
                 raise
             raise UsageError(
                 f"{error}. Under the name deepspeed a training of adapters goes on with all that it was saved with. A "

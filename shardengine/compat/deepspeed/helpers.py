@@ -190,10 +190,10 @@ class NoTimer:
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """``item`` with a copy of every tensor in it, on ``device``, so that none holds a larger buffer.
+    """``item`` with a copy of every tensor in it, on ``device``, so that no copy is a view of a larger buffer.
 
-    Tied weights stay one: of several tensors over the same elements there is one copy, and frameworks that look for
-    shared memory save it once.
+    Tied weights stay tied: tensors over the same elements get one copy, and frameworks that look for shared memory
+    save it once.
     """
     return _clone(item, device, {})
 

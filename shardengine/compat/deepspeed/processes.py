@@ -19,7 +19,7 @@ OF_TORCH: dict[str, Any] = {
         *("gather", "scatter", "send", "recv", "isend", "irecv", "all_gather_object", "broadcast_object_list"),
     )
 }
-"""Names that mean what they mean in torch.distributed, for scripts; nothing here calls them."""
+"""Names of deepspeed.comm that are torch.distributed's own functions; scripts call them, shardengine does not."""
 
 
 def init_distributed(
