@@ -191,7 +191,7 @@ def meet_to_close(failures: Failures) -> str:
         except Unreachable:
             departed = {}
         if time.monotonic() > min(deadline, heard + _UNHEARD_S):
-            return failures.describe(others - departed.keys())
+            return failures.describe(others - departed.keys()).removeprefix("Missing: ")
         if not told and time.monotonic() > began + _TELL_S:
             told = True
             _log.warning(
