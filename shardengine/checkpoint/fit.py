@@ -37,13 +37,15 @@ class Plan:
     missing, unexpected: names that only the engine, or only the checkpoint has (``strict=False``) · kept: frozen
     parameters that the checkpoint leaves out, by its fingerprint of them · fresh: parts that
     begin anew, at zero · groups: per optimizer group the options to take over, None to keep its own · origins: each
-    group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words
+    group's number in the checkpoint · steps: per parameter · converted: what has another dtype, in words · unknown:
+    of ``kept``, what has another dtype, so that nobody knows whether it is the same
     """
 
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
     fillings: list[Filling] = field(default_factory=list)
     fresh: list[FlatSlice] = field(default_factory=list)
@@ -125,8 +127,9 @@ def _match(there: _Saved, core: Core, found: Plan, *, strict: bool) -> dict[str,
         else:
             sources[names[0]] = origins[0]
             dtypes = there.rows[origins[0]]["dtype"], row["dtype"]
-            if dtypes[0] != dtypes[1] and origins[0] not in there.left_out:
-                found.converted.append(f"{names[0]} ({dtypes[0]} to {dtypes[1]})")
+            if dtypes[0] != dtypes[1]:
+                told = found.unknown if origins[0] in there.left_out else found.converted
+                told.append(f"{names[0]} ({dtypes[0]} to {dtypes[1]})")
     here = {name for names, _ in rows for name in names}
     found.unexpected += [first for first, row in there.rows.items() if not here & set(row.get("names", [first]))]
     if strict:

@@ -218,7 +218,7 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
 def _other_base(core: Core, candidate: _Candidate, here: dict[str, int], way: _Way) -> str:
     """Why frozen parameters that the checkpoint leaves out are not those that it was saved with; "" if they are.
 
-    Where only one side has another dtype nothing is known of them.
+    Where the dtype is another one nothing is known of them, which ``_say`` tells.
     """
     there = {name: row["dtype"] for row in candidate.saved["parameters"] for name in row["names"]}
     rows = {row["names"][0]: row for row in contents.parameter_table(core)}
@@ -421,8 +421,13 @@ def _say(engine: Inspection, chosen: _Candidate, *, weights_only: bool) -> None:
             f"the global batch was {before} samples, now it is {now}: set train_batch_size to {before} (with "
             "train_micro_batch_size_per_gpu) to keep it at any number of ranks"
         )
+    other_dtype = (
+        "frozen parameters that it leaves out have another dtype here, so that nobody has compared them: expected "
+        "those of the same base model"
+    )
     for names, what in ((plan.converted, "dtypes were converted"), (plan.missing, "are not in the checkpoint"),
-                        (plan.unexpected, "are only in the checkpoint")):  # fmt: skip
+                        (plan.unexpected, "are only in the checkpoint"),
+                        (plan.unknown, other_dtype)):  # fmt: skip
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             notes.append(f"{what}: {', '.join(names[:4])}{more}")

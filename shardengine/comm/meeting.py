@@ -192,7 +192,7 @@ def meet_to_close(failures: Failures) -> str:
         except Unreachable:
             departed = {}
         if time.monotonic() > min(deadline, heard + _UNHEARD_S):
-            return failures.describe(others - departed.keys())
+            return failures.describe(others - departed.keys()).removeprefix("Missing: ")
         if not warned and time.monotonic() > began + _WARN_AFTER_S:
             warned = True
             _log.warning(

@@ -28,6 +28,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -47,6 +48,8 @@ from shardengine.offload import Platform
 _log = logging.getLogger(__name__)
 _NAMED = 8
 """As many ranks an error names."""
+_WARN_AFTER_S = 10.0
+"""A rank that waits longer for others to join logs it; torch waits without a word."""
 
 
 class Store(Protocol):
@@ -341,16 +344,52 @@ _Chosen = tuple[devices.Choice, list[devices.RankFacts]]
 def _join(device: torch.device | None, timeout: timedelta) -> _Chosen:
     """The default process group, from the launcher's environment; what was chosen for it, from which facts."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rendezvous.agent_store() and ranks > 1:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        store = _fresh(shared, rank, ranks, timeout)
-    else:
-        store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))  # type: ignore[attr-defined]
-    everyone = _exchange("joining", devices.facts(device), rank, ranks, store)
+    missing = set(range(ranks)) - {rank}
+    with _warning(rank, missing, timeout):
+        store = _store(rank, ranks, timeout, missing)
+        everyone = _exchange("joining", devices.facts(device), rank, ranks, store)
     choice = _use(devices.choose(everyone, rank), rank)
     dist.init_process_group(choice.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     return choice, everyone
+
+
+def _store(rank: int, ranks: int, timeout: timedelta, missing: set[int]) -> Any:
+    """The launcher's store, in which nobody has written yet; collective. missing: as ``_fresh`` says."""
+    try:
+        if rendezvous.agent_store() and ranks > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            shared = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+            return _fresh(shared, rank, ranks, timeout, missing)
+        store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+        raise CommunicationError(
+            f"initialize on rank {rank}: {ranks} ranks did not meet at {place} within {timeout.total_seconds():g} s: "
+            f"{str(error).splitlines()[0]}. Expected that the launcher starts all of them, that each calls initialize, "
+            "and that rank 0 has that address"
+        ) from error
+    return store
+
+
+@contextmanager
+def _warning(rank: int, missing: set[int], timeout: timedelta) -> Iterator[None]:
+    """Log once if what is inside takes long. missing: those of whom this rank does not know that they have come."""
+
+    def warn() -> None:
+        named = ", ".join(map(str, sorted(missing)[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
+        _log.warning(
+            "initialize on rank %d waits for other ranks, not all of which have called it within %g s (of ranks %s, as "
+            "far as this rank knows); gives up after %g s",
+            *(rank, _WARN_AFTER_S, named, timeout.total_seconds()),
+        )
+
+    timer = threading.Timer(_WARN_AFTER_S, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _settle(device: torch.device | None) -> _Chosen:
@@ -410,8 +449,10 @@ def _store_address() -> str:
     return str(getattr(shared, "host", "")) or os.environ.get("MASTER_ADDR", "")
 
 
-def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
+def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta, missing: set[int]) -> Any:
     """A part of ``shared`` in which no earlier ranks of this launch have written; collective.
+
+    missing: the other ranks; rank 0 takes out those that have come.
 
     [Note: A store that outlives its ranks] torchrun's agent keeps one store for all ranks that it starts, also for
     those that take the place of ranks that died. gloo would read the addresses of the dead ones in it and hang. No
@@ -425,7 +466,7 @@ def _fresh(shared: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
         part = dist.PrefixStore(shared.get(f"shardengine/answer/{mine}").decode(), shared)  # type: ignore[attr-defined]
         part.set(f"here/{rank}", "")
         return part
-    name, missing = f"shardengine/ranks/{mine}", set(range(1, ranks))
+    name = f"shardengine/ranks/{mine}"
     deadline = time.monotonic() + timeout.total_seconds()
     part = dist.PrefixStore(name, shared)  # type: ignore[attr-defined]
     answered: set[bytes] = set()

@@ -11,7 +11,8 @@ Must not know: how gradients came to be complete, the step, modules.
     times or by a number        done to the slices (``clip_grad_norm_``), and to the known norms
     other in-place operations   element by element with numbers and tensors of its shape (``clip_grad_value_``,
                                 ``nan_to_num_``, ``add_``): done to the slices; whoever asks for a norm next, or the
-                                step, exchanges it anew, on every rank
+                                step, exchanges it anew, on every rank. Under a loss scale clamping alone, whose
+                                bounds are multiplied with it
     GradScaler.unscale_         what is not finite is known from the squares, then times a number
     reading values              where this rank holds all of them (one rank); elsewhere ``UsageError`` names the way
     replacing it                a tensor of its shape is taken over in the step; None is refused there
@@ -46,6 +47,12 @@ _ELEMENTWISE = _FACTORS | {
     *(_aten.clamp_.default, _aten.clamp_.Tensor, _aten.clamp_min_.default, _aten.clamp_max_.default),
     *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.sign_.default, _aten.lerp_.Scalar),
 }
+_BOUNDS = {
+    _aten.clamp_.default: ("min", "max"),
+    _aten.clamp_min_.default: ("min",),
+    _aten.clamp_max_.default: ("max",),
+}
+"""Operations that clamp between numbers, and what their arguments are."""
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
          "new_empty", "new_full")  # fmt: skip
 _EACH = {
@@ -326,10 +333,14 @@ class GradientViews:
             raise UsageError(f"{name!r}.grad cannot be changed (rank {self._rank}): {self._fixed}")
         factor = _factor(operation, arguments, options)
         if self._scale != 1 and factor is None:
-            raise UsageError(
-                f"{name!r}.grad is multiplied with the loss scale {self._scale:g} (rank {self._rank}): expected a "
-                "multiplication, or changes inside `with engine.full_grads(writable=True):`, which shows it without"
-            )
+            scaled = _scaled_bounds(operation, arguments, options, self._scale)
+            if scaled is None:
+                raise UsageError(
+                    f"{name!r}.grad is multiplied with the loss scale {self._scale:g} (rank {self._rank}): expected a "
+                    "multiplication, a clamp between numbers, or changes inside "
+                    "`with engine.full_grads(writable=True):`, which shows it without"
+                )
+            operation, arguments, options = _clamp_finite, scaled, {}
         self._note(index, operation, arguments)
         with torch.no_grad():
             for part, offset, wire in self._parts(index):
@@ -414,6 +425,25 @@ def _factor(operation: Any, arguments: Sequence[Any], options: Mapping[str, Any]
         return None
     value = torch.as_tensor(arguments[0], dtype=torch.float64).reshape(())
     return value if operation in (_aten.mul_.Tensor, _aten.mul_.Scalar) else 1 / value
+
+
+def _scaled_bounds(
+    operation: Any, arguments: Sequence[Any], options: Mapping[str, Any], scale: float
+) -> list[float] | None:
+    """The bounds between which ``operation`` clamps, times ``scale``; None where it does something else."""
+    if operation not in _BOUNDS:
+        return None
+    given = dict(zip(_BOUNDS[operation], arguments, strict=False)) | dict(options)
+    if any(isinstance(each, Tensor) for each in given.values()):
+        return None
+    low, high = given.get("min"), given.get("max")
+    return [-math.inf if low is None else low * scale, math.inf if high is None else high * scale]
+
+
+def _clamp_finite(target: Tensor, low: float, high: float) -> None:
+    """Clamp a gradient that is multiplied with the loss scale. An overflow stays one: the step is skipped for it."""
+    bounds = torch.tensor([low, high], dtype=torch.float64).to(target.dtype).to(target.device)
+    target.copy_(torch.where(target.isfinite(), target.clamp(bounds[0], bounds[1]), target))
 
 
 def taken(parameter: Tensor) -> tuple[ShardedGradient | None, Tensor | None]:

@@ -80,7 +80,8 @@ class Core:
             raise UsageError(
                 f"parameter {self.layout.parameters[member.index].name!r} was moved or cast after initialize "
                 f"(rank {self.mesh.rank}): it is now {member.parameter.dtype} on {member.parameter.device}, in "
-                "memory that the engine does not own; call .to(), .half() and the like before initialize"
+                "memory that the engine does not own; call .to(), .half() and the like before initialize, and do not "
+                "unfreeze what several engines share"
             )
 
     def unfrozen(self) -> dict[str, nn.Parameter]:

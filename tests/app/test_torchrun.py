@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardengine.app import resume
@@ -23,6 +24,7 @@ from tests.app.test_elastic import CLOSE, calm  # noqa: F401
 from tests.app.test_resume import curve, run, tag, tags, tiny, weights  # noqa: F401
 from tests.app.test_train import CORPUS, start
 from tests.support import HANG_S
+from tests.support.program_runs import free_port
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -104,13 +106,30 @@ def test_ranks_that_are_started_again_find_an_empty_part_of_the_store():
     store.set("shardengine/asks/2", "of a rank that died before it had an answer")
     for generation in range(3):
         with ThreadPoolExecutor(3) as ranks:
-            asked = [ranks.submit(mesh._fresh, store, rank, 3, timedelta(seconds=20)) for rank in (2, 1, 0)]
+            others = {rank: {0, 1, 2} - {rank} for rank in (2, 1, 0)}
+            asked = [ranks.submit(mesh._fresh, store, rank, 3, timedelta(seconds=20), others[rank]) for rank in others]
             parts = [each.result() for each in asked]
+        assert others[0] == set()
         assert not parts[0].check(["what"])
         parts[0].set("what", str(generation))
         assert all(part.get("what") == str(generation).encode() for part in parts)
     with pytest.raises(CommunicationError, match=r"ranks \[1\] of 2 did not come within 0.1 s"):
-        mesh._fresh(dist.HashStore(), 0, 2, timedelta(seconds=0.1))  # type: ignore[attr-defined]
+        mesh._fresh(dist.HashStore(), 0, 2, timedelta(seconds=0.1), {1})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_others_to_join_tells(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(mesh, "_WARN_AFTER_S", 0.01)
+    with pytest.raises(CommunicationError, match=rf"rank {rank}: 2 ranks did not meet at 127.0.0.1:{port} within 1 s"):
+        mesh._join(torch.device("cpu"), timedelta(seconds=1))
+    said = [each.message for each in caplog.records if "waits for other ranks" in each.message]
+    assert len(said) == 1 and f"(of ranks {1 - rank}, as far as" in said[0]
 
 
 @pytest.fixture(scope="module")

@@ -131,8 +131,11 @@ def test_another_base_model_is_refused_by_name_on_every_rank(pools: Pools, tmp_p
 def test_another_dtype_of_the_base_is_no_other_base(tmp_path: Path) -> None:
     saved("2", str(tmp_path), {})
     engine = engine_of("3", bf16={"enabled": True})
-    with pytest.warns(UserWarning, match=r"dtypes were converted: down.weight"):
+    with pytest.warns(UserWarning) as told:
         engine.load_checkpoint(tmp_path, "adapters")
+    said = "\n".join(str(each.message) for each in told)
+    assert "dtypes were converted: down.weight" in said
+    assert "nobody has compared them: expected those of the same base model: scale (float32 to bfloat16), base" in said
     engine.close()
 
 

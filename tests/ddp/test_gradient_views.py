@@ -443,6 +443,37 @@ def test_under_a_loss_scale_norms_are_without_it() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("call", [
+    lambda parameters, bound: torch.nn.utils.clip_grad_value_(parameters, bound),
+    lambda parameters, bound: [each.grad.clamp_(-bound, bound) for each in parameters],
+    lambda parameters, bound: [each.grad.clamp_min_(-bound).clamp_max_(bound) for each in parameters],
+])  # fmt: skip
+@pytest.mark.parametrize("bound", [0.01, 1e6])
+def test_under_a_loss_scale_values_are_clipped_without_it(call: Any, bound: float) -> None:
+    config = cases.config_of("2", gradient_clipping=0.0, fp16={"enabled": True, "loss_scale": 1024.0})
+    engine: Any = cases.make_engine(cases.make_mlp(), config, "SGD")
+    engine.backward(cases.loss_of(engine, 0, 0, 0).float())
+    before = whole_gradients(engine)
+    call(list(engine.module.parameters()), bound)
+    for name, value in whole_gradients(engine).items():
+        assert value.abs().max() <= bound * 1.001
+        torch.testing.assert_close(value, before[name].clamp(-bound, bound), rtol=1e-3, atol=0)
+    engine.step()
+    assert engine.was_step_applied() and max(each.abs().max() for each in before.values()) > 0.01
+    engine.close()
+
+
+def test_an_overflow_that_is_clipped_by_value_is_still_skipped() -> None:
+    config = cases.config_of("2", gradient_clipping=0.0, fp16={"enabled": True})
+    engine: Any = cases.make_engine(cases.make_mlp(), config, "SGD")
+    before = weights_of(engine)
+    engine.backward(cases.loss_of(engine, 0, 0, 0).float() * 1e9)
+    torch.nn.utils.clip_grad_value_(engine.module.parameters(), 0.01)
+    engine.step()
+    assert not engine.was_step_applied() and engine.skipped_steps == 1 and weights_of(engine) == before
+    engine.close()
+
+
 def test_an_engine_without_an_optimizer_shows_gradients_too() -> None:
     engine: Any = shardengine.initialize(cases.make_mlp(), {"train_micro_batch_size_per_gpu": 1})
     cases.loss_of(engine, 0, 0, 0).backward()

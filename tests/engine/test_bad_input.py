@@ -171,6 +171,30 @@ def test_a_trained_parameter_has_one_engine(other: Callable[[nn.Module], nn.Modu
     assert step_of(engine, 0) == truth(1, 1).losses[0][0][0]  # which goes on
 
 
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_a_shared_parameter_that_is_unfrozen_is_refused(stage: str) -> None:
+    """Frozen, several engines may hold it (below stage 3); a step of one takes its memory from the other."""
+    shared = nn.Linear(4, 4).requires_grad_(False)
+    models = [nn.Sequential(shared, nn.Linear(4, 1)) for _ in range(2)]
+    config = cases.config_of(stage)
+    engines = [
+        shardengine.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) for model in models
+    ]
+
+    def step(engine: Any) -> None:
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+
+    for engine in engines:
+        step(engine)
+    shared.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter '0\..*' was moved .*do not unfreeze what several engines share"):
+        for engine in engines * 2:
+            step(engine)
+    for engine in engines:
+        engine.close()
+
+
 FSDP2 = type("FSDPModule", (nn.Module,), {"__module__": "torch.distributed.fsdp"})
 
 
