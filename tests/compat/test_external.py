@@ -47,8 +47,8 @@ def environment(folder: Path, modules: Path | None) -> dict[str, str]:
 def run(folder: Path, *command: object, modules: Path | None = None, may_hang: bool = False) -> str:
     """What the command printed; it ended well.
 
-    may_hang: at its end, when all is done. In torch 2.13 the destructor of DDP's reducer joins a thread of gloo's while it
-    has Python's lock, and that thread may want it.
+    may_hang: at its end, when all is done. In torch 2.13 the destructor of DDP's reducer joins a thread of gloo's while
+    it has Python's lock, and that thread may want it.
     """
     given = [sys.executable, *map(str, command)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
