@@ -32,7 +32,7 @@ demo: setup  ## train a Hugging Face model on real text, on all GPUs or on 2 CPU
 # what they share. ARGS chooses among all tests, in one process.
 WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: setup  ## the promises, in 3 minutes; ALL=1: every test, lint and types included, in 13; EVERY=1: every case, in 22
+test: setup  ## the promises; ALL=1: every test, lint and types included; EVERY=1: every case
 ifeq ($(strip $(ARGS)),)
 	$(PY) -m pytest $(TOGETHER) $(if $(EVERY),,-m $(if $(ALL),thorough,quick)) $(if $(RECORD),--record-durations)
 else
