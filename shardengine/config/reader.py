@@ -405,9 +405,8 @@ class Reader:
             self.notices.append(f"{dotted}{NO_EFFECT_BECAUSE}{OPTIMIZER_NO_EFFECT[param]}")
         elif name not in owners:
             switch = ("adam_w_mode",) if name in ("Adam", "AdamW") else ()
-            close = "lr" if param == "learning_rate" else ""
-            close = close or nearest(param, (*OPTIMIZERS[name], *OPTIMIZER_NO_EFFECT, *switch))
-            close = f"optimizer.params.{close}"
+            known = (*OPTIMIZERS[name], *OPTIMIZER_NO_EFFECT, *switch)
+            close = f"optimizer.params.{'lr' if param == 'learning_rate' else nearest(param, known)}"
             self._unknown(dotted, close, f'unknown parameter of {name}; the nearest valid key is "{close}"')
         elif isinstance(value, bool) is not isinstance(fixed, bool) or value != fixed:
             text = f"expected {json.dumps(fixed)}, got {describe(value)}; nothing else is supported, because {why}"
