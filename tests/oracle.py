@@ -18,7 +18,7 @@ set of parameters and adds their gradients up in the declared order:
 - the update multiplies gradients with min(1, max_norm / (norm + 1e-6)) / loss scale
 - a parameter that no rank used in the window is not touched by the optimizer
 - the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
-  on a CPU are not)
+  on a CPU are not). Any other class: what it does itself to whole tensors (``made``)
 - a step whose norm is not finite is skipped (``skips``); with ``scaler`` such a norm is inf
 - loss scale: the loss, in fp32, times the scale; a step that is skipped may halve the scale
 - torch's clipping: each complete gradient's norm is rounded once to fp32, torch's function makes one of them all and
@@ -188,7 +188,9 @@ class Optimizer:
     ) -> None:
         self.kind, self.groups, self.noise = kind, groups, noise
         self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": m} for p, m in masters.items()}
-        self.state_names = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(kind, ("exp_avg", "exp_avg_sq"))
+        self.state_names: tuple[str, ...] = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(
+            kind, ("exp_avg", "exp_avg_sq")
+        )
 
     def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
         for group in self.groups:
@@ -208,6 +210,28 @@ class Optimizer:
         if self.noise is not None and p.dtype is torch.bfloat16 and "master" not in state:
             new = round_stochastically(new, self.noise[0], state["step"], self.noise[1][p])
         p.detach().copy_(new)
+
+
+class MadeOptimizer(Optimizer):
+    """Any class of torch's or of others, over whole fp32 tensors; it keeps ``names`` of each element."""
+
+    def __init__(
+        self, make: Callable[[list[Any]], Any], names: tuple[str, ...], groups: list[Any], masters: Any
+    ) -> None:
+        self.groups, self.state, self.masters = groups, {}, masters
+        self.state_names = names
+        self.whole = {p: nn.Parameter(masters.get(p, p).detach().clone()) for group in groups for p in group["params"]}
+        self.made = make([{**group, "params": [self.whole[p] for p in group["params"]]} for group in groups])
+
+    def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
+        for p, whole in self.whole.items():
+            whole.grad = grads[p] * factor if p in grads else None
+        self.made.step()
+        for p in grads:
+            whole, state = self.whole[p], self.made.state[self.whole[p]]
+            self.state[p] = {name: state[name].clone() for name in self.state_names if name in state}
+            self.state[p] |= {"master": whole.detach().clone()} if p in self.masters else {}
+            p.detach().copy_(whole.detach())
 
 
 @dataclass
@@ -242,6 +266,7 @@ def train(
     steps: int = 10,
     kind: str = "AdamW",
     groups: list[dict[str, Any]],
+    made: tuple[Callable[[list[Any]], Any], tuple[str, ...]] | None = None,
     order: str = "full",
     clip: float = 0.0,
     mean: bool = True,
@@ -263,6 +288,7 @@ def train(
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
+    made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``.
     skips: steps that are not finite are skipped without ``scaler``, too. torch_clip: the norm to which the user clips.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
@@ -277,6 +303,8 @@ def train(
         parameter.data = parameter.data.to(low)
     trace = earlier or Trace()
     optimizer = Optimizer(kind, groups, masters, None if seed is None else (seed, numbers))
+    if made is not None:
+        optimizer = MadeOptimizer(*made, groups, masters)
     if trace.optimizer is not None:
         optimizer.state |= trace.optimizer.state
     trace.optimizer = optimizer

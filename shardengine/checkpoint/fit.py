@@ -52,6 +52,7 @@ class Plan:
     groups: list[dict[str, Any] | None] = field(default_factory=list)
     origins: list[int | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
     scheduler: bool = False
 
     def onto(self, parts: Iterable[FlatSlice]) -> Plan:
@@ -77,6 +78,7 @@ class _Saved:
         self.kind: str | None = optimizer["kind"]
         self.groups: list[dict[str, Any]] = optimizer["groups"]
         self.steps: dict[str, int] = optimizer["steps"]
+        self.facts: dict[str, Any] = optimizer.get("facts", {})
         self.ranks: int = saved["world_size"]
         self.own_buffers: bool = saved["own_buffers"]
         self.scheduler = saved["lr_scheduler"]
@@ -226,6 +228,10 @@ def _compare_optimizers(
         there.steps.get(sources[spec.name], 0) if spec.name in sources else now
         for spec, now in zip(core.layout.parameters, optimizer.steps, strict=True)
     ]
+    origins = {spec.name: sources.get(spec.name, "") for spec in core.layout.parameters}
+    found.facts = {name: there.facts[origin] for name, origin in origins.items() if origin in there.facts}
+    if problem := optimizer.arithmetic.problem(found.facts, {n for n, o in origins.items() if there.steps.get(o)}):
+        found.problems.append(f"optimizer: {problem}")
 
 
 def _match_groups(

@@ -206,3 +206,4 @@ def _check_optimizer(optimizer: Any) -> None:
     for group in optimizer["groups"]:
         _expect(_are_names(group["params"]) and isinstance(group["options"], dict), "optimizer groups")
     _expect(all(_is_count(count) for count in optimizer["steps"].values()), "optimizer steps")
+    _expect(isinstance(optimizer.get("facts", {}), dict), "optimizer facts")

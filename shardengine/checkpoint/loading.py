@@ -399,7 +399,7 @@ def _restore(engine: Inspection, chosen: _Candidate) -> None:
     for part in plan.fresh:
         part.values.zero_()
     if engine.optimizer is not None:
-        state.restore_optimizer(engine.optimizer, plan.groups, plan.steps)
+        state.restore_optimizer(engine.optimizer, plan.groups, plan.steps, plan.facts)
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
     state.restore_scaler(engine.optimizer, chosen.saved["loss_scaler"])

@@ -118,7 +118,9 @@ def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str,
         for index, group in enumerate(optimizer.param_groups)
     ]
     names = [spec.name for spec in core.layout.parameters]
-    return {"kind": optimizer.kind, "groups": groups, "steps": dict(zip(names, optimizer.steps, strict=True))}
+    steps = dict(zip(names, optimizer.steps, strict=True))
+    facts = plain(optimizer.arithmetic.saved(), "optimizer.state")
+    return {"kind": optimizer.kind, "groups": groups, "steps": steps, **({"facts": facts} if facts else {})}
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +128,15 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def restore_optimizer(optimizer: ShardedOptimizer, groups: list[dict[str, Any] | None], steps: list[int]) -> None:
-    """The opposite; None keeps a group's own options. The groups stay the same dicts: schedulers hold them."""
+def restore_optimizer(
+    optimizer: ShardedOptimizer, groups: list[dict[str, Any] | None], steps: list[int], facts: dict[str, Any]
+) -> None:
+    """The opposite; None keeps a group's own options. The groups stay the same dicts: schedulers hold them. facts: what
+    was kept of each parameter."""
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: like(value, group[key]) for key, value in (options or {}).items()})
     optimizer.steps[:] = steps
+    optimizer.arithmetic.restore(facts, optimizer.begun)
 
 
 def scaler_state(optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:

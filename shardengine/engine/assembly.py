@@ -100,7 +100,8 @@ def build(
         collectives, "looking at the model", lambda: _look(model, config, groups, mesh, stage.moves_weights, trial)
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
-    offers = compare(collectives, partition.facts(model, found, settings, groups), offer.packed)
+    facts = {"class of the optimizer": [kind or "none"], **partition.facts(model, found, settings, groups)}
+    offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
     footprint = _footprint(config, stage, found, plan, states, collectives)

@@ -49,7 +49,6 @@ from shardengine.optim import (
     groups_for,
     lend,
     lr_schedules,
-    state_names,
 )
 from shardengine.runtime import casting
 
@@ -154,7 +153,7 @@ class Engine(Inspection):
         if form.notice and mesh.rank == 0:
             _log.warning("%s", form.notice)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
-        states = () if form.kind is None else state_names(form.kind, form.groups, scheduled=scheduled)
+        states = form.state_names(scheduled=scheduled)
         self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind)
         self.optimizer: ShardedOptimizer | None = None
 

@@ -75,7 +75,8 @@ class KernelTrial:
                 if self.kind is not None and not leaves:
                     for length in (1, _FEW, _FEW + 1, _MANY):  # parameters have any length
                         kernels.sum_of_squares(self._zeros(gradient, length))
-                    self._update(dtype, gradient)
+                    if self.kind in kernels.STATE_NAMES:  # any other is a class of torch operations
+                        self._update(dtype, gradient)
 
     def _zeros(self, dtype: torch.dtype, length: int = _FEW) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=self.device)

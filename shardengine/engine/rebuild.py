@@ -30,7 +30,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.offload import Forms, Homes, Tier
-from shardengine.optim import ShardedOptimizer, check_options, check_owned, lr_schedules
+from shardengine.optim import ShardedOptimizer, check_owned, lr_schedules
 from shardengine.planner import tell_choice
 from shardengine.runtime import Unit, placing
 from shardengine.sharding import (
@@ -143,8 +143,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
         _refuse_known(core, groups, [group["params"]])
     torch.optim.Optimizer.add_param_group(optimizer, group)
     check_owned(model, groups)
-    index = len(groups) - 1
-    check_options(group, "add_param_group", index, groups[0])
+    optimizer.arithmetic.check_extended(groups)
 
 
 def _refuse_known(core: Core, groups: list[dict[str, Any]], given: list[Any]) -> None:

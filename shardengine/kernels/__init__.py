@@ -25,6 +25,7 @@ from shardengine.kernels.operations import (
 )
 from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import gradient_factor, norm_from_squares
+from shardengine.kernels.reference_update import round_stochastically
 from shardengine.kernels.rules import STATE_NAMES, Rule, rule_for
 from shardengine.kernels.spans import Span, Spans
 from shardengine.kernels.threads import use_threads
@@ -47,6 +48,7 @@ __all__ = [
     "offer",
     "ordered_sum",
     "random_bits",
+    "round_stochastically",
     "rule_for",
     "sum_of_squares",
     "unflatten",

@@ -1,5 +1,8 @@
 """The update: norm, clipping, the step on shards, loss scale, schedules, and the optimizers that exist only here.
 
+arithmetic         how elements are stepped: the seam; what the kernels declare
+elementwise        a class of torch's or of the user's, on slices of parameters
+probe              whether a class can be stepped so
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
@@ -15,10 +18,11 @@ Must not know: stages, checkpoints, the engine.
 from __future__ import annotations
 
 from shardengine.optim import lr_schedules
+from shardengine.optim.arithmetic import check_options
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
-from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer, state_names
-from shardengine.optim.resolve import check_options, check_owned, groups_for, lend
+from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
+from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
 
 __all__ = [
@@ -34,5 +38,4 @@ __all__ = [
     "groups_for",
     "lend",
     "lr_schedules",
-    "state_names",
 ]

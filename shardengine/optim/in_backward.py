@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardengine.ddp import GradientBucket, StepState
 from shardengine.errors import InternalError, UsageError
-from shardengine.kernels import Noise, Rule
 from shardengine.offload import CopyQueue, ShardStore
+from shardengine.optim.arithmetic import Action
 from shardengine.optim.update import Part, compute, send, written
 from shardengine.sharding import MASTER
 
@@ -127,10 +127,10 @@ class StepsInBackward:
             raise
         self._delivered.add(index)
 
-    def require_same(self, rules_of: Callable[[int], list[tuple[Rule, Noise | None]]]) -> None:
-        """``UsageError`` where a bucket was stepped with other rules than it has now."""
+    def require_same(self, actions_of: Callable[[int], list[Action]]) -> None:
+        """``UsageError`` where a bucket was stepped with other actions than it has now."""
         for index, early in self._early.items():
-            if [(rule, noise) for rule, noise, _ in early.parts] != rules_of(index):
+            if [action for action, _ in early.parts] != actions_of(index):
                 raise UsageError(
                     "the optimizer's options (learning rates and the like) were changed between backward and step(), "
                     "and offload_optimizer.step_in_backward has used the old ones: change them before backward, or "

@@ -24,7 +24,7 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,8 +35,9 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
+from shardengine.kernels import Spans
 from shardengine.offload import HOST
+from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, step_bucket
 from shardengine.other_engines import read_from_optimizer
@@ -63,13 +64,22 @@ class EngineCalls:
 
 
 class OptimizerForm(NamedTuple):
-    """The optimizer that a user wants: its kind (None: none), parameter groups and defaults; what is done differently
-    from what he may expect."""
+    """The optimizer that a user wants: how it steps (None: there is none), parameter groups and defaults; what is done
+    differently from what he may expect."""
 
-    kind: str | None
+    arithmetic: Arithmetic | None
     groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     notice: str = ""
+
+    @property
+    def kind(self) -> str | None:
+        """The name of how it steps."""
+        return None if self.arithmetic is None else self.arithmetic.kind
+
+    def state_names(self, *, scheduled: bool) -> tuple[str, ...]:
+        """What is kept of each element. scheduled: there is a learning-rate scheduler."""
+        return () if self.arithmetic is None else self.arithmetic.state_names(self.groups, scheduled=scheduled)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -91,12 +101,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         settings: Settings,
         calls: EngineCalls | None = None,
     ) -> None:
+        if form.arithmetic is None:
+            raise InternalError("a sharded optimizer is made for none")
+        if settings.in_backward and form.arithmetic.waits:
+            raise UsageError(
+                f"offload_optimizer.step_in_backward: expected AdamW, Adam, SGD or Lion, got {form.kind}, which is "
+                "stepped by its own class, after the backward; set that key to false"
+            )
+        self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
         self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step)
         self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
         self._reading: Future[None] | None = None
-        self.kind = form.kind or ""
         self.norm: Tensor | None = None
         self.update: Update | None = None
         self._open: tuple[Update, Callable[[Verdict], None]] | None = None
@@ -121,14 +138,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
-        self._segments = Segments(layout, buckets, numbered=self.settings.seed is not None)
+        numbered = self.settings.seed is not None or self.arithmetic.by_parameter
+        self._segments = Segments(layout, buckets, numbered=numbered)
+        self.arithmetic.lay_out(layout, self.begun)
         reducer.serve(self)
+
+    @property
+    def kind(self) -> str:
+        """The name of how it steps."""
+        return self.arithmetic.kind
 
     @property
     def steps(self) -> list[int]:
         """Steps taken so far, per parameter of the layout."""
         self.settle()
         return self._steps
+
+    @property
+    def begun(self) -> set[str]:
+        """First names of the parameters that were stepped."""
+        counted = zip(self._layout.parameters, self._steps, strict=True)
+        return {spec.name for spec, count in counted if count}
 
     @property
     def steps_early(self) -> bool:
@@ -150,7 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The states that a bucket begins with."""
-        return state_names(self.kind, self.param_groups)
+        return self.arithmetic.state_names(self.param_groups)
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
@@ -235,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         begun = step.phase is Phase.UPDATING
         if self.stepped_early and not begun:
             self.stepped_early.require_same(
-                lambda index: [self._rule(label) for label in self._segments_ahead()[index]]
+                lambda index: [self._action(label) for label in self._segments_ahead()[index]]
             )
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
@@ -245,15 +275,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.await_reader()
         if not begun:
             self.settle()
-            update.begin(
-                self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=self.verdict_now()
-            )
+            verdict = self.verdict_now()
+            if self.arithmetic.waits and verdict.applied:
+                self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
+            update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self._steps[parameter] += 1
         way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
         fetches = any(state.bucket.state_store.away for state in self._reducer.buckets)
-        rules: dict[Label, tuple[Rule, Noise | None]] = {}
+        actions: dict[Label, Action] = {}
         for state, spans_of in itertools.islice(work, update.stepped, None):
             index = state.bucket.layout.index
             if index in self.stepped_early:
@@ -263,9 +294,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state.bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
                 if fetches:
                     self.prefetch(index + 1)
-                for label in spans_of.keys() - rules.keys():
-                    rules[label] = self._rule(label)
-                parts = [(*rules[label], spans) for label, spans in spans_of.items()]
+                for label in spans_of.keys() - actions.keys():
+                    actions[label] = self._action(label)
+                parts = [(actions[label], spans) for label, spans in spans_of.items()]
                 for soon in self._reducer.buckets[index : index + 2]:
                     soon.fetch()
                 step_bucket(state, parts, update, way, lambda: step.move(Phase.TORN))
@@ -293,13 +324,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return set(self.state_names) - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
-        return [(*self._rule(label), spans) for label, spans in spans_of.items()]
+        return [(self._action(label), spans) for label, spans in spans_of.items()]
 
-    def _rule(self, label: Label) -> tuple[Rule, Noise | None]:
-        """The arithmetic of a group's step, and what it rounds with."""
+    def _action(self, label: Label) -> Action:
+        """What a step does to the elements of one group and step count."""
         group, step = label
-        noise = None if self.settings.seed is None else Noise(self.settings.seed, step)
-        return kernels.rule_for(self.kind, self.param_groups[group], step), noise
+        return self.arithmetic.action(self.param_groups[group], group, step, self.settings.seed)
+
+    def _named(self, parameters: Iterable[int]) -> list[tuple[str, int]]:
+        """First names and groups of those of ``parameters`` that some group steps, in their order in the layout."""
+        specs = [self._layout.parameters[index] for index in sorted(parameters)]
+        return [(spec.name, spec.group) for spec in specs if spec.is_stepped]
 
     def prefetch(self, first: int) -> None:
         """Bucket ``first`` and those after it are stepped soon: bring them, as far as there is room."""
@@ -313,6 +348,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         See [Note: Settled a step later].
         """
         update = self.update or Update()
+        if self.arithmetic.waits and update.verdict.applied:
+            self.arithmetic.end_step(self.param_groups)
         self._open = None if update.settled else (update, if_skipped)
         return update.verdict
 
@@ -474,7 +511,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         platform, skip = self._reducer.platform, self._skip()
         if skip is None:
             return Verdict(None, self._reducer.views.squares)
-        return Verdict(platform.fetch(skip), self._reducer.views.squares, is_late=platform.is_apart)
+        is_late = platform.is_apart and not self.arithmetic.waits
+        return Verdict(platform.fetch(skip), self._reducer.views.squares, is_late=is_late)
 
     def _skip(self) -> Tensor | None:
         unknown = self.norm is None or self.settings.scaler is None
@@ -500,12 +538,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             (spec.group, steps[index] + ahead) if spec.is_stepped and (ahead or index in touched) else None
             for index, spec in enumerate(self._layout.parameters)
         ]
-
-
-def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
-    """What an optimizer keeps of each element. scheduled: a scheduler may yet raise SGD's momentum from 0."""
-    accelerates = kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
-    return STATE_NAMES[kind] if accelerates else ()
 
 
 _STEPPED_WITH = (

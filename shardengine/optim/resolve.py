@@ -15,65 +15,40 @@ from torch import nn
 from shardengine.config import OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
-from shardengine.optim import foreign
+from shardengine.optim import foreign, probe
+from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
-_REFUSED_OPTIONS = ("amsgrad", "differentiable")
-_DECOUPLED = "decoupled_weight_decay"
-
-_FROM_CONFIG: dict[str, type[torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-    "SGD": torch.optim.SGD,
-    "Lion": Lion,
-}
+_OWN: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
+_DECLARED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", Lion: "Lion", CPUAdam: "AdamW",
+}  # fmt: skip
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
-    """The declared arithmetic that ``optimizer`` stands for; ``UsageError`` by name where there is none.
+def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
+    """How ``optimizer``'s elements are stepped, and what is different about it, a sentence, "" where nothing is.
 
-    And what is different about it, a sentence, "" where nothing is.
+    By the declared arithmetic where that is its, otherwise by its own class, which is tried first: ``UsageError`` where
+    it cannot work on slices of parameters.
     """
-    known = {made_by: name for name, made_by in _FROM_CONFIG.items()} | {CPUAdam: "AdamW"}
-    kind, notice = known.get(type(optimizer)), ""
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind, notice = _DECLARED.get(type(optimizer)), ""
+    name = name_of(type(optimizer))
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, notice = found
-    if kind is None:
-        reason = foreign.advice_for(optimizer) or (
-            "shards of flat buckets are stepped elementwise, and other elementwise optimizers are not available yet "
-            "(optimizers that look at whole matrices, such as Adafactor, Shampoo, Muon or LBFGS, cannot work on shards)"
-        )
-        raise UsageError(
-            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, shardengine.lion.Lion or offload.CPUAdam; "
-            f"{reason}"
-        )
+    if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
+        return probe.elementwise(optimizer, name, foreign.advice_for(optimizer)), ""
     if optimizer.state:
-        raise UsageError(
-            f"optimizer {name} has already taken steps: expected a new one, because its state would be lost; "
-            "pass it to shardengine.initialize before its first step"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        check_options(group, f"optimizer {name}", index, optimizer.param_groups[0])
+        raise UsageError(probe.ALREADY_STEPPED.format(name))
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
-        kind = "AdamW" if optimizer.param_groups[0].get(_DECOUPLED, kind == "AdamW") else "Adam"
-    return kind, notice
+        kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
+    return Declared(kind), notice
 
 
-def check_options(group: dict[str, Any], optimizer: str, index: int, first: dict[str, Any]) -> None:
-    """``UsageError`` for an option of ``group`` (number ``index``) that our arithmetic does not have.
-
-    first: group 0, which says whether weight decay is decoupled in all of them.
-    """
-    for option in _REFUSED_OPTIONS:
-        if group.get(option):
-            raise UsageError(f"{optimizer}: option {option}=True in group {index} is not available; set it to False")
-    if bool(group.get(_DECOUPLED)) != bool(first.get(_DECOUPLED)):
-        raise UsageError(
-            f"{optimizer}: {_DECOUPLED}={group.get(_DECOUPLED)} in group {index}, expected {first.get(_DECOUPLED)} as "
-            "in group 0: one engine runs one kind of optimizer"
-        )
+def name_of(made_by: type[torch.optim.Optimizer]) -> str:
+    """Where a user finds the class."""
+    public = getattr(torch.optim, made_by.__name__, None) is made_by
+    return f"torch.optim.{made_by.__name__}" if public else f"{made_by.__module__}.{made_by.__qualname__}"
 
 
 def groups_for(
@@ -99,14 +74,20 @@ def groups_for(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
     elif config is not None:
-        optimizer = _FROM_CONFIG[config.type](chosen, **config.params)
+        optimizer = _class_of(config.type)(chosen, **config.params)
     else:
         return OptimizerForm(None, [], {})
     check_owned(model, optimizer.param_groups)
     if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
-    kind, notice = kind_of(optimizer)
-    return OptimizerForm(kind, optimizer.param_groups, optimizer.defaults, notice)
+    arithmetic, notice = arithmetic_of(optimizer)
+    return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
+
+
+def _class_of(name: str) -> type[torch.optim.Optimizer]:
+    """Of the config's ``type``."""
+    made_by: type[torch.optim.Optimizer] = _OWN.get(name) or getattr(torch.optim, name)
+    return made_by
 
 
 _LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine import kernels
 from shardengine.config import Config
 from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
-from shardengine.kernels import Noise, Rule, Span, Spans
+from shardengine.kernels import Span, Spans
 from shardengine.offload import HOST, CopyQueue, Done, Fetched
+from shardengine.optim.arithmetic import Action
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Bucket, Layout, Precision
 
@@ -50,7 +50,7 @@ class Settings:
         return cls(config.gradient_clipping, which.seed, scaler, which.trains_fp16, in_backward)
 
 
-Part = tuple[Rule, Noise | None, Spans]
+Part = tuple[Action, Spans]
 """The spans of a bucket that have one group and step count."""
 
 
@@ -159,19 +159,19 @@ def step_bucket(
 def compute(
     flats: dict[str, Tensor], parts: Sequence[Part], low: Tensor | None, scalars: dict[str, Tensor | None]
 ) -> None:
-    """The kernels of a bucket, on the device of ``flats`` (as ``kernels.update`` has them). low: takes the weights."""
+    """The actions of a bucket, on the device of ``flats`` (as ``kernels.update`` has them). low: takes the weights."""
     copied = low is not None and flats["weight"].dtype is not torch.float32
     if low is not None and not copied:
         flats["low"] = low
-    for rule, noise, spans in parts:
-        kernels.update(flats, spans, rule, noise=noise, **scalars)
+    for action, spans in parts:
+        action(flats, spans, **scalars)
     if low is not None and copied:  # what was rounded at random must not be rounded again
         low.copy_(flats["weight"])
 
 
 def written(low: Tensor, target: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
     """What ``parts`` have written to ``low``, and its place in ``target``."""
-    return [(low[s.start : s.end], target[s.start : s.end]) for _, _, spans in parts for s in spans]
+    return [(low[s.start : s.end], target[s.start : s.end]) for _, spans in parts for s in spans]
 
 
 def send(pairs: Sequence[tuple[Tensor, Tensor]], low: Tensor, way: CopyQueue, *, from_host: bool) -> Done:

@@ -26,7 +26,7 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.offload import Platform
 from shardengine.offload.pool import BufferPool
 from shardengine.offload.tiers import SHARE
-from shardengine.optim.optimizer import state_names
+from shardengine.optim.arithmetic import Declared
 from shardengine.sharding.bucket import FlatBuffer
 from tests.parity.test_changed_models import engine_of, group, set_trainable
 from tests.stages import test_memory_tiers
@@ -406,6 +406,7 @@ def test_what_would_not_fit_does_not_join() -> None:
 
 def test_states_that_a_scheduler_may_bring_are_counted() -> None:
     still = [{"momentum": 0.0}]
-    assert state_names("SGD", still) == () and state_names("SGD", still, scheduled=True) == ("momentum_buffer",)
-    assert state_names("SGD", [*still, {"momentum": 0.9}]) == ("momentum_buffer",)
-    assert len(state_names("AdamW", [{}])) == 2 and len(state_names("Lion", [{}])) == 1
+    sgd = Declared("SGD")
+    assert sgd.state_names(still) == () and sgd.state_names(still, scheduled=True) == ("momentum_buffer",)
+    assert sgd.state_names([*still, {"momentum": 0.9}]) == ("momentum_buffer",)
+    assert len(Declared("AdamW").state_names([{}])) == 2 and len(Declared("Lion").state_names([{}])) == 1

@@ -1,0 +1,147 @@
+"""How elements are stepped: by the declared arithmetic of ``kernels``, or (``elementwise``) by a class of torch's or of
+the user's. The seam between the step, which knows buckets, groups and counts, and what it does to elements.
+
+Must not know: buckets, which parameters were used, the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shardengine import kernels
+from shardengine.errors import UsageError
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
+from shardengine.sharding import Layout
+
+_NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
+"""Options of torch's classes that the kernels do not have."""
+DECOUPLED = "decoupled_weight_decay"
+"""The option of torch's Adam and AdamW that says how weights decay."""
+
+
+class Action(Protocol):
+    """What one step does to the elements of one group and step count. Equal ones do the same."""
+
+    def __call__(
+        self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """flats, factor, skip: as in ``kernels.update``."""
+        ...
+
+
+class Arithmetic:
+    """One optimizer's. kind: its name, as checkpoints have it."""
+
+    kind: str
+    by_parameter = False
+    """Whether an action needs spans that are of single parameters, with their numbers."""
+    waits = False
+    """Whether the host must know before a step whether it is applied."""
+
+    def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
+        """What it keeps of each element, in fp32. scheduled: a scheduler may yet change the options of ``groups``."""
+        raise NotImplementedError
+
+    def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
+        """Of step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
+        stochastic rounding."""
+        raise NotImplementedError
+
+    def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
+        """Spans are of this layout from now on. begun: the parameters that were stepped before, by first name; what was
+        kept of others is forgotten."""
+
+    def begin_step(
+        self, groups: Sequence[dict[str, Any]], stepped: Iterable[tuple[str, int]], method: str = "step"
+    ) -> None:
+        """A step begins that will be applied. stepped: first names of parameters, each with its group's number."""
+
+    def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """All of its actions are done."""
+
+    def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """``UsageError`` where the last of ``groups``, a new one, cannot be stepped with the others."""
+
+    modes: tuple[str, ...] = ()
+    """Calls that exchange the weights for others that the optimizer keeps, "train" and "eval"."""
+
+    # What is kept of a parameter beside its step count and what is kept of each element
+
+    def facts_of(self, name: str) -> dict[str, Any] | None:
+        """What is kept of parameter ``name``; None where it was not stepped yet, {} where nothing ever is."""
+        return {}
+
+    def saved(self) -> dict[str, Any]:
+        """All of that, for a checkpoint: JSON values by first name."""
+        return {}
+
+    def problem(self, saved: Mapping[str, Any], begun: Collection[str]) -> str:
+        """Why ``saved`` cannot be gone on with; "" where it can. begun: as in ``lay_out``."""
+        return "" if not saved else f"{self.kind} keeps nothing of parameters here"
+
+    def restore(self, saved: Mapping[str, Any], begun: Collection[str]) -> None:
+        """The opposite of ``saved``; what is not in ``begun`` is forgotten."""
+
+
+@dataclass(frozen=True)
+class KernelAction:
+    """An update of the kernels."""
+
+    rule: Rule
+    noise: Noise | None
+
+    def __call__(
+        self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """See ``Action``."""
+        kernels.update(flats, spans, self.rule, noise=self.noise, factor=factor, skip=skip)
+
+
+class Declared(Arithmetic):
+    """The kernels': AdamW, Adam, SGD and Lion."""
+
+    def __init__(self, kind: str) -> None:
+        """kind: a key of STATE_NAMES."""
+        self.kind = kind
+
+    def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
+        """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
+        accelerates = self.kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
+        return STATE_NAMES[self.kind] if accelerates else ()
+
+    def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
+        """See ``Arithmetic``."""
+        noise = None if seed is None else Noise(seed, step)
+        return KernelAction(kernels.rule_for(self.kind, group, step), noise)
+
+    def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """See ``Arithmetic``."""
+        check_options(groups[-1], "add_param_group", len(groups) - 1, groups[0])
+
+
+def is_declared(group: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
+    """Whether the kernels have the options of ``group``, beside those of group 0."""
+    same_decay = bool(group.get(DECOUPLED)) == bool(first.get(DECOUPLED))
+    return same_decay and not any(group.get(option) for option in _NOT_DECLARED)
+
+
+def check_options(group: Mapping[str, Any], optimizer: str, index: int, first: Mapping[str, Any]) -> None:
+    """``UsageError`` for an option of ``group`` (number ``index``) that the declared arithmetic does not have.
+
+    first: group 0, which says whether weight decay is decoupled in all of them.
+    """
+    for option in _NOT_DECLARED:
+        if group.get(option):
+            raise UsageError(
+                f"{optimizer}: option {option}=True in group {index} is not in the arithmetic of the other groups; set "
+                "it to False, or to True in all groups of the optimizer that initialize is given"
+            )
+    if bool(group.get(DECOUPLED)) != bool(first.get(DECOUPLED)):
+        raise UsageError(
+            f"{optimizer}: {DECOUPLED}={group.get(DECOUPLED)} in group {index}, expected {first.get(DECOUPLED)} as "
+            "in group 0: one engine runs one kind of optimizer"
+        )
