@@ -218,16 +218,22 @@ NO_EFFECT: dict[str, dict[str, str]] = {
 
 OPTIMIZER_NO_EFFECT: dict[str, str] = dict.fromkeys(
     ("torch_adam", "foreach", "fused", "capturable", "set_grad_none"),
-    "there is one optimizer arithmetic, the same on every device",
+    "the engine chooses how a step is computed; its results are the same",
 )
 """Hyper-parameters that are accepted at any optimizer and do nothing -> why."""
 
+_BY_CLASS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+"""Of torch.optim, stepped by their own class."""
+
 OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
-    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion"), "states are fp32"),
-    "max_grad_norm": (0.0, ("AdamW", "Adam", "SGD", "Lion"), "gradients are clipped by the key gradient_clipping"),
-    "amsgrad": (False, ("AdamW", "Adam"), "the maximum of past second moments is not kept"),
+    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion", *_BY_CLASS), "states are fp32"),
+    "max_grad_norm": (
+        0.0,
+        ("AdamW", "Adam", "SGD", "Lion", *_BY_CLASS),
+        "gradients are clipped by the key gradient_clipping",
+    ),
     "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
-    "differentiable": (False, ("AdamW", "Adam", "SGD"), "the step writes in place"),
+    "differentiable": (False, ("AdamW", "Adam", "SGD", *_BY_CLASS), "the step writes in place"),
 }
 """Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
 

@@ -203,10 +203,17 @@ def _units(value: Any) -> str | tuple[str, ...]:
     return tuple(TEXT.parse(name) for name in value)
 
 
-def _betas(value: Any) -> tuple[float, float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError
-    return FRACTION.parse(value[0]), FRACTION.parse(value[1])
+def _two(kind: Kind, words: str) -> Kind:
+    """A list of two values of a kind."""
+
+    def parse(value: Any) -> tuple[Any, Any]:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise ValueError
+        return kind.parse(value[0]), kind.parse(value[1])
+
+    return Kind(
+        f"a list of two numbers, {words}", {"type": "array", "items": kind.schema, "minItems": 2, "maxItems": 2}, parse
+    )
 
 
 BOOL = _checked("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
@@ -235,11 +242,8 @@ _SPELLINGS = {
 }
 DTYPE = spelled(_SPELLINGS)
 AUTOCAST_DTYPE = spelled({"bfloat16": _SPELLINGS["bf16"], "float16": _SPELLINGS["fp16"]})
-BETAS = Kind(
-    "a list of two numbers, each >= 0 and < 1",
-    {"type": "array", "items": FRACTION.schema, "minItems": 2, "maxItems": 2},
-    _betas,
-)
+BETAS = _two(FRACTION, "each >= 0 and < 1")
+PAIR = _two(NOT_NEGATIVE, "each >= 0")
 UNITS = Kind(
     '"auto" or a list of different module class names, at least one',
     {"anyOf": [{"const": "auto"}, {"type": "array", "items": TEXT.schema, "minItems": 1, "uniqueItems": True}]},

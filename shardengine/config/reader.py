@@ -37,7 +37,7 @@ from shardengine.config.foreign import (
     is_off,
 )
 from shardengine.config.kinds import EVERY, PART, REMARKS, UNITS, check_table, describe, nearest, plain
-from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, OPTIMIZERS_LATER, SECTIONS, TRIPLE, Key, Status, join
+from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
@@ -357,7 +357,7 @@ class Reader:
         if read is None:
             return None
         written, given = read
-        known = {name.lower(): name for name in (*OPTIMIZERS, *OPTIMIZERS_LATER, *OPTIMIZERS_REFUSED)}
+        known = {name.lower(): name for name in (*OPTIMIZERS, *OPTIMIZERS_REFUSED)}
         name = known.get(written.lower())
         if name is None:
             close = known[nearest(written, known)]
@@ -368,8 +368,6 @@ class Reader:
         elif name in OPTIMIZERS_REFUSED:
             text = f"{name} is not elementwise and cannot be stepped on shards: {OPTIMIZERS_REFUSED[name]}"
             self.problem("optimizer.type", f"{text}; use one of {', '.join(OPTIMIZERS)}")
-        elif name in OPTIMIZERS_LATER:
-            self.problem("optimizer.type", f"{name} is not available yet; use one of {', '.join(OPTIMIZERS)}")
         else:
             return self._hyper_parameters(name, given)
         return None

@@ -30,9 +30,11 @@ from shardengine.config.kinds import (
     COUNT,
     DTYPE,
     EVERY,
+    FRACTION,
     GROUP_SIZE,
     NOT_NEGATIVE,
     OBJECT,
+    PAIR,
     PART,
     PLACE,
     SIZE,
@@ -414,9 +416,12 @@ TRIPLE = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _COMMON: Table = {"lr": (NOT_NEGATIVE, 1e-3), "maximize": (BOOL, False)}
 _ADAM: Table = {**_COMMON, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
 
+_BY_CLASS: Table = {**_COMMON, "weight_decay": (NOT_NEGATIVE, 0.0)}
+_ADAM_BY_CLASS: Table = {**_BY_CLASS, "betas": (BETAS, (0.9, 0.999)), "eps": (NOT_NEGATIVE, 1e-8)}
+
 OPTIMIZERS: dict[str, Table] = {
-    "AdamW": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
-    "Adam": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "AdamW": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01), "amsgrad": (BOOL, False)},
+    "Adam": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.0), "amsgrad": (BOOL, False)},
     "SGD": {
         **_COMMON,
         "momentum": (NOT_NEGATIVE, 0.0),
@@ -425,8 +430,42 @@ OPTIMIZERS: dict[str, Table] = {
         "nesterov": (BOOL, False),
     },
     "Lion": {**_COMMON, "lr": (NOT_NEGATIVE, 1e-4), "betas": (BETAS, (0.9, 0.99)), "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "Adadelta": {**_BY_CLASS, "lr": (NOT_NEGATIVE, 1.0), "rho": (FRACTION, 0.9), "eps": (NOT_NEGATIVE, 1e-6)},
+    "Adagrad": {
+        **_BY_CLASS,
+        "lr": (NOT_NEGATIVE, 1e-2),
+        "lr_decay": (NOT_NEGATIVE, 0.0),
+        "initial_accumulator_value": (NOT_NEGATIVE, 0.0),
+        "eps": (NOT_NEGATIVE, 1e-10),
+    },
+    "Adamax": {**_ADAM_BY_CLASS, "lr": (NOT_NEGATIVE, 2e-3)},
+    "ASGD": {
+        **_BY_CLASS,
+        "lr": (NOT_NEGATIVE, 1e-2),
+        "lambd": (number(0), 1e-4),
+        "alpha": (number(0), 0.75),
+        "t0": (NOT_NEGATIVE, 1e6),
+    },
+    "NAdam": {
+        **_ADAM_BY_CLASS,
+        "lr": (NOT_NEGATIVE, 2e-3),
+        "momentum_decay": (NOT_NEGATIVE, 4e-3),
+        "decoupled_weight_decay": (BOOL, False),
+    },
+    "RAdam": {**_ADAM_BY_CLASS, "decoupled_weight_decay": (BOOL, False)},
+    "RMSprop": {
+        **_BY_CLASS,
+        "lr": (NOT_NEGATIVE, 1e-2),
+        "alpha": (NOT_NEGATIVE, 0.99),
+        "eps": (NOT_NEGATIVE, 1e-8),
+        "momentum": (NOT_NEGATIVE, 0.0),
+        "centered": (BOOL, False),
+    },
+    "Rprop": {
+        "lr": (NOT_NEGATIVE, 1e-2),
+        "etas": (PAIR, (0.5, 1.2)),
+        "step_sizes": (PAIR, (1e-6, 50.0)),
+        "maximize": (BOOL, False),
+    },
 }
 """The optimizers of this version: name -> hyper-parameter -> (kind, default as in torch.optim; Lion's authors')."""
-
-OPTIMIZERS_LATER = ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "RMSprop", "Rprop")
-"""Elementwise optimizers that a later version will run."""

@@ -319,6 +319,7 @@ Call = Literal[
     "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
     "save_pretrained", "save_checkpoint", "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
+    "optimizer.train() or eval()",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets."""
@@ -344,6 +345,7 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "reset()": (_outside_full_params, _outside_editing),
     "add_param_group()": (*_AT_REST, _outside_no_sync),
     "unfreezing": (*_AT_REST, _outside_no_sync),
+    "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
     "offload_states": _AT_REST,
     "close()": (_outside_full_params,),
     "close(restore=False)": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),

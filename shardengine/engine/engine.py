@@ -160,7 +160,7 @@ class Engine(Inspection):
         def equip() -> None:
             if form.kind is not None:
                 settings = Settings.of(self.config, core.precision)
-                calls = EngineCalls(self._begin_window, self._add_param_group, self.step)
+                calls = EngineCalls(self._begin_window, self._add_param_group, self.step, self._exchange_weights)
                 self.optimizer = ShardedOptimizer(form, core.layout, core.reducer, settings, calls)
                 if isinstance(optimizer, torch.optim.Optimizer):
                     self._give_back = lend(optimizer, self.optimizer)
@@ -626,6 +626,20 @@ class Engine(Inspection):
     def _add_param_group(self, group: dict[str, Any]) -> None:
         optimizer, core = self._need_optimizer("add_param_group()"), self._need_core()
         self._core = rebuild.add_group(core, self.module, self.config, optimizer, group, self._lr_scheduler)
+
+    @reports_failure("optimizer.train() or eval()")
+    def _exchange_weights(self, method: str) -> None:
+        core, optimizer = self._need_core(), self._need_optimizer(f"optimizer.{method}()")
+        core.schedule.finish_open_backward()
+        if not optimizer.begin_exchange(method):
+            return
+        core.step_state.require("optimizer.train() or eval()", f"optimizer.{method}()")
+        core.schedule.reshard_all()
+        core.await_weights()
+        core.adopt_written_weights()
+        with torch.no_grad():
+            core.publish(optimizer.exchange_buckets())
+        core.note_stepped()
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

@@ -192,8 +192,7 @@ def full_optimizer_state(
     given: dict[str, dict[str, Any]] = {
         name: {key: shaped(flat, wanted[name]) for key, flat in of.items()} for name, of in full.items()
     }
-    for name in given:
-        given[name]["step"] = optimizer.steps[number_of[name]]
+    fixed = {name: _complete_entry(entry, name, optimizer, number_of[name]) for name, entry in given.items()}
     entries = {name: dict(entry) for name, entry in given.items()}
     shown = {name: entries[specs[name].name] if name in specs else None for name in chosen}
     steps = list(optimizer.steps)
@@ -208,7 +207,7 @@ def full_optimizer_state(
             if entry is not (entries[specs[name].name] if name in specs else None):
                 raise UsageError(f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors")
         for name, entry in entries.items() if core.mesh.rank == 0 else ():
-            _check_entry(name, entry, given[name])
+            _check_entry(name, entry, given[name], fixed.get(name, {}))
 
     early = core.reducer.early_use.suspended() if writable else nullcontext()  # what is stepped inside would be lost
     edited = core.step_state.editing() if writable else nullcontext()
@@ -226,7 +225,20 @@ def full_optimizer_state(
         core.note_stepped()
 
 
-def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any]) -> None:
+def _complete_entry(entry: dict[str, Any], name: str, optimizer: ShardedOptimizer, number: int) -> dict[str, Any]:
+    """Beside what is kept of each element, what is kept of the parameter. Returns what of it may only be read."""
+    facts = optimizer.arithmetic.facts_of(name)
+    if facts is None:  # the optimizer's class has begun nothing
+        for key in entry.keys() - {WEIGHT}:
+            del entry[key]
+    entry["step"] = optimizer.steps[number]
+    entry.update({key: value for key, value in (facts or {}).items() if key not in entry})
+    reads = optimizer.arithmetic.by_parameter
+    return {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}
+
+
+def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any], fixed: dict[str, Any]) -> None:
+    """fixed: what is not tensors of elements, and belongs to the optimizer's class."""
     step = entry.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UsageError(f"full_optimizer_state: expected the step count of {name!r} to be 0 or more, got {step!r}")
@@ -234,8 +246,14 @@ def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any]) -> Non
         raise UsageError(
             f"full_optimizer_state: {name!r} has no {sorted(unknown)[0]!r}; it has {', '.join(map(repr, given))}"
         )
+    for key, value in fixed.items():
+        if repr(entry.get(key, value)) != repr(value):
+            raise UsageError(
+                f"full_optimizer_state: {key!r} of {name!r} belongs to the optimizer's class and can only be read, got "
+                f"{entry[key]!r} instead of {value!r}; nothing was written"
+            )
     for key, tensor in given.items():
-        if key != "step":
+        if key != "step" and key not in fixed:
             _take_over(f"full_optimizer_state, {key!r} of {name!r}", entry.get(key, tensor), tensor)
 
 

@@ -68,6 +68,8 @@ class Arithmetic:
 
     modes: tuple[str, ...] = ()
     """Calls that exchange the weights for others that the optimizer keeps, "train" and "eval"."""
+    moves_weights = True
+    """Whether what has begun writes anything by element."""
 
     # What is kept of a parameter beside its step count and what is kept of each element
 

@@ -40,6 +40,9 @@ Facts = dict[str, Any]
 """What a class keeps of a parameter as a whole, by name: numbers, None, or tensors of one element."""
 
 
+_STAYS = "expected what a class keeps to depend neither on sizes nor on options that change on the way"
+
+
 @dataclass
 class Slice:
     """A slice of a parameter, or all of one. states: what is kept of its elements, by name; None: the class begins it ·
@@ -52,10 +55,11 @@ class Slice:
 
 
 class Workers:
-    """Makes instances of one class, which step slices. name: for messages · states: what the class keeps by element,
-    once that is known; until then what has the parameter's shape is."""
+    """Makes instances of one class, which step slices. name: for messages · states, facts: what the class keeps by
+    element and by parameter, once that is known; until then what has the parameter's shape is a state."""
 
     states: tuple[str, ...] | None = None
+    facts: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         """optimizer: what the user has made; it is not changed."""
@@ -123,6 +127,11 @@ class Workers:
             each.weight.copy_(parameter.detach().view(each.weight.shape))
         if not state and each.states is None:
             return
+        if self.states is not None and state.keys() != {*self.states, *self.facts}:
+            raise UsageError(
+                f"optimizer {self.name}: it keeps {sorted(state)} of a parameter of shape {tuple(each.weight.shape)}, "
+                f"and kept {sorted((*self.states, *self.facts))} in a trial at initialize; {_STAYS}"
+            )
         before, found = each.states or {}, dict(state)
         states = {key: found.pop(key) for key in state if self._is_by_element(key, state[key], each.weight)}
         for key, value in states.items():
@@ -138,8 +147,8 @@ class Workers:
             came = tuple(value.shape) if isinstance(value, Tensor) else repr(value)[:80]
             raise UsageError(
                 f"optimizer {self.name}: its state {name!r} is {came} for a parameter of shape {tuple(weight.shape)}, "
-                f"expected what it was in a trial at initialize, {'of' if name in self.states else 'not of'} the "
-                "parameter's shape; what a class keeps must not change on the way"
+                f"and was {'of' if name in self.states else 'not of'} the parameter's shape in a trial at initialize; "
+                f"{_STAYS}"
             )
         return name in self.states
 
@@ -169,7 +178,7 @@ class Elementwise(Arithmetic):
         self._workers = workers
         self._learn = learn
         self._learnt = learn(groups)
-        workers.states = tuple(self._learnt.states)
+        workers.states, workers.facts = tuple(self._learnt.states), tuple(self._learnt.facts)
         self.modes = tuple(name for name in ("train", "eval") if callable(getattr(workers.made_by, name, None)))
         """Methods of the class that exchange weights for others."""
         self._facts: dict[str, Facts] = {}  # of parameters that were stepped; equal ones are often one object
@@ -196,7 +205,7 @@ class Elementwise(Arithmetic):
         """See ``Arithmetic``. method: of the class, what is called instead. The pilot's part: [Note: Facts]."""
         self._method = method
         self._options = [copy.deepcopy(options_of(group)) for group in groups]
-        self._next, self._changed = {}, {}
+        self._next, self._changed, self.moves_weights = {}, {}, False
         cohorts: dict[tuple[int, int | None], list[str]] = {}
         for name, group in stepped:
             facts = self._facts.get(name)
@@ -215,6 +224,7 @@ class Elementwise(Arithmetic):
                     f"optimizer {self.kind}: its {method}() raised {type(error).__name__}: {str(error)[:300]}; nothing "
                     "was stepped"
                 ) from error
+            self.moves_weights |= any(not self._is_example(pilot) for pilot in slices)
             for names, pilot in zip(of_group, slices, strict=False):
                 self._next.update(dict.fromkeys(names, pilot.facts) if pilot.states is not None else {})
             self._changed[number] = {key: value for key, value in after.items() if not same(value, options.get(key))}
@@ -225,6 +235,13 @@ class Elementwise(Arithmetic):
         gradient = None if gradient is None else gradient.clone()
         states = {name: state.clone() for name, state in (example.states or {}).items()}
         return Slice(example.weight.clone(), gradient, None if facts is None else states, dict(facts or {}))
+
+    def _is_example(self, pilot: Slice) -> bool:
+        example = self._learnt.pilot
+        states = {name: state for name, state in (pilot.states or {}).items() if name in (example.states or {})}
+        return same(pilot.weight, example.weight) and all(
+            same(state, (example.states or {})[name]) for name, state in states.items()
+        )
 
     def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """See ``Arithmetic``."""
@@ -255,6 +272,11 @@ class Elementwise(Arithmetic):
         for span, each in zip(spans, slices, strict=True):
             cut = slice(span.start, span.end)
             for name, state in (each.states or {}).items():
+                if state.dtype is not self._learnt.states[name]:
+                    raise UsageError(
+                        f"optimizer {self.kind}: its state {name!r} is {state.dtype}, and was "
+                        f"{self._learnt.states[name]} in a trial at initialize; {_STAYS}"
+                    )
                 if state.data_ptr() != flats[name][cut].data_ptr():
                     flats[name][cut].copy_(state)
             stored = flats["weight"][cut]

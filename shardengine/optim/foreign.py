@@ -62,6 +62,11 @@ def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     )
 
 
+def is_of_library(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class brings kernels and states of its own, so that a trial on small numbers says nothing."""
+    return type(optimizer).__module__.split(".")[0] in _LIBRARIES
+
+
 def advice_for(optimizer: torch.optim.Optimizer) -> str:
     """Why it is none for shards, or what to use; "" where nothing is known."""
     return _ADVICE.get(type(optimizer).__name__, "")

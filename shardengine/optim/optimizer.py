@@ -39,7 +39,7 @@ from shardengine.kernels import Spans
 from shardengine.offload import HOST
 from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.in_backward import StepsInBackward
-from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, step_bucket
+from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
 
@@ -56,11 +56,12 @@ _AHEAD = 2
 @dataclass(frozen=True)
 class EngineCalls:
     """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group · step:
-    clip, step, publish, or only count."""
+    clip, step, publish, or only count · exchange: weights, as the class's method of that name does."""
 
     forget: Callable[[], None]
     extend: Callable[[dict[str, Any]], None]
     step: Callable[[], None]
+    exchange: Callable[[str], None]
 
 
 class OptimizerForm(NamedTuple):
@@ -111,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
         self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
-        self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step)
+        self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
         self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
         self._reading: Future[None] | None = None
         self.norm: Tensor | None = None
@@ -342,6 +343,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if state.bucket.layout.index not in self.stepped_early:
                 state.bucket.state_store.prefetch()
 
+    def begin_exchange(self, method: str) -> bool:
+        """Call the class's ``method``, "train" or "eval", which exchanges weights: whether there is anything to do for
+        ``exchange_buckets``. Otherwise they are those already, and it is done."""
+        self.settle()
+        self.arithmetic.begin_step(self.param_groups, self._named(range(len(self._layout.parameters))), method)
+        if not self.arithmetic.moves_weights:
+            self.arithmetic.end_step(self.param_groups)
+        return self.arithmetic.moves_weights
+
+    def exchange_buckets(self) -> Iterator[Bucket]:
+        """Exchange the weights of bucket after bucket, and yield each."""
+        self.await_reader()
+        specs = self._layout.parameters
+        labels = [(spec.group, self._steps[n]) if spec.is_stepped else None for n, spec in enumerate(specs)]
+        nothing: dict[str, Tensor | None] = {"factor": None, "skip": None}
+        way, state = self._reducer.way_back, self._step_state
+        for each, spans_of in zip(self._reducer.buckets, self._segments.of(labels), strict=True):
+            rewrite_bucket(each.bucket, self._parts(spans_of), {}, lambda device: nothing, way, state.lose)
+            yield each.bucket
+        state.restart()
+        self.arithmetic.end_step(self.param_groups)
+
     def end_update(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
         """All buckets are done. Counts say that the step was applied, until ``settle``, which may call ``if_skipped``.
 
@@ -387,6 +410,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._calls is not None:
             self._calls.step()
         return loss
+
+    def train(self) -> None:
+        """Have the weights for training, where the class exchanges them (schedule-free does); collective. Nothing
+        happens where it does not, or where they are those already."""
+        self._exchange("train")
+
+    def eval(self) -> None:
+        """Have the weights for evaluation, as ``train``."""
+        self._exchange("eval")
+
+    def _exchange(self, method: str) -> None:
+        if self._calls is not None and method in self.arithmetic.modes:
+            self._calls.exchange(method)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients, as ``engine.zero_grad()``; but nothing where the last call was a ``step()``

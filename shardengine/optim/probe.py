@@ -127,6 +127,7 @@ class _Way:
         self._lasting = [workers.make([(options, part)]) for part in self._parts]
         self.options = [dict(options) for _ in self._parts]
         self.writes_gradient = False
+        self.late = ""  # a state that was not there after the first step
         if callable(getattr(workers.made_by, "train", None)):
             self._call("train")
 
@@ -137,7 +138,10 @@ class _Way:
         for worker, part in zip(self._lasting, self._parts, strict=True):
             for parameter, each in zip(worker.param_groups[0]["params"], part, strict=True):
                 parameter.grad = each.gradient
+        kept = self.slices[0].states or {}, self.slices[0].facts
         self._call("step")
+        now = {*(self.slices[0].states or {}), *self.slices[0].facts}
+        self.late = self.late or next(iter(sorted(now.difference(*kept)) if number > 1 else ()), "")
         for each, gradient in zip(self.slices, _tensors(self._cut, number), strict=True):
             self.writes_gradient |= each.gradient is not None and not torch.equal(each.gradient, gradient)
 
@@ -269,6 +273,11 @@ def _learn_group(workers: Workers, options: dict[str, Any], advice: str) -> Lear
 def _learnt(workers: Workers, options: dict[str, Any], whole: _Way) -> Learnt:
     """From a way that was walked."""
     name, matrix = workers.name, whole.slices[0]
+    if whole.late:
+        raise UsageError(
+            f"optimizer {name}: its state {whole.late!r} is begun later than in a parameter's first step; expected all "
+            "that it keeps of a parameter to be there after that"
+        )
     states = matrix.states or {}
     for key, value in states.items():
         if value.dtype not in _DTYPES:

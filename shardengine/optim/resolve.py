@@ -36,6 +36,12 @@ def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
     name = name_of(type(optimizer))
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, notice = found
+    if kind is None and foreign.is_of_library(optimizer):
+        reason = foreign.advice_for(optimizer) or "with its options, or at all, it is none that the engine knows"
+        raise UsageError(
+            f"optimizer {name}: expected torch.optim.AdamW, Adam or SGD, shardengine.lion.Lion, or a class that steps "
+            f"each element from that element alone; {reason}"
+        )
     if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
         return probe.elementwise(optimizer, name, foreign.advice_for(optimizer)), ""
     if optimizer.state:
@@ -90,7 +96,7 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
     return made_by
 
 
-_LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+_LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "train", "eval")
 _SCHEDULED = "_wrapped_by_lr_sched"
 """What torch's schedulers look for on ``optimizer.step``."""
 
@@ -113,7 +119,7 @@ def lend(given: torch.optim.Optimizer, to: ShardedOptimizer) -> Callable[[], Non
             setattr(call, _SCHEDULED, True)
         return call
 
-    for name in _LENT:
+    for name in (each for each in _LENT if hasattr(given, each)):
         setattr(given, name, types.MethodType(method_of(name), given))
 
     def give_back() -> None:

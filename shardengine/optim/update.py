@@ -7,7 +7,7 @@ Must not know: param_groups, the norm, the order of buckets.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,9 +127,22 @@ def step_bucket(
     way: back, of weights that are kept on another device than that · tear: called when the first element is about to be
     written.
     """
-    bucket, store = state.bucket, state.bucket.state_store
-    with state.gradient_to_step() as gradient, store.checkout() as held:
-        flats, apart, low = {**held, "gradient": gradient}, bucket.is_stepped_apart, None
+    with state.gradient_to_step() as gradient:
+        rewrite_bucket(state.bucket, parts, {"gradient": gradient}, update.scalars_on, way, tear)
+
+
+def rewrite_bucket(
+    bucket: Bucket,
+    parts: Sequence[Part],
+    given: Mapping[str, Tensor],
+    scalars_on: Callable[[torch.device], dict[str, Tensor | None]],
+    way: CopyQueue,
+    tear: Callable[[], None],
+) -> None:
+    """``step_bucket`` with what is ``given`` beside the weights and states: a gradient, or nothing."""
+    store = bucket.state_store
+    with store.checkout() as held:
+        flats, apart, low = {**held, **given}, bucket.is_stepped_apart, None
         weights = near = bucket.begin_weights(blank=bucket.has_master)
         if apart:
             near = way.buffer(weights.numel(), weights.dtype, on_host=store.away)
@@ -140,15 +153,15 @@ def step_bucket(
         else:
             flats["weight"] = near
             if apart and store.away:
-                raise InternalError(f"weights without masters are stepped where they rest: {state.names}")
+                raise InternalError(f"weights without masters are stepped where they rest: {bucket.layout.names}")
             if apart:
                 bucket.flat_buffer.platform.loads.copy(weights, near).wait()
         if parts:
             tear()
-        compute(flats, parts, low, update.scalars_on(store.device))
+        compute(flats, parts, low, scalars_on(store.device))
         changed, end = True, Done()
         if low is not None and (apart or bucket.writes_file):
-            changed = not is_set(update.scalars_on(HOST)["skip"])
+            changed = not is_set(scalars_on(HOST)["skip"])
         if apart:
             whole = low is None or bucket.writes_file
             pairs = [(near, weights)] if whole else written(near, weights, parts)

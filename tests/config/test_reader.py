@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardengine.config.load import Config, load_config
 from shardengine.config.reader import read_tree
@@ -465,7 +466,8 @@ def optimizer_of(**written: Any) -> OptimizerConfig:
 def test_optimizer_parameters_are_complete_and_typed() -> None:
     found = optimizer_of(type="adamw", params={"lr": 1, "betas": [0.8, 0.95]})
     assert found.type == "AdamW"
-    assert found.params == {"lr": 1.0, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
+    assert found.params == {"lr": 1.0, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.01,
+                            "maximize": False, "amsgrad": False}  # fmt: skip
 
 
 def test_adam_means_adamw_and_says_so() -> None:
@@ -503,7 +505,7 @@ def test_implementation_choices_of_optimizers_have_no_effect(name: str) -> None:
         ({"betas": [0.9, 1.0]}, "betas: expected a list of two numbers, each >= 0 and < 1, got a list of 2"),
         ({"betas": 0.9}, "betas: expected a list of two numbers, each >= 0 and < 1, got the number 0.9"),
         ({"eps": "1e-8"}, 'eps: expected a number >= 0, got the string "1e-8"'),
-        ({"amsgrad": True}, "amsgrad: expected false, got true; nothing else is supported"),
+        ({"amsgrad": 1}, "amsgrad: expected true or false, got the number 1"),
         ({"bias_correction": False}, "bias_correction: expected true, got false; nothing else is supported"),
         ({"momentum": 0.9}, "momentum: unknown parameter of AdamW"),
         ({"adam_w_mode": 1}, "adam_w_mode: expected true or false, got the number 1"),
@@ -523,9 +525,23 @@ def test_nesterov_needs_momentum() -> None:
     assert optimizer_of(type="SGD", params={"nesterov": True, "momentum": 0.9}).params["nesterov"] is True
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "rmsprop"])
-def test_other_elementwise_optimizers_are_not_available_yet(name: str) -> None:
-    assert "not available yet; use one of AdamW, Adam, SGD" in problem(optimizer=adamw(name))
+@pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "rmsprop", "Rprop"])
+def test_elementwise_classes_of_torch_have_their_own_defaults(name: str) -> None:
+    found = optimizer_of(type=name)
+    made_by = getattr(torch.optim, found.type)
+    expected = made_by([torch.nn.Parameter(torch.zeros(2))]).defaults
+    assert {key: expected[key] for key in found.params} == dict(found.params)
+    assert expected.keys() - found.params.keys() <= {"foreach", "fused", "capturable", "differentiable"} | (
+        {"initial_accumulator_value"} if name == "Adagrad" else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [({"rho": 2}, "expected a number >= 0 and < 1"), ({"roh": 0.5}, 'the nearest valid key is "optimizer.params.rho"')],
+)
+def test_options_of_a_class_are_checked(params: dict[str, Any], said: str) -> None:
+    assert said in problem(optimizer=adamw("Adadelta", **params))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "lbfgs", "Shampoo", "Muon", "Lamb"])

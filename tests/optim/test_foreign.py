@@ -92,11 +92,11 @@ def test_it_is_stepped_as_what_it_computes(
         ("bitsandbytes.optim.adam.Adam8bit", {}, "expected torch.optim.AdamW"),
         ("apex.optimizers.fused_adam.FusedAdam", {"bias_correction": False}, "expected torch.optim.AdamW"),
         ("deepspeed.runtime.fp16.onebit.OnebitAdam", {"weight_decay": 0.0}, "expected torch.optim.AdamW"),
-        ("mine.AdamW8bit", {}, "other elementwise optimizers are not available yet"),
+        ("mine.AdamW8bit", {}, "a trial of its step.. raised AssertionError: the engine steps"),
     ],
 )
 def test_others_are_refused_with_the_reason(place: str, options: dict[str, Any], said: str) -> None:
     model = cases.make_mlp()
     with pytest.raises(UsageError, match=said) as caught:
         shardengine.initialize(model, cases.config_of("2"), optimizer=made(place, model, **options))
-    assert str(caught.value).startswith(f"optimizer {place}: expected torch.optim.AdamW")
+    assert str(caught.value).startswith(f"optimizer {place}: ")

@@ -16,7 +16,7 @@ class Plain(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "power": power})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -55,7 +55,7 @@ class ScheduleFree(torch.optim.Optimizer):
             group["train_mode"] = to_training
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if not group["train_mode"]:
                 raise RuntimeError("optimizer.train() was not called")
@@ -77,8 +77,11 @@ class ScheduleFree(torch.optim.Optimizer):
             group["k"] += 1
 
 
-class Halves(torch.optim.SGD):
+class Halves(torch.optim.Optimizer):
     """Keeps its state in bf16."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
