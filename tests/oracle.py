@@ -23,6 +23,8 @@ set of parameters and adds their gradients up in the declared order:
 - loss scale: the loss, in fp32, times the scale; a step that is skipped may halve the scale
 - torch's clipping: each complete gradient's norm is rounded once to fp32, torch's function makes one of them all and
   multiplies the gradients, in the wire's dtype, before the step
+- averages of weights ("ema"): of what is stepped, begun with its value before the parameter's first step; after each
+  step that is applied, e = e + (w - e) · (1 - decay), of every parameter that was ever stepped
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
   on the seed, the parameter's step and the element's number among all elements of all parameters (in memory order)
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
@@ -279,6 +281,7 @@ def train(
     scaler: Scaler | None = None,
     own_buffers: bool = False,
     skips: bool = True,
+    ema: float | None = None,
     torch_clip: float = 0.0,
     earlier: Trace | None = None,
 ) -> Trace:
@@ -289,7 +292,8 @@ def train(
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
     made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``.
-    skips: steps that are not finite are skipped without ``scaler``, too. torch_clip: the norm to which the user clips.
+    skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
+    averages. torch_clip: the norm to which the user clips.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """
@@ -311,6 +315,7 @@ def train(
     buffers = list(model.buffers())
     held = [[b.clone() for b in buffers] for _ in range(ranks)]
     fires: dict[Tensor, Fires] = {}
+    averages: dict[Tensor, Tensor] = {}
 
     def collect(p: Tensor) -> None:
         fires.setdefault(p, []).append(p.grad)  # type: ignore[arg-type]  # it was just accumulated
@@ -358,7 +363,12 @@ def train(
             trace.skipped.append(step)
         else:
             factor = (torch.tensor(clip) / (norm + 1e-6)).clamp(max=1.0) if clip else torch.tensor(1.0)
+            for p in complete if ema is not None else ():
+                averages.setdefault(p, masters.get(p, p.detach()).clone())
             optimizer.step(complete, factor / scale)
+            for p, average in averages.items():
+                new = optimizer.state[p].get("master", p.detach())
+                averages[p] = average + (new - average) * torch.tensor(1 - (ema or 0.0), dtype=torch.float32)
         if scaler is not None:
             scaler.update(overflow)
             trace.scales.append(scaler.scale)
@@ -369,6 +379,9 @@ def train(
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     trace.trained = [names[p] for p in trained]
     trace.gradients = {names[p]: g for p, g in complete.items()} if steps else {}
+    for p, average in averages.items():
+        optimizer.state[p]["ema"] = average
+    optimizer.state_names = (*optimizer.state_names, *(["ema"] if ema is not None else []))
     for p, state in optimizer.state.items():
         trace.states[names[p]] = {key: tensor for key, tensor in state.items() if key != "step"}
     return trace

@@ -291,6 +291,9 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=("fp32", "bf16", "fp16", "as-trained"),
         help="of the parameters, rounded once from the master weights (default: as-trained; dcp: the master weights)",
     )
+    export.add_argument(
+        "--ema", action="store_true", help="the moving averages of the weights instead of the weights; not for dcp"
+    )
     export.add_argument("--max-shard-size", metavar="SIZE", help="of one safetensors file: 5GB (default), 500MB, 2GiB")
     export.add_argument(
         "--tokenizer",

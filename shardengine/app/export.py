@@ -58,6 +58,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_together(options: argparse.Namespace) -> None:
     """UsageError for an option that the format has no use for."""
+    if options.ema and options.format == "dcp":
+        raise UsageError(
+            "--ema goes with --format hf or safetensors, got --format dcp, which has the optimizer's state"
+        )
     used = {"hf": {"adapter", "config", "tokenizer", "max_shard_size"}, "safetensors": {"max_shard_size"}, "dcp": set()}
     for name in ("adapter", "config", "tokenizer", "max_shard_size"):
         if getattr(options, name) is not None and name not in used[options.format]:
@@ -69,7 +73,7 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
     dtype = DTYPES[options.dtype] if options.dtype is not None else None
     largest = parse_size("--max-shard-size", options.max_shard_size or LARGEST_FILE)
     model = None if options.config is None else hugging_face.read_model(Path(options.config))
-    with Stored(place) as stored, new_directory(out) as work:
+    with Stored(place, averages=options.ema) as stored, new_directory(out) as work:
         if options.format == "dcp":
             from shardengine.interchange import dcp_export
 

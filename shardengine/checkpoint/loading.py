@@ -31,6 +31,7 @@ from shardengine.comm import Collectives, compare, run_on_all_ranks
 from shardengine.ddp import Phase
 from shardengine.engine import Core, Inspection
 from shardengine.errors import CheckpointError, ShardEngineError, UsageError
+from shardengine.optim import AVERAGE
 from shardengine.sharding import BUFFER, WEIGHT
 
 _PARTLY = ". The engine is partly loaded and refuses to train: load another checkpoint or build it anew"
@@ -399,10 +400,20 @@ def _restore(engine: Inspection, chosen: _Candidate) -> None:
     for part in plan.fresh:
         part.values.zero_()
     if engine.optimizer is not None:
+        _begin_averages(plan)
         state.restore_optimizer(engine.optimizer, plan.groups, plan.steps, plan.facts)
     if plan.scheduler:
         state.restore_scheduler(engine.lr_scheduler, chosen.saved["lr_scheduler"], plan.origins)
     state.restore_scaler(engine.optimizer, chosen.saved["loss_scaler"])
+
+
+def _begin_averages(plan: fit.Plan) -> None:
+    """Those that the checkpoint does not have begin with the weights that it has."""
+    fresh = [part for part in plan.fresh if part.key == AVERAGE]
+    weights = {(f.part.name, f.part.first): f.part for f in plan.fillings if f.part.key == WEIGHT} if fresh else {}
+    for part in fresh:
+        if (weight := weights.get((part.name, part.first))) is not None:
+            part.values.copy_(weight.values)
 
 
 def _restore_random_states(core: Core, chosen: _Candidate) -> None:

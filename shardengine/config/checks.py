@@ -32,6 +32,7 @@ def check_together(config: TopLevel, reader: Reader) -> None:
         )
     if reader.usable(*TRIPLE):
         _check_triple(config, reader)
+    _check_ema(config, reader)
 
 
 def _check_precision(config: TopLevel, reader: Reader) -> None:
@@ -96,6 +97,21 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.offload_param.device",
             f"expected stage 3, where weights are kept sharded, got stage {zero.stage}; offload_optimizer is for every "
             "stage",
+        )
+
+
+def _check_ema(config: TopLevel, reader: Reader) -> None:
+    if config.ema.decay is None:
+        return
+    if config.bf16.enabled and not config.bf16.master_weights and reader.usable("bf16.master_weights"):
+        reader.problem(
+            "ema.decay",
+            "expected bf16.master_weights true beside it: averages are fp32, and weights that are bf16 alone would "
+            "lose their bits; set that, or leave this out",
+        )
+    if config.zero_optimization.offload_optimizer.step_in_backward:
+        reader.problem(
+            "ema.decay", "expected offload_optimizer.step_in_backward false beside it; leave one of them out"
         )
 
 

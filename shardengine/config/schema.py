@@ -68,12 +68,27 @@ class OptimizerConfig:
     """Optimizer by name; ``params`` are keyword arguments of its class."""
 
     type: str = field(
-        metadata={"kind": TEXT, "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD or Lion.'}
+        metadata={
+            "kind": TEXT,
+            "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; or Adadelta, Adagrad, '
+            "Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
+        }
     )
     params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The optimizer's hyper-parameters.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", frozen(self.params))
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """An exponential moving average of the weights, beside the optimizer's state."""
+
+    decay: float | None = key(
+        None,
+        optional(FRACTION, "no average"),
+        "After each step the average becomes decay of itself and the rest of the weights; `engine.ema()` shows it.",
+    )
 
 
 @dataclass(frozen=True)
@@ -280,6 +295,7 @@ class TopLevel:
     )
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
+    ema: EmaConfig = EmaConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: Bf16Config = Bf16Config()
     fp16: Fp16Config = Fp16Config()
@@ -331,6 +347,7 @@ SECTION_TYPES: dict[str, type] = {
     "": TopLevel,
     "optimizer": OptimizerConfig,
     "scheduler": SchedulerConfig,
+    "ema": EmaConfig,
     "zero_optimization": ZeroConfig,
     "bf16": Bf16Config,
     "fp16": Fp16Config,

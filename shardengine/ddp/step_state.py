@@ -73,7 +73,8 @@ class StepState:
 
     quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
     follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
-    to · offloaded: what ``offload_states`` has moved to host memory.
+    to · averaged: whether the weights are their averages now · offloaded: what ``offload_states`` has moved to the
+    host's memory.
     """
 
     def __init__(self, window: Window, rank: int = 0, ranks: int = 1) -> None:
@@ -85,6 +86,7 @@ class StepState:
         self._early_torn = False  # by the thread that steps
         self.quiet = False
         self.summoned = self.edited = 0
+        self.averaged = False
         self.offloaded: set[str] = set()
 
     @property
@@ -184,6 +186,15 @@ class StepState:
         finally:
             self.edited -= 1
 
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Inside, the weights are averages."""
+        self.averaged = True
+        try:
+            yield
+        finally:
+            self.averaged = False
+
     def note_offloaded(self, what: set[str]) -> None:
         """``what`` is in host memory."""
         self.offloaded |= what
@@ -223,6 +234,15 @@ def _outside_editing(state: StepState, call: str) -> str | None:
     if not state.edited:
         return None
     return f"{call} inside full_optimizer_state() (rank {state.rank}): expected it after the `with` block"
+
+
+def _outside_ema(state: StepState, call: str) -> str | None:
+    if not state.averaged:
+        return None
+    return (
+        f"{call} inside engine.ema() (rank {state.rank}), where the weights are averages: expected it after the `with` "
+        "block"
+    )
 
 
 def _outside_no_sync(state: StepState, call: str) -> str | None:
@@ -312,42 +332,43 @@ def _untorn(state: StepState, _call: str) -> str | None:
 
 
 _NOTHING_STEPPED = (_not_updating, _not_stepping_early)
-_AT_REST = (_outside_full_params, _outside_editing, *_NOTHING_STEPPED, _between_steps)
+_AT_REST = (_outside_full_params, _outside_editing, _outside_ema, *_NOTHING_STEPPED, _between_steps)
 
 Call = Literal[
     "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
     "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
     "save_pretrained", "save_checkpoint", "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
-    "optimizer.train() or eval()",
+    "optimizer.train() or eval()", "engine.ema()",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets."""
 
 NEEDS: dict[Call, tuple[_Need, ...]] = {
     "any": (_reloaded,),
-    "backward": _NOTHING_STEPPED,
-    "another backward": (_reloaded, *_NOTHING_STEPPED, _unbroken, _settled),
+    "backward": (_outside_ema, *_NOTHING_STEPPED),
+    "another backward": (_reloaded, _outside_ema, *_NOTHING_STEPPED, _unbroken, _settled),
     "agreement": (_not_updating,),
-    "step()": (_resumable, _unbroken, _backward_before, _outside_full_params, _outside_no_sync),
+    "step()": (_outside_ema, _resumable, _unbroken, _backward_before, _outside_full_params, _outside_no_sync),
     "update": (_untorn,),
     "zero_grad()": _NOTHING_STEPPED,
     "clip_grad_norm_": (_complete, _not_updating),
-    "full_params(writable=True)": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "full_params(writable=True)": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "full_grads": (_complete,),
     "full_grads(writable=True)": (_complete, _not_updating),
-    "full_optimizer_state": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "full_optimizer_state": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "state_dict": (_not_updating,),
     "save_pretrained": (_not_updating,),
-    "save_checkpoint": (*_NOTHING_STEPPED, _outside_full_params),
-    "load_checkpoint": (_outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
-    "load_checkpoint after an interrupted step": (_outside_full_params, _outside_editing),
-    "reset()": (_outside_full_params, _outside_editing),
+    "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params),
+    "load_checkpoint": (_outside_ema, _outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
+    "load_checkpoint after an interrupted step": (_outside_ema, _outside_full_params, _outside_editing),
+    "reset()": (_outside_ema, _outside_full_params, _outside_editing),
     "add_param_group()": (*_AT_REST, _outside_no_sync),
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
+    "engine.ema()": (*_AT_REST, _outside_no_sync),
     "offload_states": _AT_REST,
-    "close()": (_outside_full_params,),
-    "close(restore=False)": (_outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "close()": (_outside_ema, _outside_full_params),
+    "close(restore=False)": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
 }
 """What each call needs; the first that is missing says so."""

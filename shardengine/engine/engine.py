@@ -25,6 +25,7 @@ from shardengine.engine import (
     arguments,
     assembly,
     closing,
+    exchanging,
     export,
     full_access,
     monitors,
@@ -41,6 +42,7 @@ from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool
 from shardengine.optim import (
+    AVERAGE,
     EngineCalls,
     OptimizerForm,
     Settings,
@@ -153,7 +155,8 @@ class Engine(Inspection):
         if form.notice and mesh.rank == 0:
             _log.warning("%s", form.notice)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
-        states = form.state_names(scheduled=scheduled)
+        averages = [AVERAGE] if form.kind is not None and self.config.ema.decay is not None else []
+        states = (*form.state_names(scheduled=scheduled), *averages)
         self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind)
         self.optimizer: ShardedOptimizer | None = None
 
@@ -439,6 +442,16 @@ class Engine(Inspection):
         optimizer = self._need_optimizer("full_optimizer_state()")
         return full_access.full_optimizer_state(self._need_core(), optimizer, names, writable=writable)
 
+    @reports_failure_with("ema")
+    def ema(self) -> AbstractContextManager[None]:
+        """The weights are their moving averages inside the ``with``, to evaluate, export or save them; collective.
+
+        Needs ``"ema": {"decay": …}`` in the config, and stands between two steps. Inside nothing can be trained, saved
+        as a checkpoint or loaded; ``state_dict`` and ``save_pretrained`` give the averages. Afterwards the weights have
+        their bits again. Buffers are not averaged.
+        """
+        return exchanging.averaged(self._need_core(), self._need_optimizer("ema()"))
+
     @reports_failure("state_dict")
     def state_dict(self, *, trainable_only: bool = False) -> dict[str, Any]:
         """The full state dict on the CPU of rank 0, {} elsewhere; collective.
@@ -629,17 +642,7 @@ class Engine(Inspection):
 
     @reports_failure("optimizer.train() or eval()")
     def _exchange_weights(self, method: str) -> None:
-        core, optimizer = self._need_core(), self._need_optimizer(f"optimizer.{method}()")
-        core.schedule.finish_open_backward()
-        if not optimizer.begin_exchange(method):
-            return
-        core.step_state.require("optimizer.train() or eval()", f"optimizer.{method}()")
-        core.schedule.reshard_all()
-        core.await_weights()
-        core.adopt_written_weights()
-        with torch.no_grad():
-            core.publish(optimizer.exchange_buckets())
-        core.note_stepped()
+        exchanging.call_class(self._need_core(), self._need_optimizer(f"optimizer.{method}()"), method)
 
     def _make_scheduler(self, given: Any) -> Any:
         if given is None and self.config.scheduler is None:

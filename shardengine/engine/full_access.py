@@ -23,7 +23,7 @@ from shardengine.config import nearest
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
-from shardengine.optim import ShardedOptimizer
+from shardengine.optim import AVERAGE, ShardedOptimizer
 from shardengine.runtime import Summoned, Unit
 from shardengine.sharding import WEIGHT, Bucket, FullTensors, ParameterSpec, join, shaped, slices_of
 
@@ -232,6 +232,8 @@ def _complete_entry(entry: dict[str, Any], name: str, optimizer: ShardedOptimize
         for key in entry.keys() - {WEIGHT}:
             del entry[key]
     entry["step"] = optimizer.steps[number]
+    if not entry["step"]:
+        entry.pop(AVERAGE, None)  # it is the weight
     entry.update({key: value for key, value in (facts or {}).items() if key not in entry})
     reads = optimizer.arithmetic.by_parameter
     return {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardengine.checkpoint import DTYPES, Reader, directory, index
 from shardengine.errors import CheckpointError, UsageError
+from shardengine.optim import AVERAGE
 from shardengine.sharding import BUFFER, WEIGHT
 
 PIECE_BYTES = 8 << 20
@@ -78,8 +79,9 @@ def listed(folder: Path) -> list[str]:
 class Stored:
     """One checkpoint, open for reading; CheckpointError, with file and parameter, where something is damaged."""
 
-    def __init__(self, place: Path) -> None:
-        """Reads and checks the index."""
+    def __init__(self, place: Path, *, averages: bool = False) -> None:
+        """Reads and checks the index. averages: what stands for the weights, where there are any; UsageError where
+        there are none at all."""
         self.place = place
         self.index: dict[str, Any] = index.read(place)
         self.model = model_of(self.index)
@@ -87,6 +89,12 @@ class Stored:
         self.buffers: list[dict[str, Any]] = self.index["buffers"]
         self._rows = {row["names"][0]: row for row in self.parameters} | {row["name"]: row for row in self.buffers}
         self._entries = {(name, state): (dtype, kept) for name, state, dtype, kept in index.entries(self.index)}
+        self.averages = averages
+        if averages and not any(state == AVERAGE for _, state in self._entries):
+            raise UsageError(
+                f'{place}: the checkpoint has no averages of the weights: expected one of a training with "ema": '
+                '{"decay": …} in its config'
+            )
         self._reader = Reader(place, self.index["files"], self.index["chunk_bytes"])
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._verified: set[tuple[str, int]] = set()
@@ -215,7 +223,11 @@ def model_of(saved: dict[str, Any]) -> dict[str, Any]:
 
 def weight_of(stored: Stored, row: dict[str, Any]) -> tuple[str, str]:
     """(first name, state) of a row of ``stored.parameters`` or ``stored.buffers``."""
-    return (row["names"][0], WEIGHT) if "names" in row else (row["name"], BUFFER)
+    if "names" not in row:
+        return row["name"], BUFFER
+    name = row["names"][0]
+    stepped = stored.averages and stored.index["optimizer"]["steps"].get(name, 0) > 0  # before that it is the weight
+    return name, AVERAGE if stepped and AVERAGE in stored.states(name) else WEIGHT
 
 
 _KINDS = (

@@ -6,6 +6,7 @@ probe              whether a class can be stepped so
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
+averages           moving averages of the weights
 update             the step of one bucket, and which of its elements are stepped together
 in_backward        steps during backward
 loss_scale         fp16's scale, and which steps are skipped
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from shardengine.optim import lr_schedules
 from shardengine.optim.arithmetic import check_options
+from shardengine.optim.averages import AVERAGE
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
@@ -26,6 +28,7 @@ from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
 
 __all__ = [
+    "AVERAGE",
     "EngineCalls",
     "Lion",
     "LossScaler",

@@ -20,7 +20,7 @@ from shardengine.ddp import GradientBucket, StepState
 from shardengine.errors import InternalError, UsageError
 from shardengine.offload import CopyQueue, ShardStore
 from shardengine.optim.arithmetic import Action
-from shardengine.optim.update import Part, compute, send, written
+from shardengine.optim.update import Part, Work, compute, send, written
 from shardengine.sharding import MASTER
 
 
@@ -94,7 +94,7 @@ class StepsInBackward:
                 next_one.prefetch()
             flats["weight"], flats["gradient"] = flats.pop(MASTER), gradient
             try:
-                compute(flats, parts, low, {})
+                compute(flats, Work(parts), low, {})
                 if bucket.writes_file:  # as a whole
                     low.copy_(flats["weight"])
                 store.check_in()

@@ -38,8 +38,9 @@ from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import Spans
 from shardengine.offload import HOST
 from shardengine.optim.arithmetic import Action, Arithmetic
+from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
-from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, rewrite_bucket, step_bucket
+from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
 
@@ -181,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The states that a bucket begins with."""
-        return self.arithmetic.state_names(self.param_groups)
+        return (*self.arithmetic.state_names(self.param_groups), *([AVERAGE] if self.averages else []))
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
@@ -283,10 +284,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self._steps[parameter] += 1
-        way, work = self._reducer.way_back, zip(self._reducer.buckets, self._segments.of(self._labels()), strict=True)
+        way, segments = self._reducer.way_back, self._segments.of(self._labels())
         fetches = any(state.bucket.state_store.away for state in self._reducer.buckets)
-        actions: dict[Label, Action] = {}
-        for state, spans_of in itertools.islice(work, update.stepped, None):
+        left = self._reducer.buckets[update.stepped :]
+        for state, work in zip(left, self._works(segments, update.stepped), strict=True):
             index = state.bucket.layout.index
             if index in self.stepped_early:
                 self.stepped_early.deliver(state, way)
@@ -295,12 +296,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state.bucket.state_store.check_out()  # takes its buffer before the next ones are prefetched
                 if fetches:
                     self.prefetch(index + 1)
-                for label in spans_of.keys() - actions.keys():
-                    actions[label] = self._action(label)
-                parts = [(actions[label], spans) for label, spans in spans_of.items()]
                 for soon in self._reducer.buckets[index : index + 2]:
                     soon.fetch()
-                step_bucket(state, parts, update, way, lambda: step.move(Phase.TORN))
+                step_bucket(state, work, update, way, lambda: step.move(Phase.TORN))
             step.move(Phase.UPDATING)
             update.bucket_stepped()
             # 3. publish
@@ -354,16 +352,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def exchange_buckets(self) -> Iterator[Bucket]:
         """Exchange the weights of bucket after bucket, and yield each."""
-        self.await_reader()
         specs = self._layout.parameters
         labels = [(spec.group, self._steps[n]) if spec.is_stepped else None for n, spec in enumerate(specs)]
-        nothing: dict[str, Tensor | None] = {"factor": None, "skip": None}
-        way, state = self._reducer.way_back, self._step_state
-        for each, spans_of in zip(self._reducer.buckets, self._segments.of(labels), strict=True):
-            rewrite_bucket(each.bucket, self._parts(spans_of), {}, lambda device: nothing, way, state.lose)
-            yield each.bucket
-        state.restart()
+        yield from self._rewrite([self._parts(spans_of) for spans_of in self._segments.of(labels)])
         self.arithmetic.end_step(self.param_groups)
+
+    @property
+    def averages(self) -> bool:
+        """Whether moving averages of the weights are kept."""
+        return self.settings.decay is not None
+
+    def swap_averages(self) -> Iterator[Bucket]:
+        """Weights and their averages change places, bucket after bucket."""
+        yield from self._rewrite([self._to_all(Swap(), spans_of) for spans_of in self._averaged()])
+
+    def _averaged(self, *, first: bool = False) -> list[dict[Label, Spans]]:
+        """Per bucket what there is an average of: all that was ever stepped. first: of that, what takes its first
+        step now."""
+        touched = self._reducer.touched
+        counted = [count == 1 and index in touched if first else count > 0 for index, count in enumerate(self._steps)]
+        specs = self._layout.parameters
+        return self._segments.of([(0, 0) if found and specs[n].is_stepped else None for n, found in enumerate(counted)])
+
+    @staticmethod
+    def _to_all(action: Action, spans_of: dict[Label, Spans]) -> list[Part]:
+        return [(action, spans) for spans in spans_of.values()]
+
+    def _works(self, segments: list[dict[Label, Spans]], begin: int) -> Iterator[Work]:
+        """What the step does to each bucket, from number ``begin`` on."""
+        actions: dict[Label, Action] = {}
+        firsts = self._averaged(first=True) if self.averages else [{}] * len(segments)
+        averaged = self._averaged() if self.averages else firsts
+        advance = Advance(self.settings.decay or 0.0)
+        for spans_of, first, all_of in itertools.islice(zip(segments, firsts, averaged, strict=True), begin, None):
+            for label in spans_of.keys() - actions.keys():
+                actions[label] = self._action(label)
+            parts = [(actions[label], spans) for label, spans in spans_of.items()]
+            yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of))
+
+    def _rewrite(self, parts: list[list[Part]]) -> Iterator[Bucket]:
+        """parts: of each bucket, what is done to weights and states without a gradient."""
+        self.await_reader()
+        nothing: dict[str, Tensor | None] = {"factor": None, "skip": None}
+        for state, of_bucket in zip(self._reducer.buckets, parts, strict=True):
+            rewrite_bucket(state.bucket, Work(of_bucket), {}, lambda device: nothing, self._reducer.way_back)
+            yield state.bucket
 
     def end_update(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
         """All buckets are done. Counts say that the step was applied, until ``settle``, which may call ``if_skipped``.

@@ -33,7 +33,7 @@ class Settings:
 
     max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
     are skipped; None: none is · fp16: what overflows in it is one · in_backward: offloaded buckets are stepped as soon
-    as its gradient is complete.
+    as its gradient is complete · decay: of moving averages of the weights, None: there are none.
     """
 
     max_norm: float = 0.0
@@ -41,13 +41,14 @@ class Settings:
     scaler: LossScaler | None = None
     fp16: bool = False
     in_backward: bool = False
+    decay: float | None = None
 
     @classmethod
     def of(cls, config: Config, which: Precision) -> Settings:
         """which: the config's."""
         in_backward = config.zero_optimization.offload_optimizer.step_in_backward
         scaler = None if which.scaling is None else LossScaler(which.scaling)
-        return cls(config.gradient_clipping, which.seed, scaler, which.trains_fp16, in_backward)
+        return cls(config.gradient_clipping, which.seed, scaler, which.trains_fp16, in_backward, config.ema.decay)
 
 
 Part = tuple[Action, Spans]
@@ -119,25 +120,32 @@ class Update:
         return self._moved[device]
 
 
-def step_bucket(
-    state: GradientBucket, parts: Sequence[Part], update: Update, way: CopyQueue, tear: Callable[[], None]
-) -> None:
+@dataclass(frozen=True)
+class Work:
+    """What is done to a bucket. parts: to the weights · before, after: beside that, to states alone."""
+
+    parts: Sequence[Part]
+    before: Sequence[Part] = ()
+    after: Sequence[Part] = ()
+
+
+def step_bucket(state: GradientBucket, work: Work, update: Update, way: CopyQueue, tear: Callable[[], None]) -> None:
     """Step what this rank holds of a bucket, part by part, where its states are computed on; then the weights follow.
 
     way: back, of weights that are kept on another device than that · tear: called when the first element is about to be
     written.
     """
     with state.gradient_to_step() as gradient:
-        rewrite_bucket(state.bucket, parts, {"gradient": gradient}, update.scalars_on, way, tear)
+        rewrite_bucket(state.bucket, work, {"gradient": gradient}, update.scalars_on, way, tear)
 
 
 def rewrite_bucket(
     bucket: Bucket,
-    parts: Sequence[Part],
+    work: Work,
     given: Mapping[str, Tensor],
     scalars_on: Callable[[torch.device], dict[str, Tensor | None]],
     way: CopyQueue,
-    tear: Callable[[], None],
+    tear: Callable[[], None] = lambda: None,
 ) -> None:
     """``step_bucket`` with what is ``given`` beside the weights and states: a gradient, or nothing."""
     store = bucket.state_store
@@ -156,27 +164,25 @@ def rewrite_bucket(
                 raise InternalError(f"weights without masters are stepped where they rest: {bucket.layout.names}")
             if apart:
                 bucket.flat_buffer.platform.loads.copy(weights, near).wait()
-        if parts:
+        if work.parts:
             tear()
-        compute(flats, parts, low, scalars_on(store.device))
+        compute(flats, work, low, scalars_on(store.device))
         changed, end = True, Done()
         if low is not None and (apart or bucket.writes_file):
             changed = not is_set(scalars_on(HOST)["skip"])
         if apart:
             whole = low is None or bucket.writes_file
-            pairs = [(near, weights)] if whole else written(near, weights, parts)
+            pairs = [(near, weights)] if whole else written(near, weights, work.parts)
             end = send(pairs if changed else (), near, way, from_host=store.away)
         bucket.end_weights(changed=changed, after=end)
 
 
-def compute(
-    flats: dict[str, Tensor], parts: Sequence[Part], low: Tensor | None, scalars: dict[str, Tensor | None]
-) -> None:
+def compute(flats: dict[str, Tensor], work: Work, low: Tensor | None, scalars: dict[str, Tensor | None]) -> None:
     """The actions of a bucket, on the device of ``flats`` (as ``kernels.update`` has them). low: takes the weights."""
     copied = low is not None and flats["weight"].dtype is not torch.float32
     if low is not None and not copied:
         flats["low"] = low
-    for action, spans in parts:
+    for action, spans in (*work.before, *work.parts, *work.after):
         action(flats, spans, **scalars)
     if low is not None and copied:  # what was rounded at random must not be rounded again
         low.copy_(flats["weight"])
@@ -206,8 +212,9 @@ def is_set(flag: Tensor | None) -> bool:
 
 Label = tuple[int, int]
 """A parameter group and a step count."""
-_PATTERNS = 2
-"""Ways to cut that are remembered: of what was stepped last, and of everything (``step_in_backward``)."""
+_PATTERNS = 4
+"""Ways to cut that are remembered: of what was stepped last, of everything (``step_in_backward``), of what is averaged,
+and of what is averaged from now on."""
 
 
 class Segments:
