@@ -130,10 +130,10 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "use_data_before_expert_parallelism": "every rank holds all experts of the model",
         "vocabulary_size": "buckets are padded, so no size of the vocabulary is better than another",
         "wall_clock_breakdown": _TRACE,
-        "zero_allow_untested_optimizer": "an optimizer is either compared with its reference bit for bit, or refused",
-        "zero_force_ds_cpu_optimizer": "there is one optimizer arithmetic for all devices",
+        "zero_allow_untested_optimizer": "a class of optimizer is tried on slices first, and admitted or refused",
+        "zero_force_ds_cpu_optimizer": "an optimizer has one arithmetic on all devices",
     },
-    "optimizer": {"legacy_fusion": "there is one optimizer arithmetic"},
+    "optimizer": {"legacy_fusion": "the engine chooses how a step is computed"},
     "bf16": {"immediate_grad_update": "a bucket of gradients is reduced as soon as it is complete"},
     "monitor": {"wandb": _OWN_MONITOR, "comet": _OWN_MONITOR},
     "compile": dict.fromkeys(

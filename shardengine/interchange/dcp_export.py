@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardengine.errors import UsageError
 from shardengine.interchange.dcp import COUNTERS
 from shardengine.interchange.stored import Stored
 from shardengine.interchange.weight_files import rounded, weights
@@ -81,13 +80,15 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     """As of ``get_optimizer_state_dict``: state by name, groups by number; and groups by name, as it flattens them."""
     saved = stored.index["optimizer"]
     kind = saved["kind"]
-    if kind not in _CLASSES:
-        raise UsageError(f"{stored.place}: optimizer {kind[:80]!r} is not one of {', '.join(_CLASSES)}")
-    defaults = _CLASSES[kind]([torch.nn.Parameter(torch.empty(0))], lr=0.0).defaults
+    made_by = _CLASSES.get(kind) or getattr(torch.optim, kind.removeprefix("torch.optim."), None)
+    is_known = isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer)  # a user's options are complete
+    defaults = made_by([torch.nn.Parameter(torch.empty(0))], lr=0.0).defaults if is_known else {}
+    facts = saved.get("facts", {})
     states: dict[str, Any] = {}
     for group in saved["groups"]:
         for name in group["params"]:
-            states[name] = {"step": torch.tensor(float(saved["steps"].get(name, 0)))}
+            kept = {key: torch.tensor(value) for key, value in facts.get(name, {}).items() if value is not None}
+            states[name] = {"step": torch.tensor(float(saved["steps"].get(name, 0))), **kept}
             for key, dtype in stored.states(name).items():
                 if key != "weight":
                     states[name][key] = torch.empty(stored.shape(name), dtype=dtype, device="meta")
