@@ -81,8 +81,10 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     saved = stored.index["optimizer"]
     kind = saved["kind"]
     made_by = _CLASSES.get(kind) or getattr(torch.optim, kind.removeprefix("torch.optim."), None)
-    is_known = isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer)  # a user's options are complete
-    defaults = made_by([torch.nn.Parameter(torch.empty(0))], lr=0.0).defaults if is_known else {}
+    defaults: dict[str, Any] = {}  # of a user's class: all options are saved
+    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
+        own: Any = made_by
+        defaults = own([torch.nn.Parameter(torch.empty(0))], lr=0.0).defaults
     facts = saved.get("facts", {})
     states: dict[str, Any] = {}
     for group in saved["groups"]:

@@ -2,7 +2,7 @@
 
 Owns: the trial and the sentences of a refusal. Must not know: the model, ranks.
 
-[Note: The trial] Per group, with its options and on numbers of its own, three steps of a matrix and a vector
+[Note: The trial] Per group, with its options and on numbers of its own, seven steps of a matrix and a vector
 
     whole     as they are, twice
     flat      the matrix as one row
@@ -26,7 +26,8 @@ from shardengine.errors import UsageError
 from shardengine.optim.elementwise import Elementwise, Learnt, Slice, Workers, options_of, same
 
 _SHAPE, _CUT, _FEW = (65, 33), 1040, 16
-_STEPS = 3
+_STEPS = 7
+"""Some classes change no weight before their sixth step (rectified Adam)."""
 ALREADY_STEPPED = (
     "optimizer {} has already taken steps: expected a new one, because its state would be lost; "
     "pass it to shardengine.initialize before its first step"
@@ -113,7 +114,13 @@ def _sliced(matrix: Tensor, vector: Tensor) -> list[Tensor]:
 
 
 def _tensors(cut: _Cut, seed: int) -> list[Tensor]:
-    return [part.clone() for part in cut(_numbers(_SHAPE, seed), _numbers((_FEW + 5,), seed + 50))]
+    """Weights (``seed`` 0) or gradients. Slices differ much in magnitude: a norm or mean of one is far from that of all,
+    and is seen where it counts for little."""
+    matrix, vector = _numbers(_SHAPE, seed), _numbers((_FEW + 5,), seed + 50)
+    flat = matrix.view(-1)
+    flat[:_CUT] *= 16
+    flat[_CUT:] /= 16
+    return [part.clone() for part in cut(matrix, vector / 64)]
 
 
 class _Way:
