@@ -4,6 +4,7 @@ optimizer          torch's surface over shards; norm, clipping factor, the order
 resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
 update             the step of one bucket, and which of its elements are stepped together
+torch_hooks        torch's hooks of an optimizer, and what optimizer.state shows
 in_backward        steps during backward
 loss_scale         fp16's scale, and which steps are skipped
 lr_schedules       the schedules of the config
@@ -17,7 +18,7 @@ from __future__ import annotations
 from shardengine.optim import lr_schedules
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
-from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer, state_names
+from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer, counts_steps, state_names
 from shardengine.optim.resolve import check_options, check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
 
@@ -31,6 +32,7 @@ __all__ = [
     "Verdict",
     "check_options",
     "check_owned",
+    "counts_steps",
     "groups_for",
     "lend",
     "lr_schedules",

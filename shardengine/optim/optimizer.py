@@ -24,7 +24,7 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +37,9 @@ from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
 from shardengine.offload import HOST
+from shardengine.optim import torch_hooks
 from shardengine.optim.in_backward import StepsInBackward
+from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
@@ -52,14 +54,20 @@ _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
 
 
+def _no_states(_given: Any) -> Any:
+    raise UsageError("engine.optimizer: expected the optimizer of an open engine, got one without an engine")
+
+
 @dataclass(frozen=True)
 class EngineCalls:
     """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group · step:
-    clip, step, publish, or only count."""
+    clip, step, publish, or only count · save, load: states in torch's form, ``save(begun)`` as ``StatesElsewhere``."""
 
     forget: Callable[[], None]
     extend: Callable[[dict[str, Any]], None]
     step: Callable[[], None]
+    save: Callable[[bool], dict[str, Any]] = _no_states
+    load: Callable[[Mapping[str, Any]], None] = _no_states
 
 
 class OptimizerForm(NamedTuple):
@@ -82,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     _calls: EngineCalls | None = None
+    state: StatesElsewhere
 
     def __init__(
         self,
@@ -92,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         calls: EngineCalls | None = None,
     ) -> None:
         super().__init__(form.groups, form.defaults)
+        self.state = StatesElsewhere(lambda parameter: self._names_of(parameter))
         self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step)
         self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
@@ -351,6 +361,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.step()
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch would call hooks per call, and not where engine.step() is
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the window's gradients, as ``engine.zero_grad()``; but nothing where the last call was a ``step()``
         that only counted a micro-batch: a loop that calls both after every backward means the end of a window."""
@@ -371,16 +383,58 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.extend(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
-        raise UsageError(
-            "engine.optimizer.state_dict() is not available yet: optimizer state is sharded over the ranks"
-        )
+        """What torch's own optimizer would return, whole on the CPU of rank 0, {} elsewhere; collective.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not available yet, as ``state_dict``."""
-        raise UsageError(
-            "engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks"
-        )
+        Plain torch loads it and goes on. Beyond torch's it has "master", the fp32 master weights of bf16 and fp16
+        parameters; together with ``engine.state_dict()`` it resumes bit for bit, at any stage.
+        """
+        return torch_hooks.around_state_dict(self.hooked, lambda: self._calls_of_engine.save(self.state.take_request()))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Go on from what ``state_dict()`` of this or of torch's optimizer returned: options go into the same groups,
+        states to where they rest; collective.
+
+        state_dict: whole on rank 0; there, or {}, elsewhere. With "master" the weights become those, rounded. UsageError
+        where it does not fit, and nothing has changed then.
+        """
+        self.state.take_request()
+        torch_hooks.around_load(self.hooked, state_dict, self._calls_of_engine.load)
+
+    @property
+    def hooked(self) -> list[torch.optim.Optimizer]:
+        """Whose hooks count: its own, and those of the user's optimizer that it stands in for."""
+        return [self] if self._lent is None else [self, self._lent]
+
+    @property
+    def has_post_hooks(self) -> bool:
+        """Whether something is called after updates that are applied."""
+        return any(True for _ in torch_hooks.post_hooks(self.hooked))
+
+    def call_pre_hooks(self) -> None:
+        """The gradients are complete, the update follows; see [Note: Once per step]."""
+        self.refuse_late_hooks()
+        if self._step_state.phase is not Phase.UPDATING:
+            torch_hooks.before_update(self.hooked)
+
+    def call_post_hooks(self) -> None:
+        """The update was applied."""
+        torch_hooks.after_update(self.hooked)
+
+    def refuse_late_hooks(self) -> None:
+        """``UsageError`` where pre hooks would be called too late."""
+        if self.steps_early:
+            torch_hooks.refuse_pre_hooks(self.hooked)
+
+    @property
+    def _calls_of_engine(self) -> EngineCalls:
+        return self._calls or EngineCalls(lambda: None, _no_engine, _no_step)
+
+    def _names_of(self, parameter: Any) -> tuple[str, ...]:
+        """The names of what torch's dict has of ``parameter``."""
+        for group in self.param_groups if isinstance(parameter, Tensor) and parameter.requires_grad else ():
+            if any(parameter is each for each in group["params"]):
+                return (*(("step",) if counts_steps(self.kind) else ()), *state_names(self.kind, [group]))
+        return ()
 
     if not TYPE_CHECKING:
 
@@ -425,6 +479,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def end_window(self) -> None:
         """The window was stepped or dropped, or its update is lost, and what ``clip_next_step`` said with it."""
         self.divisors.clear()
+        self.state.take_request()
         self._rates = []
         self.stepped_early.forget(self._reducer.way_back)
         self.update = None
@@ -511,6 +566,11 @@ def state_names(kind: str, groups: list[dict[str, Any]], *, scheduled: bool = Fa
 _STEPPED_WITH = (
     "buckets are stepped with it in backward already: expected offload_optimizer.step_in_backward to be false"
 )
+
+
+def counts_steps(kind: str) -> bool:
+    """Whether torch's class counts the steps of each parameter, as "step" among its states."""
+    return kind not in ("SGD", "Lion")
 
 
 def _no_step() -> None:
