@@ -610,6 +610,11 @@ class Engine(Inspection):
                 if self._saves is not None:
                     self._saves.close()
 
+    @property
+    def _non_persistent_buffers_set(self) -> set[str]:
+        """What ``torch.distributed.checkpoint.state_dict`` asks of what it is given as a model."""
+        return self.module._non_persistent_buffers_set
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(f"Engine has no attribute {name!r}")

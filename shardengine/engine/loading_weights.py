@@ -75,11 +75,11 @@ def _check(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: b
         ours, value = expected[name], given[name]
         if not isinstance(ours, Tensor) or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
             continue
-        if not isinstance(value, Tensor) or (value.shape != ours.shape and not (ours.dim() == 0 and value.numel() == 1)):
+        if not isinstance(value, Tensor) or (value.shape != ours.shape and (ours.dim() or value.numel() != 1)):
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(f"{where}: {name!r}: expected shape {tuple(ours.shape)}, got {came}; nothing was loaded")
     if strict and not _translates(module):
-        missing, unexpected = [sorted(each) for each in (expected.keys() - given.keys(), given.keys() - expected.keys())]
+        missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
         if missing or unexpected:
             raise UsageError(f"{where}: {_unfit(missing, unexpected)}; nothing was loaded")
     return True
@@ -91,7 +91,11 @@ def _unfit(missing: list[str], unexpected: list[str]) -> str:
         for what, names in (("it lacks", missing), ("the model has not", unexpected))
         if names
     ]
-    return f"the state dict does not fit the model: {'; '.join(texts)} (strict=False loads what fits)"
+    way = "strict=False loads what fits"
+    for prefix in ("module.", "_orig_mod.") if unexpected else ():
+        if all(name.startswith(prefix) for name in unexpected):
+            way = f"take {prefix!r} off the keys, which DistributedDataParallel or torch.compile has put before them"
+    return f"the state dict does not fit the model: {'; '.join(texts)} ({way})"
 
 
 def _names(core: Core, module: nn.Module) -> dict[str, Any]:
@@ -149,9 +153,7 @@ class _Found:
             metadata = {} if self._metadata is None else self._metadata.get(prefix, {})
             try:
                 own = {name: value for name, value in self._state.items() if name.startswith(before)}
-                part._load_from_state_dict(
-                    own, before, metadata, True, self.missing, self.unexpected, self._problems
-                )
+                part._load_from_state_dict(own, before, metadata, True, self.missing, self.unexpected, self._problems)
             except Exception as error:
                 self._failure = error
 
@@ -174,4 +176,3 @@ class _Found:
             raise self._failure
         if self._problems:
             raise UsageError(f"load_state_dict: {'; '.join(self._problems)}")
-

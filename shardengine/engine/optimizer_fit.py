@@ -72,7 +72,7 @@ def fit(core: Core, optimizer: ShardedOptimizer, given: Any) -> Fit | None:
     """
     if not isinstance(given, Mapping) or (given and not {"state", "param_groups"} <= given.keys()):
         came = f"a dict with {sorted(map(str, given))}"[:200] if isinstance(given, Mapping) else type(given).__name__
-        _refuse(core, f'expected a dict with "state" and "param_groups", as an optimizer\'s state_dict() is, got {came}')
+        _refuse(core, f'expected "state" and "param_groups", as an optimizer\'s state_dict() has them, got {came}')
     if not given:
         if core.mesh.rank == 0:
             _refuse(core, "expected the whole dict on rank 0, or on every rank, got {}")
@@ -205,7 +205,8 @@ def _step(core: Core, optimizer: ShardedOptimizer, name: str, entry: Mapping[str
             _refuse(core, f"{name!r} has no 'step', the number of steps that {optimizer.kind} has taken")
         return int(stepped)
     value = entry[STEP]
-    number = float(value) if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) else -1
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+    number = float(value) if is_number else -1.0
     if not math.isfinite(number) or number < 0 or number != int(number):
         _refuse(core, f"the step of {name!r}: expected a whole number of steps, 0 or more, got {value!r}")
     return int(number)
@@ -238,8 +239,8 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
         if _KIND_OPTION in options and bool(options[_KIND_OPTION]) != bool(group.get(_KIND_OPTION)):
             _refuse(
                 core,
-                f"group {index}: {_KIND_OPTION} is {options[_KIND_OPTION]} in the dict, {group.get(_KIND_OPTION)} here: "
-                "one has Adam's weight decay, the other AdamW's",
+                f"group {index}: {_KIND_OPTION} is {options[_KIND_OPTION]} in the dict, {group.get(_KIND_OPTION)} "
+                "here: one has Adam's weight decay, the other AdamW's",
             )
         check_options({**group, **options}, _CALL, index, {**optimizer.param_groups[0], **saved[0]})
         packed.append({key: _packed(core, index, key, value) for key, value in options.items()})

@@ -178,7 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameter.grad so far does, or by what backward has divided losses, so their weights would: expected "
                 f"the same on every rank, this one has {groups}, loss scale {self.loss_scale:g}, changes of gradients "
                 f"with the digest {changes:08x} and losses divided by {sorted(self.divisors)}; set them and call "
-                f"engine.{way}"
+                f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
+                "every rank: average it over the ranks first"
             )
         self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
         if self.settings.fp16:  # inf - inf on the way is an overflow, too
@@ -390,12 +391,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return torch_hooks.around_state_dict(self.hooked, lambda: self._calls_of_engine.save(self.state.take_request()))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict()`` of this or of torch's optimizer returned: options go into the same groups,
         states to where they rest; collective.
 
-        state_dict: whole on rank 0; there, or {}, elsewhere. With "master" the weights become those, rounded. UsageError
-        where it does not fit, and nothing has changed then.
+        state_dict: whole on rank 0; there, or {}, elsewhere. With "master" the weights become those, rounded.
+        UsageError where it does not fit, and nothing has changed then.
         """
         self.state.take_request()
         torch_hooks.around_load(self.hooked, state_dict, self._calls_of_engine.load)

@@ -1,10 +1,10 @@
 """What torch's functions and users attach to an optimizer, or ask of it: hooks, and ``optimizer.state``.
 
-Owns: when hooks are called, and with which optimizer; what a look at ``state`` finds. Must not know: how a step is done,
-what a state dict holds.
+Owns: when hooks are called, and with which optimizer; what a look at ``state`` finds. Must not know: how a step is
+done, what a state dict holds.
 
-[Note: Once per step] Torch calls a step's hooks around ``optimizer.step()``. Here a step has several calls (a ``step()``
-per micro-batch, ``engine.step()`` or ``optimizer.step()``) and one update, so the engine calls them around the update:
+[Note: Once per step] Torch calls a step's hooks around ``optimizer.step()``. Here a step has several calls (one per
+micro-batch, of ``engine.step()`` or ``optimizer.step()``) and one update, so the engine calls them around that:
 pre hooks when the gradients are complete, also of a step that is skipped then, because they may change what decides
 that; post hooks after an update that was applied, for which the host waits, before a scheduler is stepped.
 """
@@ -141,4 +141,4 @@ class _Names(dict[str, Any]):
             "call engine.optimizer.state_dict() on every rank"
         )
 
-    __getitem__ = get = pop = setdefault = __setitem__ = _refuse  # type: ignore[assignment]
+    __getitem__ = get = pop = setdefault = __setitem__ = _refuse
