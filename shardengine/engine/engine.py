@@ -651,12 +651,12 @@ class Engine(Inspection):
 
     @reports_failure("optimizer.state_dict")
     def _save_optimizer(self, begun: bool) -> dict[str, Any]:
-        optimizer = self._need_optimizer("optimizer.state_dict()")
-        return optimizer_dict.state_dict(self._need_core(), optimizer, begun=begun)
+        core, optimizer = self._need_core(), self._need_optimizer("optimizer.state_dict()")
+        return optimizer_dict.state_dict(core, optimizer, begun=begun)
 
     @reports_failure("optimizer.load_state_dict")
     def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
-        optimizer, core = self._need_optimizer("optimizer.load_state_dict()"), self._need_core()
+        core, optimizer = self._need_core(), self._need_optimizer("optimizer.load_state_dict()")
         core = self._core = rebuild.follow(core, self.module, self.config, optimizer)
         optimizer_dict.load(core, optimizer, state_dict)
 

@@ -41,7 +41,7 @@ def state_dict(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[
     """
     core.schedule.finish_open_backward()
     core.step_state.require("optimizer.state_dict()")
-    compare(core.collectives, {"call": [f"optimizer.state_dict() {'with every state' if begun else ''}"]})
+    compare(core.collectives, {"call": [f"optimizer.state_dict(){' of every state' if begun else ''}"]})
     core.await_weights()
     core.adopt_written_weights()
     steps, wanted = optimizer.steps, _entries(core, optimizer, begun=begun)

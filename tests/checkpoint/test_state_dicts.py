@@ -171,8 +171,12 @@ def asks_torch(folder: str) -> None:
         optimizer, place = engine.optimizer, f"{folder}/{stage}-{engine.world_size}"
         assert optimizer is not None
         unstepped = get_optimizer_state_dict(engine.module, optimizer)
-        assert all(not value.any() for each in unstepped["state"].values() for k, value in each.items() if k != "master")
-        assert engine.global_steps == 0 and bool(optimizer.state_dict().get("state")) == bool(options and not engine.rank)
+        assert all(
+            not value.any() for each in unstepped["state"].values() for k, value in each.items() if k != "master"
+        )
+        assert engine.global_steps == 0 and bool(optimizer.state_dict().get("state")) == bool(
+            options and not engine.rank
+        )
         train(engine, 0, 2)
         weights, states = both(engine)
         names = [name for name, _ in engine.module.named_parameters()]
