@@ -12,22 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardengine import Engine
 from tests.support import cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
+dcp: Any = torch.distributed.checkpoint
+theirs: Any = torch.distributed.checkpoint.state_dict
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 SMALL, LARGE = {"reduce_bucket_size": 200}, {"reduce_bucket_size": 4096}
@@ -69,20 +64,20 @@ def unpacked(found: bytes) -> Any:
     return torch.load(io.BytesIO(found), weights_only=True)
 
 
-def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
-    assert type(ours) is type(theirs), where
+def assert_same(ours: Any, other: Any, where: str = "") -> None:
+    assert type(ours) is type(other), where
     if isinstance(ours, dict):
-        assert list(ours) == list(theirs), (where, list(ours), list(theirs))
+        assert list(ours) == list(other), (where, list(ours), list(other))
         for key in ours:
-            assert_same(ours[key], theirs[key], f"{where}.{key}")
+            assert_same(ours[key], other[key], f"{where}.{key}")
     elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), where
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, f"{where}[{number}]")
+        assert len(ours) == len(other), where
+        for number, (one, two) in enumerate(zip(ours, other, strict=True)):
+            assert_same(one, two, f"{where}[{number}]")
     elif isinstance(ours, Tensor):
-        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), where
+        assert ours.dtype == other.dtype and torch.equal(ours, other), where
     else:
-        assert ours == theirs, where
+        assert ours == other, where
 
 
 WAYS: dict[str, tuple[str, str, str, dict[str, Any], str, str]] = {
@@ -170,7 +165,7 @@ def asks_torch(folder: str) -> None:
         engine = make(stage, "AdamW", SMALL, **options)
         optimizer, place = engine.optimizer, f"{folder}/{stage}-{engine.world_size}"
         assert optimizer is not None
-        unstepped = get_optimizer_state_dict(engine.module, optimizer)
+        unstepped = theirs.get_optimizer_state_dict(engine.module, optimizer)
         assert all(
             not value.any() for each in unstepped["state"].values() for k, value in each.items() if k != "master"
         )
@@ -183,16 +178,18 @@ def asks_torch(folder: str) -> None:
         order = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {name: next(i for i, p in enumerate(order) if p is q) for name, q in engine.module.named_parameters()}
         for found in (
-            get_optimizer_state_dict(engine, optimizer, options=FULL),
-            get_optimizer_state_dict(engine.module, optimizer, options=StateDictOptions(full_state_dict=True)),
-            get_state_dict(engine, optimizer, options=FULL)[1],
+            theirs.get_optimizer_state_dict(engine, optimizer, options=FULL),
+            theirs.get_optimizer_state_dict(engine.module, optimizer, options=StateDictOptions(full_state_dict=True)),
+            theirs.get_state_dict(engine, optimizer, options=FULL)[1],
         ):
             for name in names if found and engine.rank == 0 else ():
                 assert_same(found["state"][name], states["state"][numbers[name]], name)
-        assert_same(dict(get_model_state_dict(engine, options=FULL)), dict(weights))
+        assert_same(dict(theirs.get_model_state_dict(engine, options=FULL)), dict(weights))
         with engine.full_params():
-            model = {k: v.clone() for k, v in get_model_state_dict(engine.module).items()}
-        dcp.save({"model": model, "optim": get_optimizer_state_dict(engine.module, optimizer)}, checkpoint_id=place)
+            model = {k: v.clone() for k, v in theirs.get_model_state_dict(engine.module).items()}
+        dcp.save(
+            {"model": model, "optim": theirs.get_optimizer_state_dict(engine.module, optimizer)}, checkpoint_id=place
+        )
         train(engine, 2, 3)
         expected = both(engine)
         engine.close()
@@ -203,19 +200,17 @@ def assert_goes_on(place: str, stage: str, options: dict[str, Any], expected: An
     engine = make(stage, "AdamW", LARGE, **options)
     assert engine.optimizer is not None
     with engine.full_params():
-        model = {k: v.clone() for k, v in get_model_state_dict(engine.module).items()}
-    states = get_optimizer_state_dict(engine.module, engine.optimizer)
+        model = {k: v.clone() for k, v in theirs.get_model_state_dict(engine.module).items()}
+    states = theirs.get_optimizer_state_dict(engine.module, engine.optimizer)
     dcp.load({"model": model, "optim": states}, checkpoint_id=place)
     with engine.full_params(writable=True):
-        set_model_state_dict(engine.module, model)
-    set_optimizer_state_dict(engine.module, engine.optimizer, states)
+        theirs.set_model_state_dict(engine.module, model)
+    theirs.set_optimizer_state_dict(engine.module, engine.optimizer, states)
     loaded = both(engine)
     engine.load_state_dict({name: torch.zeros_like(value) for name, value in loaded[0].items()})
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(engine, loaded[0], options=everywhere)
-    set_optimizer_state_dict(engine.module, engine.optimizer, get_state_dict(engine, engine.optimizer, options=FULL)[1],
-                             options=everywhere) if engine.world_size == 1 else None  # fmt: skip
-    set_optimizer_state_dict(engine.module, engine.optimizer, states)
+    theirs.set_model_state_dict(engine, loaded[0], options=everywhere)
+    theirs.set_optimizer_state_dict(engine.module, engine.optimizer, states)
     assert_same(both(engine), loaded)
     train(engine, 2, 3)
     after = both(engine)

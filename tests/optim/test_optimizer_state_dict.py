@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.embed = nn.Linear(5, 7, bias=False)
         self.frozen = nn.Linear(7, 7)
         self.unused = nn.Linear(7, 7)
-        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.head = nn.Linear(7, 5)
         self.scale = nn.Parameter(torch.tensor(0.5))
@@ -61,12 +61,12 @@ def optimizer_of(model: nn.Module, name: str, *, named: bool = False) -> torch.o
     made, options = CLASSES[name]
     pairs = [(key, p) if named else p for key, p in model.named_parameters() if p.numel()]
     own = {"momentum": 0.0} if name == "momentum" else {}
-    return made([{"params": pairs[:4], "lr": 1e-3, **own}, {"params": pairs[4:]}], **options)  # type: ignore[no-any-return]
+    return made([{"params": pairs[:4], "lr": 1e-3, **own}, {"params": pairs[4:]}], **options)
 
 
 def loss_of(model: Any, step: int) -> Tensor:
     torch.manual_seed(step)
-    return model(torch.randn(4, 5)).square().mean()  # type: ignore[no-any-return]
+    return model(torch.randn(4, 5)).square().mean()
 
 
 def plain(name: str, steps: int, *, named: bool = False) -> tuple[Net, torch.optim.Optimizer]:
@@ -213,11 +213,11 @@ def test_the_users_own_optimizer_and_its_groups() -> None:
 def test_names_in_the_place_of_numbers() -> None:
     """As torch.distributed.checkpoint has them: found by name, in any order."""
     engine = sharded("AdamW", 2)
-    saved, names = states_of(engine), {}
+    saved, names = states_of(engine), dict[int, str]()
     order = [p for group in engine.optimizer.param_groups for p in group["params"]] if engine.optimizer else []
     for key, parameter in engine.module.named_parameters():
         names |= {number: key for number, each in enumerate(order) if each is parameter}
-    named = {
+    named: dict[str, Any] = {
         "state": {names[number]: entry for number, entry in saved["state"].items()},
         "param_groups": [
             {**group, "params": [names[number] for number in reversed(group["params"])]}
