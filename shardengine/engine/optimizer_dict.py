@@ -44,6 +44,7 @@ def state_dict(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[
     compare(core.collectives, {"call": [f"optimizer.state_dict(){' of every state' if begun else ''}"]})
     core.await_weights()
     core.adopt_written_weights()
+    optimizer.await_reader()
     steps, wanted = optimizer.steps, _entries(core, optimizer, begun=begun)
     here = begun or core.mesh.rank == 0
     full = _gather(core, optimizer, {core.layout.parameters[number].name for number in wanted} if here else set())

@@ -323,7 +323,10 @@ def files(say: Say, rank: int, ranks: int, store: str, folder: str) -> None:
     model, trainer = Net(), make("shardengine_stage_3", saving, max_epochs=3)
     trainer.fit(model, data(), data(8))
     dist.barrier()
-    found = {"kept": there(), "loaded": weights(Net.load_from_checkpoint(saving.best_model_path, map_location="cpu"))}
+    found: dict[str, Any] = {
+        "kept": there(),
+        "loaded": weights(Net.load_from_checkpoint(saving.best_model_path, map_location="cpu")),
+    }
     found["trained"] = weights(model)
     trainer.save_checkpoint(f"{folder}/after.ckpt")
     trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
