@@ -31,8 +31,8 @@ def _read_from(**paths: str) -> dict[str, str]:
 _WHOLE = "parameters are whole inside of `with engine.full_params():`, and are freed again after it"
 _OWN_FILES = "call `engine.save_checkpoint(dir)` on every rank, which has weights, optimizer and scheduler"
 _STATES = (
-    "read whole states inside of `with engine.full_optimizer_state() as states:`, or call "
-    "`engine.save_checkpoint(dir)` to keep them"
+    "call `engine.optimizer.state_dict()` on every rank, read whole states inside of "
+    "`with engine.full_optimizer_state() as states:`, or call `engine.save_checkpoint(dir)` to keep them"
 )
 _LOADS = "call `engine.load_checkpoint(dir)`, which takes states of any number of ranks and stage"
 _STATE_DICT = "call `engine.state_dict()` on every rank: rank 0 gets the whole state dict, the others an empty one"
@@ -62,8 +62,8 @@ _UNUSED = (
 _ALWAYS = "nothing has to be said about it; the config says what there is to choose"
 _NO_KEY = "that key has no effect here; `shardengine config FILE --resolved` prints the values in effect"
 _WRITTEN = (
-    "inside of `with engine.full_params(writable=True):` call engine.module.load_state_dict(...) on every rank, or "
-    "`engine.load_checkpoint(dir, weights_only=True)` for a checkpoint"
+    "call `engine.load_state_dict(state_dict)` on every rank, or `engine.load_checkpoint(dir, weights_only=True)` for "
+    "a checkpoint"
 )
 _DEVICES = "read `engine.device`; the launcher's LOCAL_RANK says which one of its machine a rank has"
 

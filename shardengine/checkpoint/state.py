@@ -152,11 +152,28 @@ def restore_scaler(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | N
         scaler.load_state_dict(saved)
 
 
+_INFINITE = {"inf": math.inf, "-inf": -math.inf}
+"""What stands for a number that JSON has not: ReduceLROnPlateau begins with the worst one."""
+
+
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
     """Class and state of torch's scheduler."""
     if scheduler is None:
         return None
-    return {"type": type(scheduler).__name__, "state": plain(scheduler.state_dict(), "lr_scheduler")}
+    state = {key: _named(value) for key, value in scheduler.state_dict().items()}
+    return {"type": type(scheduler).__name__, "state": plain(state, "lr_scheduler")}
+
+
+def _named(value: Any) -> Any:
+    """An infinite number by its name."""
+    infinite = isinstance(value, float) and math.isinf(value)
+    return next(name for name, number in _INFINITE.items() if number == value) if infinite else value
+
+
+def _numbered(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """The opposite, of what is a number in ``current``."""
+    names = {key for key, value in saved.items() if isinstance(value, str) and value in _INFINITE}
+    return {k: _INFINITE[v] if k in names and _is_number(current.get(k)) else v for k, v in saved.items()}
 
 
 def scheduler_problems(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> list[str]:
@@ -167,8 +184,9 @@ def scheduler_problems(scheduler: Any, saved: dict[str, Any], origins: list[int 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any], path: str) -> list[str]:
     found = [f"{path}.{_NESTED} is missing in the checkpoint"] if _NESTED in current.keys() - saved.keys() else []
+    numbers = _numbered(saved, current)
     for key in current.keys() & saved.keys():
-        if not is_like(saved[key], current[key]):
+        if not is_like(saved[key], current[key]) and numbers[key] is saved[key]:
             texts = [str(side[key])[:80] for side in (saved, current)]
             found.append(f"{path}.{key} is {texts[0]} in the checkpoint, {texts[1]} here")
         elif key == _NESTED:
@@ -198,7 +216,7 @@ def _regrouped(saved: dict[str, Any], current: dict[str, Any], origins: list[int
 def restore_scheduler(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> None:
     """The opposite. What the scheduler does not have itself is left out."""
     current = scheduler.state_dict()
-    state = _regrouped(saved["state"], current, origins)
+    state = _numbered(_regrouped(saved["state"], current, origins), current)
     scheduler.load_state_dict({key: like(value, current[key]) for key, value in state.items() if key in current})
 
 

@@ -337,7 +337,8 @@ _AT_REST = (_outside_full_params, _outside_editing, _outside_ema, *_NOTHING_STEP
 Call = Literal[
     "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
     "full_params(writable=True)", "full_grads", "full_grads(writable=True)", "full_optimizer_state", "state_dict",
-    "save_pretrained", "save_checkpoint", "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
+    "save_pretrained", "optimizer.state_dict()", "optimizer.load_state_dict()", "load_state_dict", "save_checkpoint",
+    "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
     "optimizer.train() or eval()", "engine.ema()",
 ]  # fmt: skip
@@ -359,6 +360,15 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "full_optimizer_state": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "state_dict": (_not_updating,),
     "save_pretrained": (_not_updating,),
+    "optimizer.state_dict()": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "optimizer.load_state_dict()": (
+        _outside_ema,
+        _outside_full_params,
+        _outside_editing,
+        *_NOTHING_STEPPED,
+        _between_steps,
+    ),
+    "load_state_dict": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
     "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params),
     "load_checkpoint": (_outside_ema, _outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
     "load_checkpoint after an interrupted step": (_outside_ema, _outside_full_params, _outside_editing),

@@ -9,6 +9,9 @@ rebuild             a new layout between steps: unfreezing, add_param_group
 gathering           one bucket's tensors whole on every rank
 full_access         full_params, full_grads, full_optimizer_state
 export              the whole model: state_dict, save_pretrained
+loading_weights     load_state_dict
+optimizer_dict      the optimizer's state dict, to rank 0 and back
+optimizer_fit       whether one fits
 offload_states      freeing the device between two phases of a program, and back
 tracing             the events of all ranks in one file
 recovery            reset(): ranks that stopped at different places, back at one step

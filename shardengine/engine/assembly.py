@@ -369,8 +369,8 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
             unit, index = places.get(id(parameter), (None, 0))
             if unit and unit.state is UnshardState.SHARDED and not (core.attachments.open or unit.is_summoned(index)):
                 raise UsageError(
-                    "load_state_dict() while the weights are sharded would be lost: load it inside "
-                    "`with engine.full_params(writable=True):`, on every rank, or before initialize"
+                    "load_state_dict() while the weights are sharded would be lost: call engine.load_state_dict(...), "
+                    "or load it inside `with engine.full_params(writable=True):`, on every rank, or before initialize"
                 )
 
     core.attachments.handles.extend(hooks.attach_state_dict_guard(model, refuse))

@@ -28,8 +28,10 @@ from shardengine.engine import (
     exchanging,
     export,
     full_access,
+    loading_weights,
     monitors,
     offload_states,
+    optimizer_dict,
     overflow,
     rebuild,
     recovery,
@@ -163,7 +165,14 @@ class Engine(Inspection):
         def equip() -> None:
             if form.kind is not None:
                 settings = Settings.of(self.config, core.precision)
-                calls = EngineCalls(self._begin_window, self._add_param_group, self.step, self._exchange_weights)
+                calls = EngineCalls(
+                    self._begin_window,
+                    self._add_param_group,
+                    self.step,
+                    self._exchange_weights,
+                    self._save_optimizer,
+                    self._load_optimizer,
+                )
                 self.optimizer = ShardedOptimizer(form, core.layout, core.reducer, settings, calls)
                 if isinstance(optimizer, torch.optim.Optimizer):
                     self._give_back = lend(optimizer, self.optimizer)
@@ -230,6 +239,8 @@ class Engine(Inspection):
         schedule.finish_open_backward()
         self._core.adopt_written_weights()
         self._core.step_state.require("backward")
+        if self.optimizer is not None:
+            self.optimizer.refuse_late_hooks()
         steps = self.gradient_accumulation_steps()
         count = steps if divide else 1
         if self.optimizer is not None and steps > 1:  # a single micro-batch is the same either way
@@ -280,6 +291,7 @@ class Engine(Inspection):
             if core.step_state.phase is not Phase.REDUCED:
                 core.reducer.flush()
             core.reducer.finish_gradients()
+        optimizer.call_pre_hooks()
         core.reducer.views.adopt()
         if core.reducer.views.changed:
             core.reducer.views.exchange_again()
@@ -316,6 +328,7 @@ class Engine(Inspection):
         verdict = self._verdict = optimizer.end_update(if_skipped)
         depends = scaler is not None and (scaler.policy.dynamic or exhausted or not reports)
         later = verdict.is_late and not depends and (scheduler is None or self._owns_scheduler)
+        later = later and not optimizer.has_post_hooks
         applied = later or verdict.applied
         try:
             if not later:
@@ -323,7 +336,9 @@ class Engine(Inspection):
         finally:
             micro_batches, rates = self._close_window(core, optimizer), self._rates(optimizer)
             try:
-                if scheduler is not None and applied:
+                if applied:
+                    optimizer.call_post_hooks()
+                if scheduler is not None and applied and not lr_schedules.needs_metric(scheduler):
                     optimizer.mark_stepped(scheduler)
                     if later:
                         undo.append(lr_schedules.step_for_now(scheduler))
@@ -459,6 +474,17 @@ class Engine(Inspection):
         trainable_only: without frozen parameters, which are then not gathered (adapters without their base model).
         """
         return export.full_state_dict(self._need_core(), self.module, trainable_only=trainable_only)
+
+    @reports_failure("load_state_dict")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Weights and buffers from a whole state dict, as ``torch.nn.Module.load_state_dict``; collective, any stage.
+
+        state_dict: whole on rank 0, whose values count; there or {} elsewhere. Master weights follow, and keep their
+        bits where the weights still fit. Returns missing_keys and unexpected_keys; UsageError where there are any and
+        ``strict``, or another shape: nothing has changed then, unless a module of yours translates keys itself. assign:
+        False, the engine's buckets hold the weights.
+        """
+        return loading_weights.load(self._need_core(), self.module, state_dict, strict=strict, assign=assign)
 
     @reports_failure("save_pretrained")
     def save_pretrained(self, directory: str | Path, *, trainable_only: bool = False) -> None:
@@ -601,6 +627,11 @@ class Engine(Inspection):
                 if self._saves is not None:
                     self._saves.close()
 
+    @property
+    def _non_persistent_buffers_set(self) -> set[str]:
+        """What ``torch.distributed.checkpoint.state_dict`` asks of what it is given as a model."""
+        return self.module._non_persistent_buffers_set
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in self.__dict__:
             raise AttributeError(f"Engine has no attribute {name!r}")
@@ -634,6 +665,17 @@ class Engine(Inspection):
         )
 
     half = float = double = bfloat16 = cuda = cpu = to
+
+    @reports_failure("optimizer.state_dict")
+    def _save_optimizer(self, begun: bool) -> dict[str, Any]:
+        core, optimizer = self._need_core(), self._need_optimizer("optimizer.state_dict()")
+        return optimizer_dict.state_dict(core, optimizer, begun=begun)
+
+    @reports_failure("optimizer.load_state_dict")
+    def _load_optimizer(self, state_dict: Mapping[str, Any]) -> None:
+        core, optimizer = self._need_core(), self._need_optimizer("optimizer.load_state_dict()")
+        core = self._core = rebuild.follow(core, self.module, self.config, optimizer)
+        optimizer_dict.load(core, optimizer, state_dict)
 
     @reports_failure("add_param_group")
     def _add_param_group(self, group: dict[str, Any]) -> None:

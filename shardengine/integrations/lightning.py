@@ -299,15 +299,17 @@ class ShardStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The engine goes on from its part of the checkpoint, at any stage and number of ranks; collective.
 
-        UsageError for a checkpoint of another strategy; CheckpointError where the part is missing or damaged.
+        One of another strategy (DDP) has torch's own dict, which is taken over. CheckpointError where the part is
+        missing or damaged, UsageError for what does not fit.
         """
         if self._beside is None:
             if _KEY in checkpoint:
                 raise UsageError(f"fit(ckpt_path=...): the file {_WITHOUT_STATES}")
-            raise UsageError(
-                "fit(ckpt_path=...): expected a checkpoint of ShardStrategy, got one of another strategy, whose "
-                "optimizer states are not sharded; to begin anew with its weights, fit Model.load_from_checkpoint(path)"
-            )
+            states = checkpoint.get("optimizer_states") or [{}]
+            if len(states) != 1 or self.engine.optimizer is None:
+                raise UsageError(f"fit(ckpt_path=...): expected the states of one optimizer, got {len(states)}")
+            self.engine.optimizer.load_state_dict(states[0])
+            return
         self._load(self._beside)
 
     def remove_checkpoint(self, filepath: Any) -> None:

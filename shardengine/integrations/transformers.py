@@ -19,7 +19,6 @@ import copy
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -211,32 +210,12 @@ def _is_ours(checkpoint: str) -> bool:
 
 def _take_over(engine: Engine, file: Path) -> None:
     """Go on with the states that a torch optimizer over the same groups has saved, as Trainer does under DDP."""
-    optimizer = engine.optimizer
-    assert optimizer is not None
-    saved = torch.load(file, map_location="cpu", weights_only=True)
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    ours = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    theirs = [list(group["params"]) for group in saved["param_groups"]]
-    if list(map(len, ours)) != list(map(len, theirs)):
-        raise UsageError(
-            f"{file}: expected an optimizer over groups of {list(map(len, ours))} parameters, got "
-            f"{list(map(len, theirs))}; {_WITHOUT}"
-        )
-    with engine.full_optimizer_state(writable=True) as states:
-        for name, number in zip(chain(*ours), chain(*theirs), strict=True):
-            held: Any = states[name]
-            for key, value in saved["state"].get(number, {}).items():
-                if key not in held:
-                    known = ", ".join(each for each in held if each != "weight")
-                    raise UsageError(
-                        f"{file}: expected {known} of {name!r}, got {key} of another optimizer; {_WITHOUT}"
-                    )
-                if key == "step":
-                    held[key] = int(value)
-                else:
-                    held[key].copy_(value)
-    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in other.items() if key != "params" and key in group})
+    assert engine.optimizer is not None
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # read on rank 0 alone
+    try:
+        engine.optimizer.load_state_dict(saved)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}; {_WITHOUT}") from error
 
 
 def _check(args: TrainingArguments) -> None:

@@ -8,6 +8,7 @@ resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
 averages           moving averages of the weights
 update             the step of one bucket, and which of its elements are stepped together
+torch_hooks        torch's hooks of an optimizer, and what optimizer.state shows
 in_backward        steps during backward
 loss_scale         fp16's scale, and which steps are skipped
 lr_schedules       the schedules of the config

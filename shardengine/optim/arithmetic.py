@@ -66,6 +66,14 @@ class Arithmetic:
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """``UsageError`` where the last of ``groups``, a new one, cannot be stepped with the others."""
 
+    def check_options(self, group: Mapping[str, Any], what: str, index: int, first: Mapping[str, Any]) -> None:
+        """``UsageError`` for an option of ``group`` (number ``index``) that it does not have. what: names the call ·
+        first: group 0."""
+
+    counts_steps = False
+    """Whether torch's class has the engine's count of a parameter's steps among its states, as "step"."""
+    fact_names: tuple[str, ...] = ()
+    """What else its class has there of a parameter as a whole."""
     modes: tuple[str, ...] = ()
     """Calls that exchange the weights for others that the optimizer keeps, "train" and "eval"."""
     moves_weights = True
@@ -75,6 +83,10 @@ class Arithmetic:
 
     def facts_of(self, name: str) -> dict[str, Any] | None:
         """What is kept of parameter ``name``; None where it was not stepped yet, {} where nothing ever is."""
+        return {}
+
+    def example_facts(self) -> dict[str, Any]:
+        """Of what kind that is, with any values."""
         return {}
 
     def saved(self) -> dict[str, Any]:
@@ -109,6 +121,7 @@ class Declared(Arithmetic):
     def __init__(self, kind: str) -> None:
         """kind: a key of STATE_NAMES."""
         self.kind = kind
+        self.counts_steps = kind not in ("SGD", "Lion")
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
         """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
@@ -122,7 +135,11 @@ class Declared(Arithmetic):
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """See ``Arithmetic``."""
-        check_options(groups[-1], "add_param_group", len(groups) - 1, groups[0])
+        self.check_options(groups[-1], "add_param_group", len(groups) - 1, groups[0])
+
+    def check_options(self, group: Mapping[str, Any], what: str, index: int, first: Mapping[str, Any]) -> None:
+        """See ``Arithmetic``."""
+        check_options(group, what, index, first)
 
 
 def is_declared(group: Mapping[str, Any], first: Mapping[str, Any]) -> bool:

@@ -179,6 +179,7 @@ class Elementwise(Arithmetic):
         self._learn = learn
         self._learnt = learn(groups)
         workers.states, workers.facts = tuple(self._learnt.states), tuple(self._learnt.facts)
+        self.fact_names = tuple(self._learnt.facts)
         self.modes = tuple(name for name in ("train", "eval") if callable(getattr(workers.made_by, name, None)))
         """Methods of the class that exchange weights for others."""
         self._facts: dict[str, Facts] = {}  # of parameters that were stepped; equal ones are often one object
@@ -317,15 +318,15 @@ class Elementwise(Arithmetic):
         """See ``Arithmetic``."""
         example = self._learnt.facts
         if left := sorted(set(begun) - saved.keys()):
-            return f"{left[0]}: the checkpoint has nothing of what {self.kind} keeps of a parameter ({sorted(example)})"
+            return f"{left[0]}: what is loaded has nothing of what {self.kind} keeps of a parameter ({sorted(example)})"
         for name, facts in saved.items():
             if not isinstance(facts, dict) or facts.keys() != example.keys():
                 keys = sorted(facts) if isinstance(facts, dict) else facts
-                return f"{name}: {self.kind} keeps {sorted(example)} of a parameter here, {keys} in the checkpoint"
+                return f"{name}: {self.kind} keeps {sorted(example)} of a parameter here, {keys} in what is loaded"
             for key, value in facts.items():
                 number = isinstance(value, int | float) and not (isinstance(value, float) and math.isnan(value))
                 if not (number or (value is None and not isinstance(example[key], Tensor))):
-                    return f"{name}: {key} is {str(value)[:80]!r} in the checkpoint, expected a number"
+                    return f"{name}: {key} is {str(value)[:80]!r} in what is loaded, expected a number"
         return ""
 
     def restore(self, saved: Mapping[str, Any], begun: Collection[str]) -> None:
@@ -339,6 +340,10 @@ class Elementwise(Arithmetic):
     def facts_of(self, name: str) -> Facts | None:
         """See ``Arithmetic``."""
         return self._facts.get(name)
+
+    def example_facts(self) -> Facts:
+        """See ``Arithmetic``."""
+        return copy.deepcopy(self._learnt.facts)
 
 
 @dataclass(frozen=True)

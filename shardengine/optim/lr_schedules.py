@@ -57,7 +57,7 @@ NAMED: dict[str, kinds.Table] = {
 _NOT_FROM_JSON = {
     **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), "it needs a Python function"),
     **dict.fromkeys(("SequentialLR", "ChainedScheduler"), "it needs other schedule objects"),
-    "ReduceLROnPlateau": "it needs a metric at every step",
+    "ReduceLROnPlateau": "it needs a metric, which the loop gives to its step()",
 }
 _TORCH: dict[str, type[lr_scheduler.LRScheduler]] = {
     name: found
@@ -78,8 +78,6 @@ def check_attached(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
     """``UsageError`` unless ``scheduler`` is one that the engine can step and that drives ``optimizer``'s groups."""
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise UsageError(f"lr_scheduler: expected a torch LRScheduler, got {type(scheduler).__name__}")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UsageError("lr_scheduler: ReduceLROnPlateau needs a metric; step it yourself, over engine.optimizer")
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
     if len(theirs) != len(ours) or any(a is not b for a, b in zip(theirs, ours, strict=True)):
         raise UsageError(
@@ -94,7 +92,7 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that get_last_lr is meant for users
-                rates = len(part.get_lr())
+                rates = len(part.min_lrs if needs_metric(part) else part.get_lr())
             problem = f"it has rates for {rates} groups" if rates != len(optimizer.param_groups) else ""
         except (KeyError, ValueError, IndexError) as error:
             problem = f"it says {type(error).__name__}: {error}"
@@ -102,8 +100,8 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             raise UsageError(
                 f"add_param_group: the scheduler {type(part).__name__} cannot schedule the new group ({problem}, "
                 f"expected {len(optimizer.param_groups)}). Give it the group first (for LambdaLR append to its "
-                "lr_lambdas and base_lrs; for OneCycleLR put initial_lr, max_lr and min_lr into the group), or use one "
-                "that works with any groups, such as CosineAnnealingLR"
+                "lr_lambdas and base_lrs, for ReduceLROnPlateau to its min_lrs; for OneCycleLR put initial_lr, max_lr "
+                "and min_lr into the group), or use one that works with any groups, such as CosineAnnealingLR"
             )
 
 
@@ -114,6 +112,11 @@ def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Opti
     scheduler = given if isinstance(given, lr_scheduler.LRScheduler) else given(optimizer)
     check_attached(scheduler, optimizer)
     return scheduler
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether the user steps ``scheduler``, because it wants to know how good the model is."""
+    return isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
 
 
 def is_named(scheduler: Any) -> bool:

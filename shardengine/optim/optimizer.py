@@ -24,7 +24,7 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,9 +37,11 @@ from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import Spans
 from shardengine.offload import HOST
+from shardengine.optim import torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
+from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
@@ -54,15 +56,22 @@ _AHEAD = 2
 """Buckets that are fetched while one is stepped."""
 
 
+def _no_states(_given: Any) -> Any:
+    raise UsageError("engine.optimizer: expected the optimizer of an open engine, got one without an engine")
+
+
 @dataclass(frozen=True)
 class EngineCalls:
     """What its engine does for an optimizer. forget: the window's gradients · extend: by a parameter group · step:
-    clip, step, publish, or only count · exchange: weights, as the class's method of that name does."""
+    clip, step, publish, or only count · exchange: weights, as the class's method of that name does · save, load: states
+    in torch's form, ``save(begun)`` as ``StatesElsewhere``."""
 
     forget: Callable[[], None]
     extend: Callable[[dict[str, Any]], None]
     step: Callable[[], None]
     exchange: Callable[[str], None]
+    save: Callable[[bool], dict[str, Any]] = _no_states
+    load: Callable[[Mapping[str, Any]], None] = _no_states
 
 
 class OptimizerForm(NamedTuple):
@@ -94,6 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     _calls: EngineCalls | None = None
+    state: StatesElsewhere
 
     def __init__(
         self,
@@ -112,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
+        self.state = StatesElsewhere(lambda parameter: self._names_of(parameter))
         self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
         self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
@@ -182,7 +193,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The states that a bucket begins with."""
-        return (*self.arithmetic.state_names(self.param_groups), *([AVERAGE] if self.averages else []))
+        return self.names_for(*self.param_groups)
+
+    def names_for(self, *groups: dict[str, Any]) -> tuple[str, ...]:
+        """What is kept of each element with the options of ``groups``."""
+        return (*self.arithmetic.state_names(list(groups)), *([AVERAGE] if self.averages else []))
 
     def finish_gradients(self) -> None:
         """The gradients are complete: exchange the norm and which parameters were used; collective."""
@@ -200,7 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "parameter.grad so far does, or by what backward has divided losses, so their weights would: expected "
                 f"the same on every rank, this one has {groups}, loss scale {self.loss_scale:g}, changes of gradients "
                 f"with the digest {changes:08x} and losses divided by {sorted(self.divisors)}; set them and call "
-                f"engine.{way}"
+                f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
+                "every rank: average it over the ranks first"
             )
         self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
         if self.settings.fp16:  # inf - inf on the way is an overflow, too
@@ -354,7 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Exchange the weights of bucket after bucket, and yield each."""
         specs = self._layout.parameters
         labels = [(spec.group, self._steps[n]) if spec.is_stepped else None for n, spec in enumerate(specs)]
-        yield from self._rewrite([self._parts(spans_of) for spans_of in self._segments.of(labels)])
+        yield from self._rewrite([Work(self._parts(spans_of)) for spans_of in self._segments.of(labels)])
         self.arithmetic.end_step(self.param_groups)
 
     @property
@@ -364,7 +380,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def swap_averages(self) -> Iterator[Bucket]:
         """Weights and their averages change places, bucket after bucket."""
-        yield from self._rewrite([self._to_all(Swap(), spans_of) for spans_of in self._averaged()])
+        yield from self._rewrite([Work(self._to_all(Swap(), spans_of)) for spans_of in self._averaged()])
+
+    def begin_averages(self, numbers: Iterable[int]) -> None:
+        """The averages of parameters ``numbers`` begin with the weights, wherever these were written."""
+        chosen = set(numbers) if self.averages else set()
+        labels = [(0, 0) if index in chosen else None for index in range(len(self._layout.parameters))]
+        works = [Work((), self._to_all(Begin(), spans_of)) for spans_of in self._segments.of(labels)]
+        for _ in self._rewrite(works) if chosen else ():
+            pass
 
     def _averaged(self, *, first: bool = False) -> list[dict[Label, Spans]]:
         """Per bucket what there is an average of: all that was ever stepped. first: of that, what takes its first
@@ -390,12 +414,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts = [(actions[label], spans) for label, spans in spans_of.items()]
             yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of))
 
-    def _rewrite(self, parts: list[list[Part]]) -> Iterator[Bucket]:
-        """parts: of each bucket, what is done to weights and states without a gradient."""
+    def _rewrite(self, works: list[Work]) -> Iterator[Bucket]:
+        """works: of each bucket, what is done to weights and states without a gradient."""
         self.await_reader()
         nothing: dict[str, Tensor | None] = {"factor": None, "skip": None}
-        for state, of_bucket in zip(self._reducer.buckets, parts, strict=True):
-            rewrite_bucket(state.bucket, Work(of_bucket), {}, lambda device: nothing, self._reducer.way_back)
+        for state, work in zip(self._reducer.buckets, works, strict=True):
+            rewrite_bucket(state.bucket, work, {}, lambda device: nothing, self._reducer.way_back)
             yield state.bucket
 
     def end_update(self, if_skipped: Callable[[Verdict], None]) -> Verdict:
@@ -444,6 +468,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.step()
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch would call hooks per call, and not where engine.step() is
+
     def train(self) -> None:
         """Have the weights for training, where the class exchanges them (schedule-free does); collective. Nothing
         happens where it does not, or where they are those already."""
@@ -477,16 +503,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._calls.extend(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Not available yet: the state is sharded, a dict of one rank would not be the optimizer's state."""
-        raise UsageError(
-            "engine.optimizer.state_dict() is not available yet: optimizer state is sharded over the ranks"
-        )
+        """What torch's own optimizer would return, whole on the CPU of rank 0, {} elsewhere; collective.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not available yet, as ``state_dict``."""
-        raise UsageError(
-            "engine.optimizer.load_state_dict() is not available yet: optimizer state is sharded over the ranks"
-        )
+        Plain torch loads it and goes on. Beyond torch's it has "master", the fp32 master weights of bf16 and fp16
+        parameters; together with ``engine.state_dict()`` it resumes bit for bit, at any stage.
+        """
+        return torch_hooks.around_state_dict(self.hooked, lambda: self._calls_of_engine.save(self.state.take_request()))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict()`` of this or of torch's optimizer returned: options go into the same groups,
+        states to where they rest; collective.
+
+        state_dict: whole on rank 0; there, or {}, elsewhere. With "master" the weights become those, rounded.
+        UsageError where it does not fit, and nothing has changed then.
+        """
+        self.state.take_request()
+        torch_hooks.around_load(self.hooked, state_dict, self._calls_of_engine.load)
+
+    @property
+    def hooked(self) -> list[torch.optim.Optimizer]:
+        """Whose hooks count: its own, and those of the user's optimizer that it stands in for."""
+        return [self] if self._lent is None else [self, self._lent]
+
+    @property
+    def has_post_hooks(self) -> bool:
+        """Whether something is called after updates that are applied."""
+        return any(True for _ in torch_hooks.post_hooks(self.hooked))
+
+    def call_pre_hooks(self) -> None:
+        """The gradients are complete, the update follows; see [Note: Once per step]."""
+        self.refuse_late_hooks()
+        if self._step_state.phase is not Phase.UPDATING:
+            torch_hooks.before_update(self.hooked)
+
+    def call_post_hooks(self) -> None:
+        """The update was applied."""
+        torch_hooks.after_update(self.hooked)
+
+    def refuse_late_hooks(self) -> None:
+        """``UsageError`` where pre hooks would be called too late."""
+        if self.steps_early:
+            torch_hooks.refuse_pre_hooks(self.hooked)
+
+    @property
+    def _calls_of_engine(self) -> EngineCalls:
+        return self._calls or EngineCalls(lambda: None, _no_engine, _no_step, lambda method: None)
+
+    def _names_of(self, parameter: Any) -> tuple[str, ...]:
+        """The names of what torch's dict has of ``parameter``."""
+        for group in self.param_groups if isinstance(parameter, Tensor) and parameter.requires_grad else ():
+            if any(parameter is each for each in group["params"]):
+                counted = ("step",) if self.arithmetic.counts_steps else self.arithmetic.fact_names
+                return (*counted, *self.names_for(group))
+        return ()
 
     if not TYPE_CHECKING:
 
@@ -531,6 +600,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def end_window(self) -> None:
         """The window was stepped or dropped, or its update is lost, and what ``clip_next_step`` said with it."""
         self.divisors.clear()
+        self.state.take_request()
         self._rates = []
         self.stepped_early.forget(self._reducer.way_back)
         self.update = None

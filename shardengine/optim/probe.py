@@ -114,8 +114,8 @@ def _sliced(matrix: Tensor, vector: Tensor) -> list[Tensor]:
 
 
 def _tensors(cut: _Cut, seed: int) -> list[Tensor]:
-    """Weights (``seed`` 0) or gradients. Slices differ much in magnitude, so that a norm or mean of one is far from that
-    of all and is seen where it counts for little."""
+    """Weights (``seed`` 0) or gradients. Slices differ much in magnitude: a norm or mean of one is far from that of
+    all, and seen where it counts for little."""
     matrix, vector = _numbers(_SHAPE, seed), _numbers((_FEW + 5,), seed + 50)
     flat = matrix.view(-1)
     flat[:_CUT] *= 16

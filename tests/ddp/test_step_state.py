@@ -81,14 +81,17 @@ def refusals(state: StepState) -> dict[Call, str]:
 
 
 GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_norm_"}
-BETWEEN: set[Call] = {"load_checkpoint", "add_param_group()", "unfreezing", "offload_states"}
+BETWEEN: set[Call] = {
+    "load_checkpoint", "optimizer.load_state_dict()", "add_param_group()", "unfreezing", "offload_states",
+}  # fmt: skip
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
-    "save_checkpoint", "close(restore=False)",
+    "save_checkpoint", "close(restore=False)", "load_state_dict", "optimizer.state_dict()",
+    "optimizer.load_state_dict()",
 }  # fmt: skip
 ENDS_BLOCKS: set[Call] = BETWEEN | {
     "full_optimizer_state", "full_params(writable=True)", "load_checkpoint after an interrupted step", "reset()",
-    "close(restore=False)",
+    "close(restore=False)", "load_state_dict", "optimizer.state_dict()", "optimizer.load_state_dict()",
 }  # fmt: skip
 UPDATED = BETWEEN | NOTHING_STEPPED | {
     "agreement", "clip_grad_norm_", "full_grads(writable=True)", "state_dict", "save_pretrained",

@@ -140,7 +140,7 @@ def test_clipping_once_is_forgotten_with_its_window() -> None:
 
 
 SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "plateau": (torch.optim.lr_scheduler.ReduceLROnPlateau, "needs a metric"),
+    "no scheduler": (lambda optimizer: optimizer, "expected a torch LRScheduler"),
     "nothing": (lambda optimizer: None, "got NoneType"),
     "another optimizer": (
         lambda _: torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))])),

@@ -380,7 +380,6 @@ def misuse(say: Say, rank: int, folder: str, run: Run) -> None:
     said(lambda: ours.clip_grad_norm_(parameters[:3], 1.0))
     said(lambda: ours.clip_grad_norm_(parameters, 1.0, norm_type=1))
     said(lambda: ours.unwrap_model(engine).save_pretrained(run.output))
-    said(optimizer.state_dict)
     other, file = torch.optim.AdamW(load(folder).parameters()), Path(run.output).with_name(f"optimizer-{rank}.pt")
     for parameter in other.param_groups[0]["params"]:
         parameter.grad = torch.zeros_like(parameter)

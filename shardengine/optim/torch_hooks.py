@@ -1,0 +1,144 @@
+"""What torch's functions and users attach to an optimizer, or ask of it: hooks, and ``optimizer.state``.
+
+Owns: when hooks are called, and with which optimizer; what a look at ``state`` finds. Must not know: how a step is
+done, what a state dict holds.
+
+[Note: Once per step] Torch calls a step's hooks around ``optimizer.step()``. Here a step has several calls (one per
+micro-batch, of ``engine.step()`` or ``optimizer.step()``) and one update, so the engine calls them around that:
+pre hooks when the gradients are complete, also of a step that is skipped then, because they may change what decides
+that; post hooks after an update that was applied, for which the host waits, before a scheduler is stepped.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from shardengine.errors import UsageError
+
+_Hooked = Sequence[torch.optim.Optimizer]
+"""The optimizers whose hooks count; torch's global ones are given the last of them."""
+
+
+def pre_hooks(optimizers: _Hooked) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
+    """Whom to call before an update, with which optimizer."""
+    yield from ((optimizers[-1], hook) for hook in list(_global_optimizer_pre_hooks.values()))
+    for each in optimizers:
+        yield from ((each, hook) for hook in list(each._optimizer_step_pre_hooks.values()))
+
+
+def post_hooks(optimizers: _Hooked) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
+    """Whom to call after it."""
+    for each in optimizers:
+        yield from ((each, hook) for hook in list(each._optimizer_step_post_hooks.values()))
+    yield from ((optimizers[-1], hook) for hook in list(_global_optimizer_post_hooks.values()))
+
+
+def before_update(optimizers: _Hooked) -> None:
+    """Call the pre hooks. UsageError where one wants the step to have other arguments: it has none here."""
+    for optimizer, hook in pre_hooks(optimizers):
+        given: tuple[Any, dict[str, Any]] = ((optimizer,), {})
+        result = hook(optimizer, *given)
+        if result is not None and result != given:
+            raise UsageError(
+                f"the pre hook {name_of(hook)} of the optimizer's step returned {result!r}: expected None, or the "
+                "arguments that it was given; the update takes none that could be changed"
+            )
+
+
+def after_update(optimizers: _Hooked) -> None:
+    """Call the post hooks."""
+    for optimizer, hook in post_hooks(optimizers):
+        hook(optimizer, (optimizer,), {})
+
+
+def name_of(hook: Any) -> str:
+    """For messages."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def refuse_pre_hooks(optimizers: _Hooked) -> None:
+    """``UsageError`` where there is one, and buckets are stepped before it could be called."""
+    for _, hook in pre_hooks(optimizers):
+        raise UsageError(
+            f"the pre hook {name_of(hook)} of the optimizer's step cannot be called before the update, because buckets "
+            "are stepped in backward (offload_optimizer.step_in_backward): remove the hook, or set that key to false"
+        )
+
+
+def around_state_dict(optimizers: _Hooked, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The dict that ``make`` returns, with torch's hooks before and, where this rank has it, after that."""
+    for each in optimizers:
+        for before in list(each._optimizer_state_dict_pre_hooks.values()):
+            before(each)
+    found = make()
+    for each in optimizers if found else ():
+        for after in list(each._optimizer_state_dict_post_hooks.values()):
+            found = _or(after(each, found), found)
+    return found
+
+
+def around_load(optimizers: _Hooked, given: Any, load: Callable[[Mapping[str, Any]], None]) -> None:
+    """``load`` what torch's hooks make of ``given``, where this rank has it; and those after that."""
+    if isinstance(given, dict) and given:
+        given = given.copy()
+        for each in optimizers:
+            for before in list(each._optimizer_load_state_dict_pre_hooks.values()):
+                given = _or(before(each, given), given)
+    load(given)
+    for each in optimizers:
+        for after in list(each._optimizer_load_state_dict_post_hooks.values()):
+            after(each)
+
+
+def _or(result: Any, given: Any) -> Any:
+    return given if result is None else result
+
+
+class StatesElsewhere(defaultdict[Tensor, Any]):
+    """``optimizer.state`` of sharded states: empty to look at, and a parameter's entry knows its keys alone.
+
+    ``torch.distributed.checkpoint.state_dict`` asks whether there is a state before it wants all of it (and would take
+    a step where there is none). There is one, and the next ``state_dict()`` is told that it was asked for.
+    """
+
+    def __init__(self, names_of: Callable[[Tensor], Sequence[str]]) -> None:
+        super().__init__()
+        self._names_of_parameter = names_of
+        self._asked = False
+
+    def __bool__(self) -> bool:
+        self._asked = True
+        return True
+
+    def take_request(self) -> bool:
+        """Whether somebody has asked since this was called last."""
+        asked, self._asked = self._asked, False
+        return asked
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        return _Names(self._names_of_parameter(parameter))
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+class _Names(dict[str, Any]):
+    """The keys of a parameter's states, whose values are sharded."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(dict.fromkeys(names))
+
+    def _refuse(self, name: Any, *_default: Any) -> Any:
+        raise UsageError(
+            f"engine.optimizer.state[parameter] has no {name!r} on this rank, optimizer state is sharded over the "
+            "ranks: read whole states on every rank inside of `with engine.full_optimizer_state() as states:`, or "
+            "call engine.optimizer.state_dict() on every rank"
+        )
+
+    __getitem__ = get = pop = setdefault = __setitem__ = _refuse
