@@ -199,3 +199,79 @@ def exchanged(ranks: int, bf16: bool) -> tuple[oracle.Trace, list[dict[str, torc
         network, cases.loss_of, ranks=ranks, steps=4, groups=of_network, made=(make, ("z",)), clip=cases.CLIP, **low
     )
     return trace, shown[:3]
+
+
+# State dicts
+
+
+def in_two_by_dicts(stages: tuple[str, str], name: str, ema: bool) -> dict[str, Any]:
+    """Three steps; another engine, at another stage, goes on from the dicts of the first."""
+    options: dict[str, Any] = {"ema": {"decay": 0.9}} if ema else {}
+    first = engine_of(name, cases.config_of(stages[0], **options))
+    run_on(first, 0, 3)
+    assert first.optimizer is not None
+    weights, states = first.state_dict(), first.optimizer.state_dict()
+    averages = cases.local_state(first)
+    first.close()
+    second = engine_of(name, cases.config_of(stages[1], **options))
+    assert second.optimizer is not None
+    second.load_state_dict(weights)
+    second.optimizer.load_state_dict(states)
+    same = cases.local_state(second)
+    losses = run_on(second, 3, STEPS)
+    found = {"losses": losses, "before": averages, "after": same, "facts": second.optimizer.arithmetic.saved()}
+    second.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ema"),
+    [("NAdam", ("3", "1"), True), ("Adagrad", ("0", "2"), False), ("ScheduleFree", ("2", "3"), True),
+     ("Plain", ("1", "3k"), False)],
+)  # fmt: skip
+def test_training_goes_on_from_state_dicts(pools: Pools, name: str, stages: tuple[str, str], ema: bool) -> None:
+    results = pools(2).run(in_two_by_dicts, stages, name, ema)
+    expected = truth(name, 2, 1, "full")
+    for rank, result in enumerate(results):
+        assert result["losses"] == [row[rank] for row in expected.losses[3:]], name
+    before, after = (cases.digest([result[key] for result in results]) for key in ("before", "after"))
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad", "AMSGrad", "Plain"])
+def test_plain_torch_and_an_engine_take_each_others_dicts(name: str) -> None:
+    """The same class steps in both: bit for bit, in both directions, and dicts that are equal."""
+
+    def plain(network: torch.nn.Module, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            cases.loss_of(network, step, 0, 0).backward()
+            optimizer.step()
+
+    config = {**cases.config_of("2"), "gradient_clipping": 0.0}
+    network = cases.make_mlp()
+    optimizer = optimizer_classes.make(name, optimizer_classes.groups_of(network, name))
+    plain(network, optimizer, 0, 3)
+    engine = engine_of(name, config)
+    assert engine.optimizer is not None
+    engine.load_state_dict(network.state_dict())
+    engine.optimizer.load_state_dict(optimizer.state_dict())
+    run_on(engine, 3, 5)
+    plain(network, optimizer, 3, 5)
+    weights, states = engine.state_dict(), engine.optimizer.state_dict()
+    expected = optimizer.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in network.state_dict().items())
+    for number, entry in expected["state"].items():
+        assert list(states["state"][number]) == list(entry)
+        for key, value in entry.items():
+            found = states["state"][number][key]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, key
+    assert states["param_groups"] == expected["param_groups"]
+    other = cases.make_mlp()
+    following = optimizer_classes.make(name, optimizer_classes.groups_of(other, name))
+    other.load_state_dict(weights)
+    following.load_state_dict(states)
+    plain(other, following, 5, STEPS)
+    run_on(engine, 5, STEPS)
+    assert all(torch.equal(engine.state_dict()[key], value) for key, value in other.state_dict().items())
+    engine.close()
