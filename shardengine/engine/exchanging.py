@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shardengine.comm import compare
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optim import ShardedOptimizer
@@ -21,7 +22,9 @@ def call_class(core: Core, optimizer: ShardedOptimizer, method: str) -> None:
     every rank."""
     core.schedule.finish_open_backward()
     if optimizer.begin_exchange(method):
-        core.step_state.require("optimizer.train() or eval()", f"optimizer.{method}()")
+        call = f"optimizer.{method}()"
+        core.step_state.require("optimizer.train() or eval()", call)
+        _agree(core, call)
         _exchange(core, optimizer.exchange_buckets())
 
 
@@ -35,12 +38,23 @@ def averaged(core: Core, optimizer: ShardedOptimizer) -> Iterator[None]:
     core.schedule.finish_open_backward()
     core.step_state.require("engine.ema()")
     optimizer.settle()
+    _agree(core, "engine.ema()")
     _exchange(core, optimizer.swap_averages())
     try:
         with core.step_state.averaging():
             yield
     finally:
+        try:
+            _agree(core, "the end of engine.ema()")
+        except BaseException:
+            core.step_state.lose()  # the weights are averages still
+            raise
         _exchange(core, optimizer.swap_averages())
+
+
+def _agree(core: Core, call: str) -> None:
+    """Every rank makes ``call``: where shards are stepped nothing else would be sent."""
+    compare(core.collectives, {"call": [call]})
 
 
 def _exchange(core: Core, buckets: Iterable[Bucket]) -> None:
