@@ -117,7 +117,7 @@ TABLE = [
     Line("ddp/gradient_bucket.py:GradientBucket.gradient_to_step", "wait", "", fetched),
     Line("optim/optimizer.py:ShardedOptimizer._payload", "to device", "blocking", squares),
     # stepped weights
-    Line("optim/update.py:step_bucket", "to device", "stream", fetched_to_step),
+    Line("optim/update.py:rewrite_bucket", "to device", "stream", fetched_to_step),
     Line("optim/update.py:send", "to device", "stream", sent_on),
     Line("optim/update.py:send", "to host", "stream", sent_home),
     Line("optim/update.py:send", "wait", "", waits_to_send),

@@ -138,7 +138,7 @@ CAUGHT = [
     Mutation("optim/in_backward.py", "StepsInBackward._step", "after.exception()", EARLY),
     Mutation("optim/optimizer.py", "ShardedOptimizer.step_buckets", "self.await_reader()", EARLY),
     Mutation("optim/optimizer.py", "ShardedOptimizer.await_reader", "self._reading.exception()", EARLY),
-    Mutation("optim/update.py", "step_bucket", ".wait()", Case("3", 1, "fp32", "weights on the host"), ""),
+    Mutation("optim/update.py", "rewrite_bucket", ".wait()", Case("3", 1, "fp32", "weights on the host"), ""),
     Mutation("optim/update.py", "send", "end.wait()", HOST),
     Mutation("optim/update.py", "send", "ends[-1] if ends else Done()", WEIGHTS, "Done()"),
     Mutation("checkpoint/background.py", "Background.copy", "mesh.platform.mark()",
@@ -325,7 +325,8 @@ def test_without_it_there_is_a_race_or_another_result(pools: Pools, tmp_path: Pa
         found = ranks.run(broken, mutation, str(tmp_path))
     except RankFailure as failure:
         seen = "\n".join(failure.errors.values())
-        assert "Race" in seen or "AssertionError" in seen, seen
+        hidden = "while its stepped weights are on their way" in seen  # a parameter without values refuses itself
+        assert hidden or "Race" in seen or "AssertionError" in seen, seen
         return
     assert isinstance(mutation.case, Case), "the scenario found nothing"
     for result in found:
@@ -387,6 +388,12 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("engine/closing.py", "_leave_shards", "core.await_weights()"): FIFO,
     ("engine/engine.py", "Engine.step", "core.await_weights()"): FIFO,
     ("engine/full_access.py", "full_optimizer_state", "core.await_weights()"): FIFO,
+    ("engine/exchanging.py", "_exchange", "core.await_weights()"): FIFO,
+    ("engine/optimizer_dict.py", "load", "core.await_weights()"): FIFO,
+    ("engine/optimizer_dict.py", "state_dict", "core.await_weights()"): FIFO,
+    ("engine/optimizer_dict.py", "load", "optimizer.await_reader()"): PASSES_ON,
+    ("engine/optimizer_dict.py", "state_dict", "optimizer.await_reader()"): PASSES_ON,
+    ("optim/optimizer.py", "ShardedOptimizer._rewrite", "self.await_reader()"): PASSES_ON,
     ("engine/rebuild.py", "_carry_out", "core.await_weights()"): FIFO,
     ("engine/recovery.py", "reset", "core.await_weights()"): FIFO,
     ("checkpoint/loading.py", "load", "core.await_weights()"): FIFO,
