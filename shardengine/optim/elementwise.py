@@ -53,6 +53,10 @@ class Slice:
     states: dict[str, Tensor] | None
     facts: Facts = field(default_factory=dict)
 
+    def give(self, gradient: Tensor) -> None:
+        """The gradient of the coming step."""
+        self.gradient = gradient
+
 
 class Workers:
     """Makes instances of one class, which step slices. name: for messages · states, facts: what the class keeps by
@@ -73,6 +77,10 @@ class Workers:
         self.begins_early = bool(optimizer.state)
         """Whether the class makes states when it is made."""
 
+    def know(self, states: tuple[str, ...] | None, facts: tuple[str, ...] = ()) -> None:
+        """What the class keeps; None: that is not known yet."""
+        self.states, self.facts = states, facts
+
     def run(self, options: Mapping[str, Any], slices: Sequence[Slice], method: str = "step") -> dict[str, Any]:
         """Call ``method`` over slices of one group; returns the group's options afterwards, and writes ``slices``."""
         worker = self.make([(options, slices)])
@@ -84,7 +92,7 @@ class Workers:
         """An instance over slices, group by group (options, slices)."""
         worker = object.__new__(self.made_by)
         vars(worker).update({key: copy.copy(value) for key, value in self._attributes.items()})
-        worker.state, worker.param_groups = defaultdict(dict), []
+        vars(worker).update(state=defaultdict(dict), param_groups=[])
         for options, slices in groups:
             parameters = [self._enter(worker, each) for each in slices]
             worker.param_groups.append({**copy.deepcopy(dict(options)), "params": parameters})
@@ -178,7 +186,7 @@ class Elementwise(Arithmetic):
         self._workers = workers
         self._learn = learn
         self._learnt = learn(groups)
-        workers.states, workers.facts = tuple(self._learnt.states), tuple(self._learnt.facts)
+        workers.know(tuple(self._learnt.states), tuple(self._learnt.facts))
         self.fact_names = tuple(self._learnt.facts)
         self.modes = tuple(name for name in ("train", "eval") if callable(getattr(workers.made_by, name, None)))
         """Methods of the class that exchange weights for others."""

@@ -28,10 +28,6 @@ from shardengine.optim.elementwise import Elementwise, Learnt, Slice, Workers, o
 _SHAPE, _CUT, _FEW = (65, 33), 1040, 16
 _STEPS = 7
 """Some classes change no weight before their sixth step (rectified Adam)."""
-ALREADY_STEPPED = (
-    "optimizer {} has already taken steps: expected a new one, because its state would be lost; "
-    "pass it to shardengine.initialize before its first step"
-)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states that fp32 holds."""
 _REFUSED_OPTIONS = {
@@ -68,9 +64,17 @@ def _check_attributes(optimizer: torch.optim.Optimizer, name: str, advice: str) 
                 )
 
 
+def already_stepped(name: str) -> UsageError:
+    """For an optimizer that is not new."""
+    return UsageError(
+        f"optimizer {name} has already taken steps: expected a new one, because its state would be lost; pass it to "
+        "shardengine.initialize before its first step"
+    )
+
+
 def _check_unused(optimizer: torch.optim.Optimizer, workers: Workers) -> None:
     """States that are there must be those that the class begins with."""
-    used = UsageError(ALREADY_STEPPED.format(workers.name))
+    used = already_stepped(workers.name)
     for parameter, state in optimizer.state.items():
         shape, few = parameter.shape, parameter.detach().reshape(-1)[:_FEW]
         try:
@@ -141,7 +145,7 @@ class _Way:
     def step(self, number: int) -> None:
         """Step number ``number``, from 1."""
         for each, gradient in zip(self.slices, _tensors(self._cut, number), strict=True):
-            each.gradient = gradient
+            each.give(gradient)
         for worker, part in zip(self._lasting, self._parts, strict=True):
             for parameter, each in zip(worker.param_groups[0]["params"], part, strict=True):
                 parameter.grad = each.gradient
@@ -216,7 +220,8 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
             if group.get(option):
                 raise UsageError(f"optimizer {name}: option {option}=True in group {number} is refused, because {why}")
     options = [_for_trial(group) for group in groups]
-    known, workers.states = workers.states, None
+    known = workers.states, workers.facts
+    workers.know(None)
     try:
         found = [_learn_group(workers, each, advice) for each in options]
         _try_together(workers, options)
@@ -228,7 +233,7 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
             f"class whose step() needs no arguments and works on dense fp32 parameters{advice and f' ({advice})'}"
         ) from error
     finally:
-        workers.states = known
+        workers.know(*known)
     kept = [sorted((*each.states, *each.facts)) for each in found]
     if any(each != kept[0] for each in kept):
         other = next(each for each in kept if each != kept[0])

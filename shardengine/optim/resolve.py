@@ -45,7 +45,7 @@ def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
     if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
         return probe.elementwise(optimizer, name, foreign.advice_for(optimizer)), ""
     if optimizer.state:
-        raise UsageError(probe.ALREADY_STEPPED.format(name))
+        raise probe.already_stepped(name)
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
     return Declared(kind), notice
