@@ -61,7 +61,7 @@ SLIVERS: Mapping[str, str] = {
     "app/script.py": "a command in a file of its own, as the others",
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
-    "engine/exchanging.py": "the order around weights that are exchanged, for averages and for schedule-free classes alike",
+    "engine/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
     "compat/deepspeed/hosts.py": "facts of other libraries, each change with its reason",
     "engine/tracing.py": "one file of the events of all ranks; the engine's own file has enough",
