@@ -21,4 +21,5 @@ environment  env: what a bug report needs
 script       run: a script that was written for DeepSpeed
 settings     what train was asked for             rank_sums  sums of a few numbers over ranks
 export, convert, inspect_checkpoint               the commands of these names (convert: import)
+merging      adapters of a checkpoint merged into their base model
 """

@@ -113,6 +113,7 @@ def attach(model: Any, lora: Lora) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # it is put right, and nobody chose it
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft reads
             return peft.get_peft_model(model, config)
     except ValueError as error:
         if targets is None:
@@ -124,7 +125,7 @@ def attach(model: Any, lora: Lora) -> Any:
 
 
 def check(model: str, lora: Lora) -> None:
-    """UsageError where ``attach`` would raise one, without the weights of the model in the directory, or of the name."""
+    """UsageError where ``attach`` would raise one, without the weights of ``model``, a directory or a name."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -111,8 +111,8 @@ class Chat:
             tokens = self._tokens(messages, tools, header=not answered)
         if whole[: len(tokens)] != tokens:
             raise UsageError(
-                f"{where}: the tokens of the {part} are not the first tokens of the whole conversation, so that nothing "
-                f"says which of them the assistant made; {_HINT}, or leave the line out"
+                f"{where}: the tokens of the {part} are not the first tokens of the whole conversation, so that "
+                f"nothing says which of them the assistant made; {_HINT}, or leave the line out"
             )
         return len(tokens)
 

@@ -1,9 +1,9 @@
 """Files of JSON lines. Owns: reading them, and errors that name the file and the line.
 
 Must not know: torch, tokenizers. One JSON object per line, all of one form: ``{"text": …}`` is a document,
-``{"prompt": …, "completion": …}`` an example whose completion is learnt, ``{"messages": [{"role": …, "content": …}, …]}``
-a conversation of which the assistant's turns are learnt; beside messages, ``tools`` is what its template is told of
-tools. Other keys are ignored, blank lines skipped.
+``{"prompt": …, "completion": …}`` an example whose completion is learnt, and
+``{"messages": [{"role": …, "content": …}, …]}`` a conversation of which the assistant's turns are learnt; ``tools``
+beside messages is what its template is told of tools. Other keys are ignored, blank lines skipped.
 """
 
 from __future__ import annotations
