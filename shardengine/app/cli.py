@@ -195,8 +195,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train = commands.add_parser(
         "train",
         help="train a Hugging Face causal LM",
-        description="Train a Hugging Face causal LM, or LoRA adapters of one, on text, examples or chats. Starts its own "
-        "ranks; under torchrun, accelerate launch or srun it uses those. Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved. Under torchrun --max-restarts, "
+        description="Train a Hugging Face causal LM, or LoRA adapters of one, on text, examples or chats. Starts its "
+        "own ranks; under torchrun, accelerate launch or srun it uses those. "
+        "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved. Under torchrun --max-restarts, "
         "ranks that are started again resume from the last checkpoint of --save-every.",
     )
     train.add_argument(
