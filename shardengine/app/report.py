@@ -98,16 +98,7 @@ class Report:
             rows["resumed"] = f"from step {self._first}"
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
-        for notice in notices:
-            print(f"note: {notice}")
-        if blocks.truncated:
-            print(
-                f"note: {blocks.truncated} example(s) longer than {blocks.length} tokens lost the end of the completion"
-            )
-        if settings.too_long == DROP:
-            print(f"note: {blocks.dropped} example(s) longer than {blocks.length} tokens were left out")
-        if find_spec("matplotlib") is None:
-            print("note: there will be no loss.png: pip install 'shardengine[plot]'")
+        self._notes(blocks, notices)
         print(flush=True)
         if sys.stdout.isatty() and find_spec("tqdm"):
             from tqdm import tqdm
@@ -115,6 +106,18 @@ class Report:
             self._bar = tqdm(
                 total=self._steps, initial=self._first, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False
             )
+
+    def _notes(self, blocks: Blocks, notices: Iterable[str]) -> None:
+        for notice in notices:
+            print(f"note: {notice}")
+        if blocks.truncated:
+            print(
+                f"note: {blocks.truncated} example(s) longer than {blocks.length} tokens lost the end of the completion"
+            )
+        if self._settings.too_long == DROP:
+            print(f"note: {blocks.dropped} example(s) longer than {blocks.length} tokens were left out")
+        if find_spec("matplotlib") is None:
+            print("note: there will be no loss.png: pip install 'shardengine[plot]'")
 
     def step(self, engine: Engine, progress: Progress) -> None:
         """One optimizer step."""

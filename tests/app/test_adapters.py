@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -65,7 +66,7 @@ def test_what_is_not(text: str, message: str):
 
 
 def test_peft_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any):
-    kept = settings.find_spec
+    kept = importlib.util.find_spec
     monkeypatch.setattr(settings, "find_spec", lambda name: None if name == "peft" else kept(name))
     path = config(tmp_path / "c.json", 0)
     assert main(["train", "--config", str(path), "--lora", "r=8"]) == 2

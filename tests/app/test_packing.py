@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardengine.app import data, loop, packing, reading, settings
+from shardengine.app.chat import Chat
 from shardengine.errors import UsageError
 from tests.app import tiny_chat
 from tests.app.test_jsonl import write
@@ -153,7 +154,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(form: str, tmp_path:
 
     def rows(kind: str) -> data.Rows:
         encode = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
-        chat = loop.Chat(tokenizer).encode
+        chat = Chat(tokenizer).encode
         return reading.load_blocks(path, encode, 80, 1, [], chat, reading.How(kind)).training
 
     together, alone = rows("apart"), rows("none")
