@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardengine
 from benchmarks.ranks import collected, joined, leave
 from benchmarks.workload import CLIP, Setting, make_model
-from shardengine.app import corpus, data, loop
+from shardengine.app import corpus, data, evaluation, loop, reading
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import BUILTIN
 from shardengine.app.stopping import StopRequest
@@ -112,7 +112,7 @@ def read_blocks(vocabulary: int, length: int) -> data.Blocks:
     )
     text, _ = corpus.split(corpus.read_text(BUILTIN))
     bpe.train_from_iterator([text], trainer)
-    return data.load_blocks(BUILTIN, lambda part: list(bpe.encode(part).ids), length)
+    return reading.load_blocks(BUILTIN, lambda part: list(bpe.encode(part).ids), length)
 
 
 def unigram_loss(blocks: data.Blocks, vocabulary: int) -> float:
@@ -153,7 +153,7 @@ def train(plan: Plan, precision: str, seed: int, rank_sums: RankSums) -> Run:
     run.loss_scales.append((0, engine.get_loss_scale()))
     first: nn.Module = model.transformer.h[0].mlp  # type: ignore[union-attr, index]
     handle = first.register_forward_hook(lambda _module, _inputs, output: seen(run, output))
-    run.validation.append((0, loop.validate(engine, plan.blocks.validation, rank_sums)))
+    run.validation.append((0, evaluation.validate(engine, plan.blocks.validation, rank_sums)))
     handle.remove()
     batches = data.training_batches(plan.blocks.training, training.work.batch, engine.rank, engine.world_size, seed)
     interval = max(1, training.steps // VALIDATIONS)
@@ -162,7 +162,7 @@ def train(plan: Plan, precision: str, seed: int, rank_sums: RankSums) -> Run:
         if engine.get_loss_scale() != run.loss_scales[-1][1]:
             run.loss_scales.append((progress.step, engine.get_loss_scale()))
         if progress.step % interval == 0 or progress.step == training.steps:
-            run.validation.append((progress.step, loop.validate(engine, plan.blocks.validation, rank_sums)))
+            run.validation.append((progress.step, evaluation.validate(engine, plan.blocks.validation, rank_sums)))
     run.skipped = engine.skipped_steps
     (run.state_bytes,) = rank_sums.sums([engine.memory()["live_state_bytes"] / training.work.parameters()])
     engine.close()

@@ -5,7 +5,12 @@ command      train, the parent: checks everything, builds the default model, sta
 loop         one rank: the training loop, to be read as an example of the library
 corpus       the built-in text and the small model that is made for it
 jsonl        files of JSON lines, with errors that name the line
-data         text and examples to rows of tokens, and which rank reads which row when
+chat         conversations to tokens, of which the assistant's turns are learnt
+packing      several documents in one row, apart from each other; whether a model can do it
+reading      files to rows of tokens
+data         what a row of tokens is, and which rank reads which row when
+adapters     LoRA adapters of peft
+evaluation   the validation loss
 global_mean  what each micro-batch's loss weighs, so that every valid token counts the same
 report       what rank 0 prints and writes
 resume       checkpoints: what --resume takes from an earlier run, when one is saved
@@ -16,4 +21,5 @@ environment  env: what a bug report needs
 script       run: a script that was written for DeepSpeed
 settings     what train was asked for             rank_sums  sums of a few numbers over ranks
 export, convert, inspect_checkpoint               the commands of these names (convert: import)
+merging      adapters of a checkpoint merged into their base model
 """

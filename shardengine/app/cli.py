@@ -195,8 +195,8 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train = commands.add_parser(
         "train",
         help="train a Hugging Face causal LM",
-        description="Train a Hugging Face causal LM on text. Starts its own ranks; under torchrun, accelerate launch "
-        "or srun it uses those. "
+        description="Train a Hugging Face causal LM, or LoRA adapters of one, on text, examples or chats. Starts its "
+        "own ranks; under torchrun, accelerate launch or srun it uses those. "
         "Ctrl-C or SIGTERM: all ranks stop after the same step and the model is saved. Under torchrun --max-restarts, "
         "ranks that are started again resume from the last checkpoint of --save-every.",
     )
@@ -206,18 +206,8 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.add_argument(
         "--model", metavar="DIR_OR_ID", help="Hugging Face directory or name (default: a small GPT-2, random weights)"
     )
-    train.add_argument(
-        "--data",
-        metavar="FILE",
-        help='UTF-8 text; or .jsonl, lines of {"text": …}, or of {"prompt": …, "completion": …} where only completions '
-        "are learnt; or builtin:pydoc, CPython's docs (default)",
-    )
-    train.add_argument(
-        "--length",
-        metavar="TOKENS",
-        type=_at_least_two,
-        help="tokens per row, at most the model's own limit (default: 128)",
-    )
+    _add_model(train)
+    _add_data(train)
     train.add_argument("--ranks", metavar="N", type=_positive, help="processes (default: number of GPUs, else 2)")
     train.add_argument("--steps", metavar="N", type=_positive, help="optimizer steps (default: 200)")
     _add_checkpoints(train)
@@ -228,6 +218,70 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     train.add_argument(
         "--model-cache", metavar="DIR", help="where the default model is kept (default: ~/.cache/shardengine)"
+    )
+
+
+def _add_model(train: argparse.ArgumentParser) -> None:
+    train.add_argument(
+        "--init",
+        choices=("from-weights", "from-config"),
+        help="from-config: train from scratch, with random weights of the model's own initialisation, the same on "
+        "every rank; only its config and tokenizer are read (default: from-weights)",
+    )
+    train.add_argument(
+        "--seed",
+        metavar="N",
+        type=_at_least_zero,
+        help="of random weights, of the order of the data and of dropout, in place of the config's",
+    )
+    train.add_argument(
+        "--lora",
+        metavar="KEYS",
+        help="train LoRA adapters alone, by peft: KEYS is r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj or a part of "
+        "it (default: r=8, alpha=2r, dropout=0, the targets that peft has for the model); targets=all-linear is every "
+        "linear module but the output layer. Checkpoints and the model that is written hold the adapters alone",
+    )
+
+
+def _add_data(train: argparse.ArgumentParser) -> None:
+    train.add_argument(
+        "--data",
+        metavar="FILE",
+        help='UTF-8 text; or .jsonl, lines of {"text": …}; of {"prompt": …, "completion": …}, where only completions '
+        'are learnt; of {"messages": [{"role": …, "content": …}, …]}, written by the tokenizer\'s chat template, where '
+        "only the assistant's turns are learnt; or builtin:pydoc, CPython's docs (default)",
+    )
+    train.add_argument(
+        "--length",
+        metavar="TOKENS",
+        type=_at_least_two,
+        help="tokens per row, at most the model's own limit (default: 128)",
+    )
+    train.add_argument(
+        "--packing",
+        choices=("joined", "apart", "none"),
+        help="joined: texts run on from row to row, and their tokens attend to each other (default for text). apart: "
+        "several to a row, each with positions of its own and no attention to the others, if the model can do that, "
+        "which is tried. none: a row each, padded (default for examples and chats)",
+    )
+    train.add_argument(
+        "--too-long",
+        choices=("truncate", "drop"),
+        help="examples and chats of more than --length tokens lose their end, or are left out; how many is printed "
+        "(default: truncate)",
+    )
+    train.add_argument(
+        "--eval",
+        metavar="FILE",
+        help="validate on all of this file, in any form of --data, and train on all of --data (default: the last 5%% "
+        "of --data are kept for it, 128 rows at most)",
+    )
+    train.add_argument(
+        "--eval-every",
+        metavar="N",
+        type=_positive,
+        help="validate after every N optimizer steps, and at the end; it changes nothing in training (default: a "
+        "tenth of the steps)",
     )
 
 
@@ -259,9 +313,9 @@ def _add_checkpoints(train: argparse.ArgumentParser) -> None:
         help="continue in the output directory of an earlier run with --save-every, from its last good checkpoint (or "
         "from DIR/checkpoints/TAG; what came after it is dropped), as if it had never ended, bit for bit. Everything "
         "is taken from that run. --ranks may be changed (the global batch stays, gradient accumulation follows), "
-        "--steps and --save-every too (the built-in learning-rate schedule keeps its first length), --data may lie "
-        "elsewhere if its content is the same; any other option is refused unless it says what the run was started "
-        "with",
+        "--steps, --save-every and --eval-every too (the built-in learning-rate schedule keeps its first length), "
+        "--data and --eval may lie elsewhere if their content is the same; any other option is refused unless it says "
+        "what the run was started with",
     )
 
 
@@ -307,6 +361,17 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "ones have none)",
     )
     export.add_argument("--adapter", metavar="NAME", help="of a peft model only this adapter (default: all)")
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="hf: of a peft model the whole model, its adapters merged into the base model's weights by peft; takes "
+        "the memory of the model in fp32. The base must be the one that was trained with, which is checked",
+    )
+    export.add_argument(
+        "--base",
+        metavar="DIR_OR_ID",
+        help="with --merge: where the base model is (default: where it was when the adapters were made)",
+    )
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -26,13 +26,16 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardengine.app import corpus, job, resume, stopping
+from shardengine.app import adapters, corpus, job, resume, stopping
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.restarts import Decision, Restarts, death
 from shardengine.app.settings import (
     BUILTIN,
     DEFAULT_LENGTH,
     DEFAULT_STEPS,
+    FROM_CONFIG,
+    FROM_WEIGHTS,
+    TRUNCATE,
     Settings,
     check_data,
     check_model,
@@ -62,8 +65,11 @@ def run(options: argparse.Namespace) -> int:
         settings = dataclasses.replace(settings, trace=check_trace(Path(options.trace)))
     if stopping.CONTROL not in os.environ:
         _check_restarts(options, settings, inside)
-        check_data(settings.data)
+        _check_lora(settings)
         check_model(settings.model)
+        check_data(settings.data)
+        if settings.held_out is not None:
+            check_data(settings.held_out, "--eval")
     if inside:
         return _run_inside(options, settings)
     settings.read_config(ranks)
@@ -97,6 +103,18 @@ def _run_inside(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
+def _check_lora(settings: Settings) -> None:
+    if settings.lora is None:
+        return
+    adapters.parse(settings.lora)
+    require("peft", extra="lora", what="--lora")
+    if settings.init == FROM_CONFIG:
+        raise UsageError(
+            f"--lora with --init {FROM_CONFIG}: expected a base model that is kept, because adapters alone are trained "
+            "and written; leave one of them out"
+        )
+
+
 def _check_restarts(options: argparse.Namespace, settings: Settings, inside: bool) -> None:
     if not options.max_restarts:
         return
@@ -124,6 +142,13 @@ def _settings(options: argparse.Namespace) -> Settings:
         length=options.length or DEFAULT_LENGTH,
         save_every=options.save_every or 0,
         planned_steps=steps,
+        init=options.init or FROM_WEIGHTS,
+        seed=options.seed,
+        lora=options.lora,
+        held_out=options.eval,
+        validate_every=options.eval_every or 0,
+        packing=options.packing,
+        too_long=options.too_long or TRUNCATE,
     )
 
 
@@ -162,10 +187,11 @@ def _run_parent(settings: Settings, ranks: int, max_restarts: int) -> int:
     os.environ.update(rank_environment(ranks))
     os.environ[stopping.CONTROL] = str(control)
     try:
-        if settings.model is None:
-            corpus.default_model(settings.model_cache)
-        else:
+        if settings.model is not None:
             _check_loads(settings.model)
+        base = settings.model or str(corpus.default_model(settings.model_cache))
+        if settings.lora is not None:
+            adapters.check(base, adapters.parse(settings.lora))
         restarts, name = Restarts(max_restarts, settings.output), uuid.uuid4().hex
         with _requests_to_stop(control / "stop"):
             while dead := _torchrun(settings, ranks, control, name):
@@ -206,6 +232,12 @@ def _torchrun(settings: Settings, ranks: int, control: Path, name: str) -> RankF
     launched += ["--model-cache", settings.model_cache]
     launched += ["--model", settings.model] if settings.model is not None else []
     launched += ["--save-every", settings.save_every] if settings.save_every else []
+    launched += ["--init", settings.init, "--too-long", settings.too_long]
+    launched += ["--seed", settings.seed] if settings.seed is not None else []
+    launched += ["--lora", settings.lora] if settings.lora is not None else []
+    launched += ["--eval", settings.held_out] if settings.held_out is not None else []
+    launched += ["--eval-every", settings.validate_every] if settings.validate_every else []
+    launched += ["--packing", settings.packing] if settings.packing is not None else []
     launched += ["--trace", settings.trace] if settings.trace is not None else []
     launched += resume.arguments(settings)
     launcher = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", name]  # on this machine alone

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardengine.app.report import size
+from shardengine.app.settings import require
 from shardengine.checkpoint import check_free, directory, new_directory
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.interchange import hugging_face
@@ -22,6 +23,7 @@ from shardengine.interchange.stored import RUN, Found, Stored, choose, find
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-trained": None}
 LARGEST_FILE = "5GB"
+_OF_FORMATS = ("adapter", "config", "tokenizer", "max_shard_size", "merge", "base")
 _UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -62,11 +64,15 @@ def _check_together(options: argparse.Namespace) -> None:
         raise UsageError(
             "--ema goes with --format hf or safetensors, got --format dcp, which has the optimizer's state"
         )
-    used = {"hf": {"adapter", "config", "tokenizer", "max_shard_size"}, "safetensors": {"max_shard_size"}, "dcp": set()}
-    for name in ("adapter", "config", "tokenizer", "max_shard_size"):
-        if getattr(options, name) is not None and name not in used[options.format]:
+    used = {"hf": set(_OF_FORMATS), "safetensors": {"max_shard_size"}, "dcp": set()}
+    for name in _OF_FORMATS:
+        if getattr(options, name) not in (None, False) and name not in used[options.format]:
             formats = " or ".join(form for form, names in used.items() if name in names)
             raise UsageError(f"--{name.replace('_', '-')} goes with --format {formats}, got --format {options.format}")
+    if options.base is not None and not options.merge:
+        raise UsageError("--base goes with --merge: without it no base model is read")
+    if options.merge:
+        require("transformers", "peft", extra="lora", what="--merge")
 
 
 def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path | None) -> list[str]:
@@ -81,7 +87,9 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
             return dcp_export.write(stored, work, dtype=dtype, as_trained=trained)
         if options.format == "safetensors":
             return hugging_face.write_plain(stored, work, dtype=dtype, largest=largest)
-        if options.adapter is not None or hugging_face.has_adapters(stored):
+        if options.merge:
+            notes = _merge(options, stored, work, dtype, largest)
+        elif options.adapter is not None or hugging_face.has_adapters(stored):
             for name in ("--config", "--max-shard-size"):
                 if getattr(options, name[2:].replace("-", "_")) is not None:
                     raise UsageError(f"{name}: the output is one file of adapters, which has no use for it")
@@ -92,6 +100,20 @@ def _write(options: argparse.Namespace, place: Path, out: Path, tokenizer: Path 
             hugging_face.copy_tokenizer(tokenizer, work)
             return [*notes, f"the tokenizer's files are those of {tokenizer}"]
         return [*notes, "no tokenizer is known to the checkpoint: name one with --tokenizer DIR"]
+
+
+def _merge(
+    options: argparse.Namespace, stored: Stored, work: Path, dtype: torch.dtype | None, largest: int
+) -> list[str]:
+    from shardengine.app import merging
+
+    if options.config is not None:
+        raise UsageError("--config: with --merge the config is the base model's own")
+    if not hugging_face.has_adapters(stored):
+        raise UsageError(
+            f"--merge: expected a checkpoint of a peft model, {stored.place} has no adapters; leave it out"
+        )
+    return merging.write(stored, work, dtype=dtype, largest=largest, adapter=options.adapter, base=options.base)
 
 
 def _tokenizer_of(found: Found) -> Path | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from shardengine.app.data import Batch, valid_tokens
+from shardengine.app.data import Batch, tokens, valid_tokens
 from shardengine.app.rank_sums import RankSums
 from shardengine.errors import UsageError
 
@@ -40,18 +40,14 @@ def fetch(batches: Iterator[Batch], count: int, rank_sums: RankSums) -> GlobalBa
     """
     mine = list(islice(batches, count))
     valid = [valid_tokens(batch) for batch in mine]
-    total, tokens = rank_sums.sums([float(sum(valid)), float(sum(map(_tokens, mine)))])
+    total, all_tokens = rank_sums.sums([float(sum(valid)), float(sum(map(tokens, mine)))])
     if not total:
         raise UsageError(
             "no token of this optimizer step is to be learnt, on any rank: every label is masked (-100) or the first "
             "of its row; expected at least one. Leave such rows out of the data"
         )
     weights = [each * rank_sums.mesh.ranks * count / total for each in valid]
-    return GlobalBatch([_predictable(batch) for batch in mine], weights, int(tokens))
-
-
-def _tokens(batch: Batch) -> int:
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+    return GlobalBatch([_predictable(batch) for batch in mine], weights, int(all_tokens))
 
 
 def _predictable(batch: Batch) -> Batch:

@@ -1,7 +1,9 @@
 """Files of JSON lines. Owns: reading them, and errors that name the file and the line.
 
-Must not know: torch, tokenizers. One JSON object per line, all of one form: ``{"text": …}`` is a document to be packed,
-``{"prompt": …, "completion": …}`` an example whose completion is learnt. Other keys are ignored, blank lines skipped.
+Must not know: torch, tokenizers. One JSON object per line, all of one form: ``{"text": …}`` is a document,
+``{"prompt": …, "completion": …}`` an example whose completion is learnt, and
+``{"messages": [{"role": …, "content": …}, …]}`` a conversation of which the assistant's turns are learnt; ``tools``
+beside messages is what its template is told of tools. Other keys are ignored, blank lines skipped.
 """
 
 from __future__ import annotations
@@ -14,17 +16,34 @@ from typing import Any
 from shardengine.errors import UsageError
 
 SUFFIXES = (".jsonl", ".json")
-_EXPECTED = 'expected {"text": "…"} or {"prompt": "…", "completion": "…"} on every line'
-_FORMS = (("text",), ("prompt", "completion"))
+ASSISTANT = "assistant"
+"""The role whose turns are learnt."""
+_EXPECTED = (
+    'expected {"text": "…"}, {"prompt": "…", "completion": "…"} or {"messages": [{"role": "…", "content": "…"}, …]} on '
+    "every line"
+)
+_FORMS = (("text",), ("prompt", "completion"), ("messages",))
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line. ``prompt`` is None for a document, whose text is the ``completion``: what is to be learnt."""
+    """One line. ``prompt`` is None for a document, whose text is the ``completion``: what is to be learnt.
+
+    messages, tools: of a conversation, which has no prompt and no completion; None for the others.
+    """
 
     line: int
     prompt: str | None
     completion: str
+    messages: list[Message] | None = None
+    tools: list[Any] | None = None
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """The keys that make it what it is."""
+        return _FORMS[2] if self.messages is not None else _FORMS[0] if self.prompt is None else _FORMS[1]
 
 
 def is_jsonl(data: str) -> bool:
@@ -32,21 +51,21 @@ def is_jsonl(data: str) -> bool:
     return Path(data).suffix.lower() in SUFFIXES
 
 
-def read(path: str) -> list[Row]:
+def read(path: str, option: str = "--data") -> list[Row]:
     """All rows of the UTF-8 file; UsageError, with file and line, for the first one that cannot be used."""
     rows: list[Row] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
-        where = f"--data {path}, line {number}"
+        where = f"{option} {path}, line {number}"
         row = _row(where, number, line)
-        if rows and (rows[0].prompt is None) != (row.prompt is None):
+        if rows and rows[0].form != row.form:
             raise UsageError(
                 f"{where}: has {_form(row)}, line {rows[0].line} has {_form(rows[0])}: expected one form in a file"
             )
         rows.append(row)
     if not rows:
-        raise UsageError(f"--data {path}: is empty; {_EXPECTED}")
+        raise UsageError(f"{option} {path}: is empty; {_EXPECTED}")
     return rows
 
 
@@ -61,19 +80,51 @@ def _row(where: str, number: int, line: str) -> Row:
     if len(forms) != 1 or any(key not in value for key in forms[0]):
         keys = ", ".join(map(json.dumps, value)) or "none"
         raise UsageError(f"{where}: has the keys {keys}; {_EXPECTED}")
+    if forms[0] == ("messages",):
+        return _conversation(where, number, value)
     for key in forms[0]:
-        if not isinstance(value[key], str):
-            raise UsageError(f'{where}: "{key}" is {_kind(value[key])}, expected a string')
-        if any("\ud800" <= character <= "\udfff" for character in value[key]):
-            raise UsageError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
+        _check_text(where, key, value[key])
     learnt = forms[0][-1]
     if not value[learnt].strip():
         raise UsageError(f'{where}: "{learnt}" is empty: there is nothing to learn; leave the line out')
     return Row(number, value.get("prompt"), value[learnt])
 
 
+def _conversation(where: str, number: int, value: dict[str, Any]) -> Row:
+    messages, tools = value["messages"], value.get("tools")
+    if not isinstance(messages, list) or not messages:
+        found = "empty" if messages == [] else _kind(messages)
+        raise UsageError(f'{where}: "messages" is {found}, expected a list of {{"role": "…", "content": "…"}}')
+    for place, message in enumerate(messages, 1):
+        here = f"{where}, message {place}"
+        if not isinstance(message, dict):
+            raise UsageError(f'{here}: is {_kind(message)}, expected {{"role": "…", "content": "…"}}')
+        if "role" not in message or ("content" not in message and "tool_calls" not in message):
+            keys = ", ".join(map(json.dumps, message)) or "none"
+            raise UsageError(f'{here}: has the keys {keys}, expected "role" and "content"')
+        _check_text(here, "role", message["role"])
+        if message.get("content") is not None or "tool_calls" not in message:
+            _check_text(here, "content", message["content"])
+    if tools is not None and not isinstance(tools, list):
+        raise UsageError(f'{where}: "tools" is {_kind(tools)}, expected a list')
+    if not any(message["role"] == ASSISTANT for message in messages):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise UsageError(
+            f'{where}: has the roles {roles}; expected a message of "{ASSISTANT}", without which there is nothing to '
+            "learn; leave the line out"
+        )
+    return Row(number, None, "", messages, tools or None)
+
+
+def _check_text(where: str, key: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise UsageError(f'{where}: "{key}" is {_kind(value)}, expected a string')
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise UsageError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
+
+
 def _form(row: Row) -> str:
-    return '"text"' if row.prompt is None else '"prompt" and "completion"'
+    return " and ".join(f'"{key}"' for key in row.form)
 
 
 def _kind(value: Any) -> str:

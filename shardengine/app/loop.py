@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,11 +18,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardengine
-from shardengine.app import corpus, data, global_mean
+from shardengine.app import adapters, corpus, data, global_mean, packing, reading
+from shardengine.app.chat import Chat
+from shardengine.app.evaluation import validate
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress, Report
 from shardengine.app.resume import Checkpoints
-from shardengine.app.settings import Settings
+from shardengine.app.settings import APART, FROM_CONFIG, Settings
 from shardengine.app.stopping import StopRequest
 from shardengine.config import Config
 from shardengine.errors import UsageError
@@ -40,10 +42,8 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     stop = StopRequest()
     out = Report(settings, steps=settings.steps, every=config.steps_per_print, enabled=rank_sums.rank == 0)
 
-    tokenizer, model = load_model(settings)
-    encode: Callable[[str], list[int]] = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    length = min(settings.length, int(getattr(model.config, "max_position_embeddings", settings.length)))
-    blocks = data.load_blocks(settings.data, encode, length, tokenizer.eos_token_id, begin_tokens(tokenizer))
+    tokenizer, model = load_model(settings, config.seed)
+    blocks = load_data(settings, tokenizer, model)
 
     engine = shardengine.initialize(
         model,
@@ -52,7 +52,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
         lr_scheduler=None if config.scheduler else lambda optimizer: warmup_cosine(optimizer, settings.planned_steps),
         mesh=rank_sums.mesh,
     )
-    torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; the weights came from a file
+    torch.manual_seed(config.seed + engine.rank)  # dropout differs between ranks; weights are alike on all
 
     checkpoints = Checkpoints(engine, settings, blocks, rank_sums)
     checkpoints.begin()  # a resumed run: weights, optimizer, schedule and counters are as they were, on any ranks
@@ -68,7 +68,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
         config.seed,
         start=engine.global_samples,
     )
-    interval = max(1, settings.steps // _VALIDATIONS)
+    interval = settings.validate_every or max(1, settings.steps // _VALIDATIONS)
     progress = Progress(engine.global_steps)
     with engine.trace(settings.trace) if settings.trace else nullcontext():
         for progress in steps(engine, batches, settings.steps, rank_sums, stop):
@@ -81,7 +81,8 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
     out.saved(tokenizer)
     out.summary(engine, progress)
     prompt = blocks.validation.prompt(len(blocks.validation) // 2)
-    out.sample(tokenizer, prompt, sample(engine, prompt, min(SAMPLE_TOKENS, length - len(prompt)), tokenizer))
+    new = max(1, min(SAMPLE_TOKENS, blocks.length - len(prompt)))
+    out.sample(tokenizer, prompt, sample(engine, prompt, new, tokenizer))
     engine.close()  # waits for the last checkpoint
     checkpoints.close()
     return progress.stopped and not stop.signalled
@@ -112,21 +113,6 @@ def steps(
 
 
 @torch.no_grad()
-def validate(engine: shardengine.Engine, rows: data.Rows, rank_sums: RankSums) -> float:
-    """Mean loss per valid token over all validation rows, whatever the number of ranks; collective."""
-    engine.eval()
-    total, count = 0.0, 0
-    for batch, counted in data.validation_batches(
-        rows, engine.train_micro_batch_size_per_gpu(), engine.rank, engine.world_size
-    ):
-        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}, use_cache=False).loss
-        total += loss.item() * counted
-        count += counted
-    loss_sum, tokens = rank_sums.sums([total, float(count)])
-    return loss_sum / tokens
-
-
-@torch.no_grad()
 def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokenizer: Any) -> torch.Tensor:
     """``length`` sampled tokens after ``prompt`` [tokens]; collective, with the same tokens on every rank.
 
@@ -150,23 +136,52 @@ def sample(engine: shardengine.Engine, prompt: torch.Tensor, length: int, tokeni
     return new
 
 
-def load_model(settings: Settings) -> tuple[Any, Any]:
-    """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_model(settings: Settings, seed: int) -> tuple[Any, Any]:
+    """(tokenizer, causal LM in fp32) from a Hugging Face directory or name; the default one was built by the parent.
+
+    Its weights, and adapters on it, are as the settings say; random ones come from ``seed``.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     name = settings.model or str(corpus.default_model(settings.model_cache))
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    torch.manual_seed(seed)
+    if settings.init == FROM_CONFIG:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
             f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows} rows; "
             "expected a row for every token"
         )
+    if settings.packing == APART and (reason := packing.leaks(model)):
+        raise UsageError(
+            f"--packing {APART}: {type(model).__name__} cannot keep the documents of a row apart, because {reason}; "
+            "leave --packing out"
+        )
+    if settings.lora is not None:
+        torch.manual_seed(seed)
+        model = adapters.attach(model, adapters.parse(settings.lora))
     return tokenizer, model
+
+
+def load_data(settings: Settings, tokenizer: Any, model: Any) -> data.Blocks:
+    """The rows of tokens, at most as long as the model takes them."""
+    length = min(settings.length, int(getattr(model.config, "max_position_embeddings", settings.length)))
+    return reading.load_blocks(
+        settings.data,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        length,
+        tokenizer.eos_token_id,
+        begin_tokens(tokenizer),
+        Chat(tokenizer).encode,
+        reading.How(settings.packing, settings.too_long, settings.held_out),
+    )
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:

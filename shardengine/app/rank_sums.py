@@ -1,4 +1,4 @@
-"""Small numbers over all ranks, for the training loop. Owns: sums of a few floats and the last barrier.
+"""Small numbers over all ranks, for the training loop. Owns: a few floats of all ranks and the last barrier.
 
 Must not know: the engine, the model. The engine moves weights and gradients itself; a loop only needs to average a loss
 and to agree with the other ranks on when to stop.
@@ -41,10 +41,17 @@ class RankSums:
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over the ranks, in float64, in rank order: the same bits everywhere."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        rows = self._collectives.exchange(mine.view(torch.uint8)).contiguous().view(torch.float64)
-        total: list[float] = rows.sum(dim=0).tolist()
+        total: list[float] = self._rows(values).sum(dim=0).tolist()
         return total
+
+    def each(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values``, in rank order; equally many on each."""
+        rows: list[list[float]] = self._rows(values).tolist()
+        return rows
+
+    def _rows(self, values: Sequence[float]) -> torch.Tensor:
+        mine = torch.tensor(values, dtype=torch.float64)
+        return self._collectives.exchange(mine.view(torch.uint8)).contiguous().view(torch.float64)
 
     def finish(self, *, destroy: bool) -> None:
         """The last barrier and, if the group is this program's own, its end (gloo may abort at exit without)."""

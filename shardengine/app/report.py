@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from shardengine import stages
+from shardengine.app import adapters
 from shardengine.app.data import Blocks
-from shardengine.app.settings import Settings
+from shardengine.app.settings import DROP, FROM_CONFIG, Settings
 from shardengine.checkpoint import write_text
 from shardengine.engine import Engine
 
@@ -72,10 +73,11 @@ class Report:
         )
         zero = config.zero_optimization
         rows = {
-            "model": settings.model or "small GPT-2, from random weights",
+            "model": _model(settings, config.seed),
             "parameters": f"{sum(parameter.numel() for parameter in unique):,}",
+            **_adapters(engine),
             "data": f"{settings.data}, {blocks.training.tokens:,} tokens to train, "
-            f"{blocks.validation.tokens:,} to validate, {_rows(blocks)}",
+            f"{blocks.validation.tokens:,} to validate{_of(settings.held_out)}, {_rows(blocks)}",
             "stage": stages.select(config).name,
             "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
@@ -96,14 +98,7 @@ class Report:
             rows["resumed"] = f"from step {self._first}"
         for name, value in rows.items():
             print(f"{name + ':':<13}{value}")
-        for notice in notices:
-            print(f"note: {notice}")
-        if blocks.truncated:
-            print(
-                f"note: {blocks.truncated} example(s) longer than {blocks.length} tokens lost the end of the completion"
-            )
-        if find_spec("matplotlib") is None:
-            print("note: there will be no loss.png: pip install 'shardengine[plot]'")
+        self._notes(blocks, notices)
         print(flush=True)
         if sys.stdout.isatty() and find_spec("tqdm"):
             from tqdm import tqdm
@@ -111,6 +106,18 @@ class Report:
             self._bar = tqdm(
                 total=self._steps, initial=self._first, file=sys.stdout, unit="step", dynamic_ncols=True, leave=False
             )
+
+    def _notes(self, blocks: Blocks, notices: Iterable[str]) -> None:
+        for notice in notices:
+            print(f"note: {notice}")
+        if blocks.truncated:
+            print(
+                f"note: {blocks.truncated} example(s) longer than {blocks.length} tokens lost the end of the completion"
+            )
+        if self._settings.too_long == DROP:
+            print(f"note: {blocks.dropped} example(s) longer than {blocks.length} tokens were left out")
+        if find_spec("matplotlib") is None:
+            print("note: there will be no loss.png: pip install 'shardengine[plot]'")
 
     def step(self, engine: Engine, progress: Progress) -> None:
         """One optimizer step."""
@@ -196,7 +203,7 @@ class Report:
             if made
             else "-",
             "peak memory": f"{size(peak_bytes(engine))} on rank 0",
-            "model": f"{output / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",
+            "model": f"{output / 'model'} ({_loader(engine)} loads it)",
             "also in": f"{output}: " + ", ".join(sorted(path.name for path in output.iterdir() if path.is_file())),
         }
         if self._settings.save_every:
@@ -287,9 +294,36 @@ def _dtypes(engine: Engine) -> str:
 
 
 def _rows(blocks: Blocks) -> str:
+    if blocks.training.position_ids is not None:
+        rows, filled = blocks.training, blocks.training.tokens / blocks.training.input_ids.numel()
+        documents = int((rows.position_ids == 1).sum()) if rows.position_ids is not None else 0
+        return f"{documents:,} documents apart in {len(rows):,} rows of {blocks.length}, {filled:.0%} full"
     if blocks.training.attention_mask is None:
         return f"blocks of {blocks.length}"
     return f"{len(blocks.training):,} + {len(blocks.validation):,} examples of up to {blocks.length}"
+
+
+def _model(settings: Settings, seed: int) -> str:
+    if settings.init == FROM_CONFIG:
+        return f"{settings.model or 'small GPT-2'}, random weights of seed {seed}"
+    return settings.model or "small GPT-2, from random weights"
+
+
+def _adapters(engine: Engine) -> dict[str, str]:
+    """What is trained of the model where it is not all of it."""
+    if not adapters.has_adapters(engine.module):
+        return {}
+    trained = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
+    return {"adapters": f"{adapters.describe(engine.module)}: {trained:,} parameters are trained"}
+
+
+def _loader(engine: Engine) -> str:
+    name = "peft.AutoPeftModelForCausalLM" if adapters.has_adapters(engine.module) else "AutoModelForCausalLM"
+    return f"{name}.from_pretrained"
+
+
+def _of(held_out: str | None) -> str:
+    return "" if held_out is None else f" of {held_out}"
 
 
 def peak_bytes(engine: Engine) -> int:

@@ -24,7 +24,18 @@ from typing import Any
 from shardengine.app.data import Blocks
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.report import Progress
-from shardengine.app.settings import BUILTIN, Settings, default_model_cache, keep_batch, read_config
+from shardengine.app.settings import (
+    BUILTIN,
+    FROM_CONFIG,
+    FROM_WEIGHTS,
+    PACKINGS,
+    TOO_LONG,
+    TRUNCATE,
+    Settings,
+    default_model_cache,
+    keep_batch,
+    read_config,
+)
 from shardengine.checkpoint import Checkpoint, directory, write_text
 from shardengine.config import load_config
 from shardengine.engine import Engine
@@ -40,7 +51,7 @@ _PATIENCE_S = 60.0
 class Earlier:
     """What a run was started with, from its ``run.json``. ``checkpoint``: a tag, or "latest". Paths are absolute.
 
-    ranks: on how many it was made last; first_ranks: at first (0: the same) · job: see Settings.
+    ranks: on how many it was made last; first_ranks: at first (0: the same) · job and what follows: see Settings.
     """
 
     output: Path
@@ -54,15 +65,25 @@ class Earlier:
     ranks: int
     first_ranks: int = 0
     job: tuple[str, ...] = ()
+    init: str = FROM_WEIGHTS
+    lora: str | None = None
+    held_out: str | None = None
+    validate_every: int = 0
+    packing: str | None = None
+    too_long: str = TRUNCATE
 
     def __post_init__(self) -> None:
         """TypeError, ValueError for what no run has written."""
-        for name in ("model", "data"):
+        for name in ("model", "data", "lora", "held_out"):
             value = getattr(self, name)
-            if not isinstance(value, str) and (name, value) != ("model", None):
+            if not isinstance(value, str) and (name == "data" or value is not None):
                 raise TypeError(f"{name}: expected a text, got {value!r:.80}")
-        for name in ("length", "steps", "planned_steps", "save_every", "ranks", "first_ranks"):
-            value, least = getattr(self, name), 0 if name in ("save_every", "first_ranks") else 1
+        choices = {"init": (FROM_WEIGHTS, FROM_CONFIG), "packing": (*PACKINGS, None), "too_long": TOO_LONG}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r:.80}")
+        for name in ("length", "steps", "planned_steps", "save_every", "ranks", "first_ranks", "validate_every"):
+            value, least = getattr(self, name), 0 if name in ("save_every", "first_ranks", "validate_every") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}: expected an integer >= {least}, got {value!r:.80}")
         if not isinstance(self.job, list | tuple) or not all(isinstance(name, str) for name in self.job):
@@ -72,12 +93,19 @@ class Earlier:
     def settings(self, options: argparse.Namespace) -> Settings:
         """The settings of the run that goes on; UsageError that names every option that contradicts the earlier one."""
         problems = []
-        if options.length not in (None, self.length):
-            problems.append(f"--length: it was started with {self.length}, got {options.length}")
+        for name in ("length", "init", "lora", "packing", "too_long"):
+            before, now = getattr(self, name), getattr(options, name)
+            if now not in (None, before):
+                option = f"--{name.replace('_', '-')}"
+                problems.append(f"{option}: it was started {f'with {before}' if before else 'without'}, got {now}")
+        if options.eval is not None and self.held_out is None:
+            problems.append(f"--eval: it was started without, got {options.eval}")
         if options.model is not None and _absolute(options.model) != self.model:
             problems.append(f"--model: it was started with {self.model or 'the default model'}, got {options.model}")
+        if options.seed is not None and (seed := load_config(self.output / CONFIG).seed) != options.seed:
+            problems.append(f"--seed: it was started with {seed}, got {options.seed}")
         if options.config is not None and not problems:
-            problems += self._other_config(Path(options.config))
+            problems += self._other_config(Path(options.config), options.seed)
         if problems:
             text = "\n  - ".join(problems)
             raise UsageError(
@@ -96,12 +124,18 @@ class Earlier:
             planned_steps=self.planned_steps,
             resume=self.checkpoint,
             first_ranks=self.first_ranks or self.ranks,
+            init=self.init,
+            lora=self.lora,
+            held_out=options.eval or self.held_out,
+            validate_every=options.eval_every or self.validate_every,
+            packing=self.packing,
+            too_long=self.too_long,
         )
 
-    def _other_config(self, path: Path) -> list[str]:
+    def _other_config(self, path: Path, seed: int | None) -> list[str]:
         """Every key of another config whose value is not the run's, both for the ranks that it began with."""
         ranks = self.first_ranks or self.ranks
-        configs = keep_batch(load_config(self.output / CONFIG), ranks), read_config(path, ranks)
+        configs = keep_batch(load_config(self.output / CONFIG), ranks), read_config(path, ranks, seed)
         before, now = ({key: value for key, value, _ in config.resolved()} for config in configs)
         return [
             f"--config {path}, {key}: it was started with {json.dumps(before.get(key))}, got {json.dumps(now.get(key))}"
@@ -240,7 +274,8 @@ class Checkpoints:
         every, last = self._settings.save_every, progress.step == self._settings.steps
         if not every or not (progress.step % every == 0 or progress.stopped or last):
             return
-        self._engine.save_checkpoint(self._folder, client_state=self._facts)
+        adapters_alone = self._settings.lora is not None
+        self._engine.save_checkpoint(self._folder, client_state=self._facts, frozen=not adapters_alone)
         if progress.stopped:
             self._engine.wait_for_checkpoint()  # whoever asked may not wait for the model
 
@@ -308,6 +343,12 @@ def write_run(settings: Settings, ranks: int) -> None:
         "ranks": ranks,
         "first_ranks": settings.first_ranks or ranks,
         "job": settings.job,
+        "init": settings.init,
+        "lora": settings.lora,
+        "held_out": settings.held_out if settings.held_out in (None, BUILTIN) else _absolute(settings.held_out),
+        "validate_every": settings.validate_every,
+        "packing": settings.packing,
+        "too_long": settings.too_long,
     }
     write_text(settings.output / RUN, json.dumps(facts, indent=2) + "\n")
 
@@ -316,10 +357,9 @@ def _facts(engine: Engine, settings: Settings, blocks: Blocks) -> dict[str, Any]
     """What decides which rows are read when, and the learning rates; part of every checkpoint."""
     digest = hashlib.sha256()
     for rows in (blocks.training, blocks.validation):
-        for tensor in (rows.input_ids, rows.labels, rows.attention_mask):
-            if tensor is not None:
-                digest.update(str(tuple(tensor.shape)).encode())
-                digest.update(tensor.numpy().tobytes())
+        for tensor in rows.tensors.values():
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.numpy().tobytes())
     return {
         "SHA-256 of the rows of tokens": digest.hexdigest()[:16],
         "seed": engine.config.seed,

@@ -21,6 +21,9 @@ from shardengine.optim import lr_schedules
 
 BUILTIN = "builtin:pydoc"
 DEFAULT_LENGTH, DEFAULT_STEPS = 128, 200
+FROM_WEIGHTS, FROM_CONFIG = "from-weights", "from-config"
+JOINED, APART, NONE = PACKINGS = ("joined", "apart", "none")
+TRUNCATE, DROP = TOO_LONG = ("truncate", "drop")
 _DEFAULT_OPTIMIZER = OptimizerConfig("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 _KEEP_LAST = 2
 _OUTPUT_ROOT = Path("runs")
@@ -34,7 +37,10 @@ class Settings:
     planned_steps: what the built-in learning-rate schedule is made for; a resumed run keeps the earlier one's ·
     resume: the checkpoint to go on from, "latest" or a tag; None is a new run · trace: where the Chrome trace goes ·
     first_ranks: how many ranks the run began with, 0 in a new one · job: the names of the launch that makes the run ·
-    again: whether ranks of the same launch have been in ``output`` before these.
+    again: whether ranks of the same launch have been in ``output`` before these · init: where the first weights come
+    from · seed: in place of the config's · lora: adapters, see adapters.parse · held_out: a file to validate on, None:
+    the last part of the data · validate_every: steps between validations, 0: a tenth of all · packing, too_long: see
+    reading.
     """
 
     config: Path
@@ -51,14 +57,21 @@ class Settings:
     first_ranks: int = 0
     job: tuple[str, ...] = ()
     again: bool = False
+    init: str = FROM_WEIGHTS
+    seed: int | None = None
+    lora: str | None = None
+    held_out: str | None = None
+    validate_every: int = 0
+    packing: str | None = None
+    too_long: str = TRUNCATE
 
     def read_config(self, ranks: int) -> Config:
         """The config for ``ranks`` ranks; a run that goes on, or begins again, keeps its global batch."""
         if self.resume is not None:
             return keep_batch(load_config(self.config), ranks)
         if self.first_ranks:
-            return keep_batch(read_config(self.config, self.first_ranks), ranks)
-        return read_config(self.config, ranks)
+            return keep_batch(read_config(self.config, self.first_ranks, self.seed), ranks)
+        return read_config(self.config, ranks, self.seed)
 
 
 def default_model_cache() -> Path:
@@ -66,9 +79,13 @@ def default_model_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardengine"
 
 
-def read_config(path: Path, ranks: int) -> Config:
-    """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it."""
-    return _complete(load_config(path).resolve_batch(ranks))
+def read_config(path: Path, ranks: int, seed: int | None = None) -> Config:
+    """The config of a run on ``ranks`` ranks, complete: batch sizes worked out, an optimizer in it.
+
+    seed: None for the config's own.
+    """
+    config = _complete(load_config(path).resolve_batch(ranks))
+    return config if seed is None else dataclasses.replace(config, seed=seed)
 
 
 def keep_batch(config: Config, ranks: int) -> Config:
@@ -108,34 +125,36 @@ def check_trace(path: Path) -> Path:
     return path.resolve()
 
 
-def require(*packages: str, extra: str) -> None:
-    """UsageError that names the extra to install if one of ``packages`` is missing."""
+def require(*packages: str, extra: str, what: str = "this") -> None:
+    """UsageError that names the extra to install if one of ``packages`` is missing. what: needs them."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise UsageError(
-            f"this needs {' and '.join(missing)}, which is not installed: pip install 'shardengine[{extra}]'"
+            f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'shardengine[{extra}]'"
         )
 
 
-def check_data(data: str) -> None:
+def check_data(data: str, option: str = "--data") -> None:
     """UsageError unless ``data`` is the built-in corpus, a file of UTF-8 text or one of JSON lines without an error."""
     if data == BUILTIN:
         return
     if data.startswith("builtin:"):
-        raise UsageError(f"--data {data}: expected a text file or {BUILTIN}")
+        raise UsageError(f"{option} {data}: expected a text file or {BUILTIN}")
     path = Path(data)
     if not path.is_file():
-        raise UsageError(f"--data {data}: expected a text file or {BUILTIN}, found {_kind(path)}")
+        raise UsageError(f"{option} {data}: expected a text file or {BUILTIN}, found {_kind(path)}")
     try:
-        path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--data {data}: expected UTF-8 text, byte {error.start} is not; convert it, for example with iconv"
+            f"{option} {data}: expected UTF-8 text, byte {error.start} is not; convert it, for example with iconv"
         ) from None
     except OSError as error:
-        raise UsageError(f"--data {data}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{option} {data}: cannot be read: {error.strerror}") from None
     if jsonl.is_jsonl(data):
-        jsonl.read(data)
+        jsonl.read(data, option)
+    elif not text.strip():
+        raise UsageError(f"{option} {data}: is empty; expected UTF-8 text")
 
 
 def check_model(model: str | None) -> None:

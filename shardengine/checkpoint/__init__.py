@@ -19,7 +19,7 @@ Must not know: the training loop. Nothing in here imports what a checkpoint name
 
 from __future__ import annotations
 
-from shardengine.checkpoint import contents, directory, index
+from shardengine.checkpoint import contents, directory, index, left_out
 from shardengine.checkpoint.atomic import check_free, new_directory, write_text
 from shardengine.checkpoint.loading import Checkpoint, load
 from shardengine.checkpoint.reader import Reader
@@ -37,6 +37,7 @@ __all__ = [
     "finish",
     "header_of",
     "index",
+    "left_out",
     "load",
     "new_directory",
     "save",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardengine
-from shardengine.app import data, global_mean, loop
+from shardengine.app import data, evaluation, global_mean, loop
 from shardengine.app.data import Batch, Rows
 from shardengine.app.rank_sums import RankSums
 from shardengine.comm import mesh as mesh_module
@@ -86,7 +86,7 @@ def run_case(stage: str, k: int, how: str = "", kind: str = "SGD") -> Run:
     finally:
         global_mean.fetch = kept
     weights = engine.state_dict()
-    validation = loop.validate(engine, unequal_rows(7), rank_sums)
+    validation = evaluation.validate(engine, unequal_rows(7), rank_sums)
     engine.close()
     return losses, norms, weights, validation
 

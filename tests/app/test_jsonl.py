@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardengine.app import data, jsonl, loop, settings
+from shardengine.app import data, jsonl, loop, reading, settings
 from shardengine.app.cli import main
 from shardengine.errors import UsageError
 from tests.app.test_train import CLOSE, start, tiny
@@ -101,17 +101,17 @@ def test_the_command_finds_a_bad_line_before_ranks_start(tmp_path: Path, capsys:
 
 def test_documents_are_joined_with_the_end_of_text_token_and_packed(tmp_path: Path):
     path = write(tmp_path, *({"text": "abc"} for _ in range(20)))
-    blocks = data.load_blocks(path, encode, 4, END, [BEGIN])
+    blocks = reading.load_blocks(path, encode, 4, END, [BEGIN])
     assert blocks.training.input_ids.tolist() == [[97, 98, 99, END]] * 19
     assert blocks.validation.input_ids.tolist() == [[97, 98, 99, END]]
     assert blocks.training.batch(slice(None)).keys() == {"input_ids", "labels"}
     assert torch.equal(blocks.training.labels, blocks.training.input_ids)
-    blocks = data.load_blocks(path, encode, 3, END)
+    blocks = reading.load_blocks(path, encode, 3, END)
     assert blocks.training.input_ids.flatten().tolist() == ([97, 98, 99, END] * 19)[:75]
     with pytest.raises(UsageError, match="validation part is shorter than one block of 5"):
-        data.load_blocks(path, encode, 5, END)
+        reading.load_blocks(path, encode, 5, END)
     with pytest.raises(UsageError, match="end-of-text token"):
-        data.load_blocks(path, encode, 4)
+        reading.load_blocks(path, encode, 4)
 
 
 # Examples
@@ -119,7 +119,7 @@ def test_documents_are_joined_with_the_end_of_text_token_and_packed(tmp_path: Pa
 
 def test_a_prompt_is_never_learnt(tmp_path: Path):
     path = write(tmp_path, *(example(1 + row % 5, 1 + row % 7) for row in range(40)))
-    blocks = data.load_blocks(path, encode, 10, END, [BEGIN])
+    blocks = reading.load_blocks(path, encode, 10, END, [BEGIN])
     assert (len(blocks.training), len(blocks.validation)) == (38, 2)
     p, c = ord("p"), ord("c")
     for part, first in ((blocks.training, 0), (blocks.validation, 38)):
@@ -137,7 +137,7 @@ def test_a_prompt_is_never_learnt(tmp_path: Path):
 
 
 def test_a_truncated_completion_does_not_end(tmp_path: Path):
-    blocks = data.load_blocks(write(tmp_path, example(2, 9), example(2, 5)), encode, 8, END)
+    blocks = reading.load_blocks(write(tmp_path, example(2, 9), example(2, 5)), encode, 8, END)
     assert blocks.truncated == 1
     assert blocks.training.labels.tolist() == [[-100, -100] + [ord("c")] * 6]
     assert blocks.validation.labels.tolist() == [[-100, -100] + [ord("c")] * 5 + [END]]
@@ -149,20 +149,20 @@ def test_an_example_whose_completion_would_vanish_is_refused(prompt: int, begin:
     with pytest.raises(
         UsageError, match=rf"line 2: nothing of its completion fits: the prompt has {prompt + len(begin)}"
     ):
-        data.load_blocks(path, encode, 8, END, begin)
+        reading.load_blocks(path, encode, 8, END, begin)
     path = write(tmp_path, GOOD, example(prompt - 1, 3))
     if prompt < 20:
-        assert data.load_blocks(path, encode, 8, END, begin).validation.labels[0].tolist()[-1] == ord("c")
+        assert reading.load_blocks(path, encode, 8, END, begin).validation.labels[0].tolist()[-1] == ord("c")
 
 
 def test_one_example_is_too_few(tmp_path: Path):
     with pytest.raises(UsageError, match="has one example, expected at least two"):
-        data.load_blocks(write(tmp_path, GOOD), encode, 8, END)
+        reading.load_blocks(write(tmp_path, GOOD), encode, 8, END)
 
 
 def test_every_epoch_visits_each_row_once_and_steps_read_the_same_rows_at_any_rank_count(tmp_path: Path):
     path = write(tmp_path, *({"prompt": f"{row:02}", "completion": "c"} for row in range(26)))
-    rows = data.load_blocks(path, encode, 6, END).training
+    rows = reading.load_blocks(path, encode, 6, END).training
     assert len(rows) == 24
 
     def steps(ranks: int, micro: int, k: int) -> list[list[tuple[int, ...]]]:
@@ -182,7 +182,7 @@ def test_every_epoch_visits_each_row_once_and_steps_read_the_same_rows_at_any_ra
 
 
 def test_a_sample_starts_from_the_prompt(tmp_path: Path):
-    rows = data.load_blocks(write(tmp_path, GOOD, {"prompt": "", "completion": "b"}), encode, 8, END)
+    rows = reading.load_blocks(write(tmp_path, GOOD, {"prompt": "", "completion": "b"}), encode, 8, END)
     assert rows.training.prompt(0).tolist() == [ord("a")]
     assert rows.validation.prompt(0).tolist() == [ord("b")]
     text = data.Rows(torch.arange(8).view(1, 8), torch.arange(8).view(1, 8))

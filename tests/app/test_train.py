@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardengine.app import corpus, data, loop, report, settings, stopping
+from shardengine.app import corpus, data, evaluation, loop, reading, report, settings, stopping
 from shardengine.app.rank_sums import RankSums
 from shardengine.comm import RankFailure, mesh
 from shardengine.errors import ConfigError, UsageError
@@ -46,15 +46,15 @@ def test_the_split_is_contiguous_and_loses_nothing():
 
 
 def test_pack_leaves_out_what_does_not_fill_a_block():
-    assert data.pack(list(range(11)), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert data.pack([1, 2], 4).shape == (0, 4)
+    assert reading.pack(list(range(11)), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert reading.pack([1, 2], 4).shape == (0, 4)
 
 
 def test_too_little_text_is_an_error_that_names_the_part(tmp_path: Path):
     path = tmp_path / "short.txt"
     path.write_text("word " * 40, encoding="utf-8")
     with pytest.raises(UsageError, match="validation part is shorter than one block of 32"):
-        data.load_blocks(str(path), lambda text: list(text.encode()), 32)
+        reading.load_blocks(str(path), lambda text: list(text.encode()), 32)
 
 
 @pytest.mark.parametrize(("count", "ranks", "micro"), [(7, 3, 2), (12, 2, 4), (1, 4, 2), (9, 1, 4)])
@@ -62,7 +62,7 @@ def test_validation_counts_each_block_once_with_equally_many_forwards(count: int
     blocks = numbered(count, 5)
     seen, forwards = [], set()
     for rank in range(ranks):
-        batches = list(data.validation_batches(blocks, micro, rank, ranks))
+        batches = list(evaluation.validation_batches(blocks, micro, rank, ranks))
         forwards.add(len(batches))
         for batch, counted in batches:
             assert len(batch["input_ids"]) > 0
@@ -289,7 +289,7 @@ def validation_loss(directory: Path, text: Path) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    blocks = data.load_blocks(str(text), lambda part: tokenizer(part)["input_ids"], 32).validation
+    blocks = reading.load_blocks(str(text), lambda part: tokenizer(part)["input_ids"], 32).validation
     with torch.no_grad():
         return float(AutoModelForCausalLM.from_pretrained(directory).eval()(**blocks.batch(slice(None))).loss)
 

@@ -60,6 +60,7 @@ SLIVERS: Mapping[str, str] = {
     "app/convert.py": "a command in a file of its own, as the others",
     "app/script.py": "a command in a file of its own, as the others",
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
+    "app/evaluation.py": "a sum whose order is declared, which is tested without a loop",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
     "engine/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",

@@ -1,0 +1,87 @@
+"""Several documents in one row, apart from each other. Owns: which row each goes into, whether a model can do it.
+
+Must not know: files, tokenizers, ranks.
+
+[Note: Documents apart] Each document of a row counts its positions from 0. transformers' models see from that where one
+begins (where a position is not the one before it plus one), if they are given no attention mask, and let no token
+attend to another document; padding is a document of its own at each token. The first token of a document is not learnt:
+nothing in it predicts it. Whether the installed model really does so is tried (``leaks``), not believed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.app.data import IGNORED, Rows
+
+_CLOSE = 1e-4
+"""A document's logits in a row and alone: the same sums in fp32, over other numbers of masked terms; of the largest."""
+
+
+def into_rows(documents: Sequence[tuple[list[int], list[int]]], length: int, padding: int) -> Rows:
+    """Rows of whole documents (tokens, labels), none longer than ``length``.
+
+    The longest first, each into the fullest row in which it fits (best fit decreasing); equal ones in their order. Of a
+    document of one token nothing is learnt: it is left out.
+    """
+    order = sorted((number for number, (ids, _) in enumerate(documents) if len(ids) > 1),
+                   key=lambda number: -len(documents[number][0]))  # fmt: skip
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (what is left, row), sorted
+    for number in order:
+        size = len(documents[number][0])
+        place = bisect.bisect_left(room, (size, -1))
+        left, row = room.pop(place) if place < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        if left - size > 1:
+            bisect.insort(room, (left - size, row))
+    ids = torch.full((len(rows), length), padding)
+    labels = torch.full((len(rows), length), IGNORED)
+    positions = torch.zeros((len(rows), length), dtype=torch.int64)
+    for row, numbers in enumerate(rows):
+        at = 0
+        for number in sorted(numbers):
+            tokens, learnt = documents[number]
+            end = at + len(tokens)
+            ids[row, at:end], positions[row, at:end] = torch.tensor(tokens), torch.arange(len(tokens))
+            labels[row, at + 1 : end] = torch.tensor(learnt[1:])
+            at = end
+    return Rows(ids, labels, position_ids=positions)
+
+
+@torch.no_grad()
+def leaks(model: Any) -> str:
+    """Why ``model`` does not keep documents of one row apart; "" if it does ([Note: Documents apart]).
+
+    Other words in the first document may not change one bit of the second one's logits, and these are what the model
+    says of that document alone. Needs the whole model on this rank; changes nothing.
+    """
+    was_training, words = model.training, model.get_input_embeddings().weight.shape[0]
+    first, second = (torch.arange(start, start + count).unsqueeze(0) % words for start, count in ((1, 5), (3, 6)))
+    positions = torch.cat([torch.arange(5), torch.arange(6)]).unsqueeze(0)
+    model.eval()
+    try:
+        together = _logits(model, torch.cat([first, second], dim=1), positions)[:, 5:]
+        others = _logits(model, torch.cat([(first + 7) % words, second], dim=1), positions)[:, 5:]
+        alone = _logits(model, second, positions[:, 5:])
+    except (TypeError, ValueError) as error:
+        return f"it takes no position_ids ({error})"
+    finally:
+        model.train(was_training)
+    if not torch.equal(together, others):
+        return "its tokens attend to other documents of their row"
+    if (together - alone).abs().max() > _CLOSE * alone.abs().max():
+        return "it does not count the positions of each document from 0"
+    return ""
+
+
+def _logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return logits
