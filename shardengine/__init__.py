@@ -21,6 +21,7 @@ try:
     from shardengine.config import Config, load_config
     from shardengine.engine import Engine, initialize
     from shardengine.errors import ConfigError, ShardEngineError
+    from shardengine.loading import meta_init
     from shardengine.other_engines import missing_in_package
     from shardengine.version import __version__
 finally:
@@ -37,6 +38,7 @@ __all__ = [
     "initialize",
     "launch",
     "load_config",
+    "meta_init",
 ]
 
 if not TYPE_CHECKING:
