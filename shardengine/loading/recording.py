@@ -93,6 +93,10 @@ def key_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+Evaluate = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Carries out a function of torch at once, with ``View`` for tensors without values."""
+
+
 @dataclass
 class Step:
     """One operation. args, kwargs: with ``View`` for tensors without values · made: its results that are new, by place
@@ -112,18 +116,17 @@ class Step:
 
 @dataclass
 class Recording:
-    """Steps in their order. writers: storage → numbers of the steps that write to it · sources: storage → name of the
-    tensor in the files that it is · kept: storages that must outlive it, so that no identity comes twice · lost:
-    storages into which something without values was written · reader: has the tensors in the files."""
+    """Steps in their order. writers: storage → numbers of the steps that write to it · sources: storage → the
+    reader's tensor that it is, as (reader, name) · kept: storages that must outlive it, so that no identity comes twice · lost:
+    storages into which something without values was written."""
 
     steps: list[Step] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
-    sources: dict[int, str] = field(default_factory=dict)
+    sources: dict[int, tuple[Any, str]] = field(default_factory=dict)
     kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     state: Tensor | None = None
-    evaluate: Callable[[Recording, View], Tensor] | None = None
-    reader: Any = None
+    evaluate: Evaluate | None = None
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it is a tensor without values of this recording."""
@@ -135,11 +138,12 @@ class Recording:
         self.kept[storage._cdata] = storage
         setattr(storage, _MARK, self)
 
-    def add_source(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A tensor without values that stands for ``name`` of what the reader has."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=_META)
+    def add_source(self, reader: Any, name: str) -> Tensor:
+        """A tensor without values that stands for ``name`` of what ``reader`` has."""
+        facts = reader.tensors[name]
+        tensor = torch.empty(tuple(facts.shape), dtype=facts.dtype, device=_META)
         self.take(tensor)
-        self.sources[key_of(tensor)] = name
+        self.sources[key_of(tensor)] = reader, name
         return tensor
 
     def add(self, step: Step) -> None:
@@ -148,12 +152,6 @@ class Recording:
             self.writers.setdefault(storage, []).append(len(self.steps))
         self.steps.append(step)
 
-    def value(self, view: View) -> Tensor:
-        """What a tensor is at this moment ([Note: Values asked for])."""
-        if self.evaluate is None:
-            raise UsageError("meta_init: a value was asked for where nothing can compute it")
-        return self.evaluate(self, view)
-
 
 def recording_of(tensor: Tensor) -> Recording | None:
     """The recording in which ``tensor`` was made; None where it was made outside of one."""
@@ -161,10 +159,10 @@ def recording_of(tensor: Tensor) -> Recording | None:
 
 
 @contextmanager
-def recording(evaluate: Callable[[Recording, View], Tensor], reader: Any = None) -> Iterator[Recording]:
+def recording(evaluate: Evaluate) -> Iterator[Recording]:
     """What is made on the CPU inside has no memory, and how it gets its values is written down. evaluate: computes what
     is asked for meanwhile."""
-    record = Recording(evaluate=evaluate, reader=reader)
+    record = Recording(evaluate=evaluate)
     with _Recorder(record), _Appearance(record):
         yield record
     record.evaluate = None
@@ -231,11 +229,12 @@ class _Recorder(TorchDispatchMode):
     def _now(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """[Note: Values asked for]."""
 
-        def value(each: Tensor) -> Tensor:
-            return self._record.value(view_of(each)) if each.is_meta and self._record.knows(each) else each
+        def noted(each: Tensor) -> Any:
+            return view_of(each) if each.is_meta and self._record.knows(each) else each
 
-        args, kwargs = tree_map_only(Tensor, value, (args, kwargs))
-        return function(*args, **kwargs)
+        assert self._record.evaluate is not None
+        args, kwargs = tree_map_only(Tensor, noted, (args, kwargs))
+        return self._record.evaluate(self._record, function, args, kwargs)
 
     def _record_step(self, function: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor], draws: bool) -> Any:
         record = self._record

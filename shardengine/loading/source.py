@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from shardengine.config import nearest
 from shardengine.errors import UsageError
+from shardengine.loading import pretrained_files
 from shardengine.loading.recording import Recording, View, recording, recording_of, view_of
 from shardengine.loading.safetensors_files import SafetensorsFiles
-from shardengine.loading.values import Reader, Values
+from shardengine.loading.values import Reader, Values, carry_out_now
 
 Weights = str | Path | Reader | None
 """What a user may say: a folder, a file, an own reader, or nothing."""
@@ -34,17 +35,19 @@ def meta_init() -> Iterator[None]:
     How the model would have got them is remembered, whatever its code does: drawing, computing, copying, tying. Without
     ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. The
     random state is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model
-    would have. Changes of the model that are made afterwards (a cast, ``reset_parameters``) are not remembered.
+    would have. Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
+    and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards (a cast, ``reset_parameters``) are not remembered.
     """
-    with recording(lambda record, view: Values(record, None).now(view)):
+    with recording(carry_out_now) as record, pretrained_files.found_by_transformers(record):
         yield
 
 
 class Source:
-    """Values of the tensors of ``model`` without memory. reader: gives what ``given`` says: name → tensor there."""
+    """Values of the tensors of ``model`` without memory. given: id(tensor) → where it is, for those that do not begin
+    as they were made."""
 
-    def __init__(self, model: nn.Module, record: Recording, reader: Reader | None, given: Mapping[int, View]) -> None:
-        self._values, self._reader = Values(record, reader), reader
+    def __init__(self, model: nn.Module, record: Recording, given: Mapping[int, View]) -> None:
+        self._values = Values(record)
         self._views: dict[int, View] = {}
         self._names: dict[int, str] = {}
         for name, tensor in _named(model):
@@ -71,9 +74,9 @@ class Source:
             )
         record = next(iter(records.values()), None)
         if weights is None:
-            return None if record is None else cls(model, record, record.reader, {})
-        if record is not None and record.reader is not None:
-            raise UsageError("weights=: expected nothing, load_pretrained has said where this model's weights are")
+            return None if record is None else cls(model, record, {})
+        if record is not None and record.sources:
+            raise UsageError("weights=: expected None, from_pretrained has said where this model's weights are")
         real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         if real:
             raise UsageError(
@@ -82,7 +85,7 @@ class Source:
             )
         reader = SafetensorsFiles.of(Path(weights)) if isinstance(weights, (str, Path)) else weights
         record = Recording() if record is None else record
-        return cls(model, record, reader, _match(model, record, reader))
+        return cls(model, record, _match(model, record, reader))
 
     def gives(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` gets its values here."""
@@ -107,10 +110,8 @@ class Source:
         self._values.fill_rounded(self._views[id(parameter)].permuted(order), parameter.dtype, first, target)
 
     def close(self) -> None:
-        """Let go of files and what was kept."""
+        """Let go of files and of what was kept."""
         self._values.forget()
-        if self._reader is not None:
-            self._reader.close()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +145,7 @@ def _match(model: nn.Module, record: Recording, reader: Reader) -> dict[int, Vie
                 "expected weights of this model; make the model as the one that was saved, or rename what differs"
             )
         if tensor.is_meta:
-            found[id(tensor)] = view_of(record.add_source(name, facts.dtype, facts.shape))
+            found[id(tensor)] = view_of(record.add_source(reader, name))
     _refuse_unknown(model, tensors.keys() - known.keys(), known)
     return found
 

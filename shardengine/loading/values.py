@@ -65,10 +65,10 @@ class Reader(Protocol):
 
 
 class Values:
-    """Values of one recording, from ``reader`` where its tensors stand for some of a file's."""
+    """Values of one recording."""
 
-    def __init__(self, record: Recording, reader: Reader | None) -> None:
-        self._record, self._reader = record, reader
+    def __init__(self, record: Recording) -> None:
+        self._record = record
         self._before: dict[int, Tensor] = {}
         self._last: tuple[int, torch.UntypedStorage] | None = None
 
@@ -177,19 +177,30 @@ class Values:
         """All of a tensor."""
         return view.on(self._storage(view.storage))
 
-    def now(self, view: View) -> Tensor:
-        """A tensor as it is while the recording goes on, drawing what it needs."""
-        self.prepare_in_passing([view])
-        return view.on(self._run(self._steps_for([view.storage]), [view.storage])[view.storage]).clone()
-
-    def prepare_in_passing(self, views: Iterable[View]) -> None:
-        """As ``prepare``, from this process's own random states, which it leaves as they were."""
-        with _kept_state(restore=True):
-            self.prepare(views, self.states())
-
     def forget(self) -> None:
-        """Nothing is kept any more."""
+        """Nothing is kept any more, nothing is read any more."""
         self._last = None
+        for reader, _ in self._record.sources.values():
+            reader.close()
+
+    def equal(self, one: View, other: View) -> bool:
+        """``torch.equal``, a part at a time where both can be read in parts."""
+        if (one.size, one.dtype) != (other.size, other.dtype):
+            return False
+        if not (self._in_parts(one) and self._in_parts(other)):
+            return torch.equal(self.whole(one).clone(), self.whole(other))
+        for at in range(0, one.numel, _AT_ONCE):
+            parts = [torch.empty(min(_AT_ONCE, one.numel - at), dtype=one.dtype) for _ in range(2)]
+            for view, part in zip((one, other), parts, strict=True):
+                self.fill(view, at, part)
+            if not torch.equal(*parts):
+                return False
+        return True
+
+    def _in_parts(self, view: View) -> bool:
+        writers = self._record.writers.get(view.storage, [])
+        copies = len(writers) == 1 and self._step(writers[0]).function._schema.name in (*_COPIES, *_JOINS)
+        return view.is_contiguous and (copies or view.storage in self._record.sources)
 
     def _storage(self, storage: int) -> torch.UntypedStorage:
         if self._last is None or self._last[0] != storage:
@@ -215,12 +226,12 @@ class Values:
         return real
 
     def _source(self, storage: int) -> torch.UntypedStorage:
-        name = self._record.sources.get(storage)
-        if name is None or self._reader is None:
+        if storage not in self._record.sources:
             raise UsageError("a value is needed that nothing gives: the tensor was left on the meta device")
-        facts = self._reader.tensors[name]
+        reader, name = self._record.sources[storage]
+        facts = reader.tensors[name]
         flat = torch.empty(math.prod(facts.shape), dtype=facts.dtype)
-        self._reader.read(name, 0, flat)
+        reader.read(name, 0, flat)
         return flat.untyped_storage()
 
     # Intervals ([Note: Intervals])
@@ -272,8 +283,7 @@ class Values:
         target.copy_(flat[begin : begin + target.numel()])
 
     def _read(self, storage: int, dtype: torch.dtype, begin: int, target: Tensor) -> None:
-        name, reader = self._record.sources[storage], self._reader
-        assert reader is not None
+        reader, name = self._record.sources[storage]
         own = reader.tensors[name].dtype
         if own != dtype:
             self._copy_whole(View(storage, dtype, (), (), 0), begin, target)
@@ -285,6 +295,17 @@ class Values:
                 read = torch.empty(part.numel(), dtype=dtype)
                 reader.read(name, begin + at, read)
                 part.copy_(read)
+
+
+def carry_out_now(record: Recording, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``recording.Evaluate``, while the recording goes on: draws what it needs, and leaves the random state as it was."""
+    values, views = Values(record), [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, View)]
+    with _kept_state(restore=True):
+        values.prepare(views, values.states())
+    if function._schema.name == "aten::equal" and len(views) == 2:
+        return values.equal(*views)
+    args, kwargs = tree_map_only(View, lambda view: values.whole(view).clone(), (args, kwargs))
+    return function(*args, **kwargs)
 
 
 _BLANK = ("aten::empty", "aten::new_empty")
