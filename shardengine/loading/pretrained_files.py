@@ -1,4 +1,4 @@
-"""transformers' ``from_pretrained`` while a recording goes on: it finds files, renames, converts and ties, and reads none.
+"""transformers' ``from_pretrained`` while a recording goes on: it finds files, renames, converts, ties and reads none.
 
 Owns: the one place where its loader is given tensors that stand for those in the files. Must not know: models, ranks.
 
@@ -27,7 +27,7 @@ _LOADER = "_load_pretrained_model"
 
 @contextmanager
 def found_by_transformers(record: Recording) -> Iterator[None]:
-    """Inside, what ``from_pretrained`` loads is known to ``record`` instead. Nothing where transformers is not there."""
+    """Inside, what ``from_pretrained`` loads is known to ``record``. Nothing where transformers is not there."""
     module: Any = sys.modules.get("transformers.modeling_utils")
     if module is None:
         yield
@@ -56,8 +56,8 @@ def found_by_transformers(record: Recording) -> Iterator[None]:
 def _check(files: Any, load_config: Any) -> None:
     if load_config.hf_quantizer is not None:
         raise UsageError(
-            "from_pretrained inside of meta_init: expected weights that are not quantised and not to be, whose own form "
-            "another library makes; load such a model as usual, with values on every rank"
+            "from_pretrained inside of meta_init: expected weights that are not quantised, whose own form another "
+            "library makes; load such a model as usual, with values on every rank"
         )
     if load_config.device_map is not None and {str(place) for place in load_config.device_map.values()} != {"cpu"}:
         raise UsageError(
@@ -77,8 +77,8 @@ def _check_fit(found: Any, load_config: Any) -> None:
     if found.mismatched_keys and not load_config.ignore_mismatched_sizes:
         name, there, here = min(found.mismatched_keys)
         raise UsageError(
-            f"{name!r} has shape {tuple(there)} in the weights and {tuple(here)} in the model: expected weights of this "
-            "model, or ignore_mismatched_sizes=True, which initialises it anew"
+            f"{name!r} has shape {tuple(there)} in the weights and {tuple(here)} in the model: expected weights of "
+            "this model, or ignore_mismatched_sizes=True, which initialises it anew"
         )
     if found.conversion_errors:
         name, text = next(iter(found.conversion_errors.items()))

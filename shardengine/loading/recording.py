@@ -79,12 +79,12 @@ class View:
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor in ``storage``, which has values."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
 def view_of(tensor: Tensor) -> View:
     """Where ``tensor`` lies."""
-    offset = tensor.storage_offset()
+    offset = int(tensor.storage_offset())
     return View(key_of(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
 
@@ -117,8 +117,8 @@ class Step:
 @dataclass
 class Recording:
     """Steps in their order. writers: storage → numbers of the steps that write to it · sources: storage → the
-    reader's tensor that it is, as (reader, name) · kept: storages that must outlive it, so that no identity comes twice · lost:
-    storages into which something without values was written."""
+    reader's tensor that it is, as (reader, name) · kept: storages that must outlive it, so that no identity comes
+    twice · lost: storages into which something without values was written."""
 
     steps: list[Step] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class _Appearance(TorchFunctionMode):
 _APPEARANCE = {
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__: _CPU,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: _CPU,
 }
 
 
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
             return each if each.is_meta or each.numel() > _COPIED else each.detach().clone()
 
         def without_values(each: Tensor) -> Tensor:
-            return each if each.is_meta else torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=_META)
+            return each if each.is_meta else _blank(view_of(each), _META)
 
         noted_args, noted_kwargs = tree_map_only(object, noted, (args, kwargs))
         state, own = self._before_drawing(function, noted_args, noted_kwargs, kwargs) if draws else (None, False)
@@ -291,9 +291,9 @@ class _Recorder(TorchDispatchMode):
         return state, False
 
 
-def _blank(view: View) -> Tensor:
-    """Memory for ``view``, with any values."""
-    return torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+def _blank(view: View, device: torch.device = _CPU) -> Tensor:
+    """A tensor of its form, with any values."""
+    return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

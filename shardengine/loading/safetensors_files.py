@@ -64,7 +64,7 @@ class SafetensorsFiles:
         return cls(_files_of(place))
 
     def read(self, name: str, first: int, target: Tensor) -> None:
-        """Fill ``target`` (1-D, contiguous, on the CPU, of the tensor's own dtype) with its elements from ``first`` on."""
+        """Fill ``target`` (1-D, contiguous, on the CPU, of the tensor's own dtype) with elements from ``first`` on."""
         entry = self.tensors[name]
         data = target.view(torch.uint8) if target.dtype is not torch.uint8 else target
         start, total = entry.start + first * entry.dtype.itemsize, data.numel()
@@ -164,6 +164,7 @@ def _entry(path: Path, name: str, row: Any, start: int, size: int) -> Entry:
         raise UsageError(f"{path}: {name!r} of shape {shape} has {end - first} bytes, which is not its size")
     if start + end > size:
         raise UsageError(
-            f"{path}: {name!r} ends at byte {start + end}, the file has {size}: it was cut off; copy or download it again"
+            f"{path}: {name!r} ends at byte {start + end}, the file has {size}: it was cut off; copy or download "
+            "it again"
         )
     return Entry(path, dtype, shape, start + first)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardengine.config import nearest
@@ -36,7 +37,8 @@ def meta_init() -> Iterator[None]:
     ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. The
     random state is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model
     would have. Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
-    and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards (a cast, ``reset_parameters``) are not remembered.
+    and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards
+    (a cast, ``reset_parameters``) are not remembered.
     """
     with recording(carry_out_now) as record, pretrained_files.found_by_transformers(record):
         yield
@@ -77,10 +79,10 @@ class Source:
             return None if record is None else cls(model, record, {})
         if record is not None and record.sources:
             raise UsageError("weights=: expected None, from_pretrained has said where this model's weights are")
-        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-        if real:
+        real = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
+        if real is not None and record is None:
             raise UsageError(
-                f"weights=: expected a model without values, but {real[0]!r} has some: make the model inside of "
+                f"weights=: expected a model without values, but {real!r} has some: make the model inside of "
                 "`with shardengine.meta_init():`, or load its state dict and leave weights= out"
             )
         reader = SafetensorsFiles.of(Path(weights)) if isinstance(weights, (str, Path)) else weights
@@ -146,6 +148,11 @@ def _match(model: nn.Module, record: Recording, reader: Reader) -> dict[int, Vie
             )
         if tensor.is_meta:
             found[id(tensor)] = view_of(record.add_source(reader, name))
+        elif (count := tensor.numel()) > 0:  # it was made from data
+            flat = torch.empty(count, dtype=facts.dtype)
+            reader.read(name, 0, flat)
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.shape))
     _refuse_unknown(model, tensors.keys() - known.keys(), known)
     return found
 

@@ -19,6 +19,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -248,7 +249,7 @@ class Values:
             part.copy_(rounded)
 
     def fill(self, view: View, first: int, target: Tensor) -> None:
-        """Elements of ``view`` from ``first`` on, in the order of its dimensions → ``target`` (1-D), cast to its dtype."""
+        """Elements of ``view`` from ``first`` on, in the order of its dimensions, → ``target`` (1-D), cast to it."""
         for begin, count, done in _runs(view, first, target.numel(), self._whole_below(view)):
             if begin < 0:
                 flat = self.whole(view).reshape(-1)
@@ -279,7 +280,7 @@ class Values:
             self.fill_rounded(source, made.dtype, first, target[done : done + count])
 
     def _copy_whole(self, view: View, begin: int, target: Tensor) -> None:
-        flat = torch.empty(0, dtype=view.dtype).set_(self._storage(view.storage))  # type: ignore[call-overload]
+        flat = torch.empty(0, dtype=view.dtype).set_(self._storage(view.storage))
         target.copy_(flat[begin : begin + target.numel()])
 
     def _read(self, storage: int, dtype: torch.dtype, begin: int, target: Tensor) -> None:
@@ -298,7 +299,7 @@ class Values:
 
 
 def carry_out_now(record: Recording, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``recording.Evaluate``, while the recording goes on: draws what it needs, and leaves the random state as it was."""
+    """``recording.Evaluate``, while the recording goes on; the random state is left as it was."""
     values, views = Values(record), [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, View)]
     with _kept_state(restore=True):
         values.prepare(views, values.states())
@@ -319,9 +320,7 @@ def _depends(step: Step) -> bool:
 _OF_OWN_VALUES = {"aten::bernoulli_", "aten::native_dropout"}
 
 
-def _carry_out(
-    step: Step, real: dict[int, torch.UntypedStorage], state: Tensor | None = None
-) -> dict[int, Tensor]:
+def _carry_out(step: Step, real: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> dict[int, Tensor]:
     """One step, on storages that have values and on blank ones in place of others; its new results by place."""
 
     def tensor(view: View) -> Tensor:
@@ -434,16 +433,12 @@ def _digest(tensor: Tensor) -> str:
     return sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:12] if data.numel() else "nothing"
 
 
-class _kept_state:  # noqa: N801  (a context manager, used as one word)
+@contextmanager
+def _kept_state(*, restore: bool) -> Iterator[None]:
     """The random state of torch is afterwards what it was before, if ``restore``."""
-
-    def __init__(self, *, restore: bool) -> None:
-        self._restore = restore
-
-    def __enter__(self) -> None:
-        self._state = torch.get_rng_state()
-
-    def __exit__(self, *_: object) -> None:
-        if self._restore:
-            torch.set_rng_state(self._state)
-
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if restore:
+            torch.set_rng_state(state)

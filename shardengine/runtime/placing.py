@@ -93,6 +93,8 @@ def place(
             unit = Unit(index, name, flat_buffers, members, layout)
             if weights is Placement.SHARDED:
                 unit.detach_shards()
+                if source is not None and not mesh.platform.is_apart:
+                    mesh.platform.free_cached()  # malloc would leave holes between the shards, one per unit
             units.append(unit)
     return units
 
