@@ -42,8 +42,8 @@ def load_pretrained(
     model_class: a model or an Auto class of transformers, default the one that the model's own configuration names ·
     dtype: of the weights, default ``from_pretrained``'s · options: ``initialize``'s (optimizer, lr_scheduler, mesh,
     monitors), and any other is ``from_pretrained``'s. The weights are to the bit what ``from_pretrained`` and
-    ``initialize`` give; the model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To change
-    it before (adapters, frozen layers), call ``from_pretrained`` inside of ``meta_init`` yourself, and then ``initialize``.
+    ``initialize`` give; the model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To
+    change it before (adapters, frozen layers), call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
 
     UsageError for files that are missing, cut off, or of another kind or shape; on other ranks MismatchError.
     """
