@@ -43,7 +43,7 @@ def load_pretrained(
     dtype: of the weights, default ``from_pretrained``'s · options: ``initialize``'s (optimizer, lr_scheduler, mesh,
     monitors), and any other is ``from_pretrained``'s. The weights are to the bit what ``from_pretrained`` and
     ``initialize`` give; the model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To
-    change it before (adapters, frozen layers), call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
+    add adapters or frozen layers to it, call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
 
     UsageError for files that are missing, cut off, or of another kind or shape; on other ranks MismatchError.
     """

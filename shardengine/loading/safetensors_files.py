@@ -73,7 +73,7 @@ class SafetensorsFiles:
             blocks = [(at, min(at + _BLOCK, total)) for at in range(0, total, _BLOCK)]
 
             def fill(at: int, end: int) -> int:
-                part = direct_io.bytes_of(data[at:end])
+                part = direct_io.memory_of(data[at:end])
                 return direct_io.read(number, [part], start + at, end - at) - (end - at)
 
             if len(blocks) == 1:

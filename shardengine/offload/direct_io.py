@@ -74,6 +74,11 @@ def bytes_of(data: Tensor) -> memoryview:
     return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
 
 
+def memory_of(data: Tensor) -> memoryview:
+    """As ``bytes_of``, for as long as ``data`` lives; its storage can be resized afterwards, which numpy's cannot."""
+    return memoryview((ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())).cast("B")
+
+
 def _move(
     call: Callable[[int, list[memoryview], int], int], file: int, parts: Sequence[memoryview], offset: int, least: int
 ) -> int:
