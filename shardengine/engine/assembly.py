@@ -72,6 +72,7 @@ def _look(
         device=trial.device,
         gives_values=mesh.rank == 0 and source is None,
     )
+    found = replace(found, source=source)
     return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
 
 
@@ -125,7 +126,7 @@ def build(
         _begin(source, collectives)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, found, unfinished)
-        core = _assemble(model, config, collectives, pool, found, footprint, tiers, source)
+        core = _assemble(model, config, collectives, pool, found, footprint, tiers)
         unfinished.pop_all()
     return core
 
@@ -138,7 +139,6 @@ def _assemble(
     found: Partition,
     footprint: Footprint,
     tiers: Tiers,
-    source: Source | None,
 ) -> Core:
     """Place the weights of ``model``, wire what moves them, attach."""
     stage, plan, which = footprint.stage, footprint.layout, footprint.precision
@@ -156,13 +156,13 @@ def _assemble(
             state=stage.state,
             which=which,
             homes=homes,
-            source=source,
         )
         if found.left is not None:
             found.left.end(model)
         buffers = BufferSync(model, collectives)
-        placing.place_buffers(model, collectives.mesh, source)
+        placing.place_buffers(model, collectives.mesh, found.source)
         buffers.broadcast(persistent_only=False)
+        found = replace(found, source=None)  # which knows how the model was made
         collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
     step_state = StepState(
         Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks

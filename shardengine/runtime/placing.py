@@ -53,16 +53,15 @@ def place(
     state: Placement,
     which: Precision = Precision(),  # noqa: B008  (frozen)
     homes: Homes = Homes(),  # noqa: B008  (frozen)
-    source: Source | None = None,
 ) -> list[Unit]:
     """Move every parameter to the mesh's device, one flat buffer at a time; build the units.
 
-    source: gives the values of parameters that have none on any rank; others begin with rank 0's.
+    What the partition's source does not give begins with rank 0's values.
 
     Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
     there are to be any. weights: where they rest · which: as in ``analyse`` · state, homes: as in ``FlatBuffer``.
     """
-    mesh, left = collectives.mesh, partition.left
+    mesh, left, source = collectives.mesh, partition.left, partition.source
     with torch.no_grad():
         if left is not None:
             _show_outside(left, partition.outside, collectives)

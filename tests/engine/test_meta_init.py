@@ -79,7 +79,7 @@ def write(folder: str) -> None:
     state["up.weight"] = state["up.weight"].bfloat16()
     state["kept"] = state["kept"].half()
     names = sorted(state)
-    table = {}
+    table: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2])):
         file = f"model-{number}.safetensors"
         save_file({name: state[name].contiguous() for name in part}, f"{folder}/{file}")
