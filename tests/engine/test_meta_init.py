@@ -30,6 +30,7 @@ WIDTH, MIB = 16, 1 << 20
 class Net(nn.Module):
     """Whatever code may do to make weights: draw into views, seed, copy, cast, compute, tie, ask for a value."""
 
+    has_data = False
     inverse: Tensor
     kept: Tensor
 
@@ -47,7 +48,8 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.randn(WIDTH, generator=own) * torch.arange(WIDTH) / 3)
         self.frozen = nn.Parameter(torch.Tensor(WIDTH).uniform_(-1, 1), requires_grad=False)
         self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
-        self.given = nn.Parameter(torch.tensor([1.5]))
+        if self.has_data:
+            self.given = nn.Parameter(torch.tensor([1.5]))
         nn.init.sparse_(self.blocks[0].get_submodule("0").get_parameter("weight"), 0.2)
         self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
         self.register_buffer("inverse", 1 / 10 ** (torch.arange(WIDTH) / 8), persistent=False)
@@ -57,17 +59,26 @@ class Net(nn.Module):
         hidden = self.up(x) * self.scale * self.frozen + self.words(torch.tensor([1, 3])).sum(0)
         for block in self.blocks:
             hidden = torch.relu(block(hidden))
-        hidden = (hidden[:, self.order] + self.inverse * self.kept * self.given).to(x.dtype)
+        hidden = (hidden[:, self.order] + self.inverse * self.kept).to(x.dtype)
         dropped = nn.functional.dropout(self.down(hidden) + self.tied(hidden), 0.3)  # says whether the states agree
         return dropped + self.convolution.weight.sum()
 
 
-def make(lazily: bool, rank: int) -> Net:
+class WithData(Net):
+    """A parameter that is real at once, which makes the bucket that it is in rank 0's."""
+
+    has_data = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.given
+
+
+def make(lazily: bool, rank: int, kind: type[Net]) -> Net:
     torch.manual_seed(7 + rank)  # weights begin with rank 0's, dropout with each one's own
     if not lazily:
-        return Net()
+        return kind()
     with shardengine.meta_init():
-        return Net()
+        return kind()
 
 
 def write(folder: str) -> None:
@@ -88,10 +99,12 @@ def write(folder: str) -> None:
     save_file({"stray": torch.ones(1)}, f"{folder}/not-in-the-index.safetensors")
 
 
-def train(stage: str, options: dict[str, Any], folder: str | None, lazily: bool) -> dict[str, Any]:
+def train(
+    stage: str, options: dict[str, Any], folder: str | None, lazily: bool, kind: type[Net] = Net
+) -> dict[str, Any]:
     """What it begins with and becomes in one step, and the random state in between."""
     mesh = cases.mesh_of_this_process()
-    model = make(lazily, mesh.rank)
+    model = make(lazily, mesh.rank, kind)
     if folder is not None and not lazily:
         files = SafetensorsFiles.of(Path(folder))
         state = {}
@@ -127,7 +140,8 @@ BF16 = {"bf16": {"enabled": True}}
 
 def both(stage: str, options: dict[str, Any], folder: str | None) -> list[str]:
     """The names of what differs from a plain load."""
-    expected, got = (train(stage, options, folder, lazily) for lazily in (False, True))
+    kind = WithData if options.pop("data", False) else Net
+    expected, got = (train(stage, options, folder, lazily, kind) for lazily in (False, True))
     assert expected.keys() == got.keys()
     return [
         name
@@ -151,6 +165,7 @@ def test_weights_and_a_step_are_those_of_a_plain_load(
     nvme = {key: {"device": "nvme", "nvme_path": place} for key in ("offload_param", "offload_optimizer")}
     runs: list[tuple[str, dict[str, Any]]] = [(stage, {}) for stage in ("0", "1", "2", "3k", "3")]
     runs += [(stage, BF16) for stage in ("0", "1", "3")] + [("3", {"zero": CPU}), ("3", {"zero": nvme, **BF16})]
+    runs += [(stage, {"data": True, "zero": {"reduce_bucket_size": 256}}) for stage in ("1", "3")]
     for rank, said in enumerate(pools(ranks).run(several, runs, str(tmp_path) if from_files else None)):
         for (stage, options), different in zip(runs, said, strict=True):
             assert not different, (rank, stage, options, different)
