@@ -303,6 +303,8 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
 def test_what_cannot_be_put_off_is_refused() -> None:
     with pytest.raises(UsageError, match="draws into a tensor that was made from data"), shardengine.meta_init():
         nn.init.normal_(torch.tensor([0.0, 1.0]))
+    with pytest.raises(UsageError, match="expected one at a time"), shardengine.meta_init(), shardengine.meta_init():
+        pass
 
 
 class Own:
