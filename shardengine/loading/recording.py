@@ -19,6 +19,7 @@ one. None draws anything: the state of torch's generator is afterwards what it w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardengine.errors import UsageError
@@ -162,12 +163,19 @@ def recording_of(tensor: Tensor) -> Recording | None:
 def recording(evaluate: Evaluate) -> Iterator[Recording]:
     """What is made on the CPU inside has no memory, and how it gets its values is written down. evaluate: computes what
     is asked for meanwhile."""
-    if any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack()):
+    if getattr(_under_way, "yes", False):
         raise UsageError("meta_init: expected one at a time, this is inside of another one, which is enough")
-    record = Recording(evaluate=evaluate)
-    with _Recorder(record), _Appearance(record):
-        yield record
+    record, _under_way.yes = Recording(evaluate=evaluate), True
+    try:
+        with _Recorder(record), _Appearance(record):
+            yield record
+    finally:
+        _under_way.yes = False
     record.evaluate = None
+
+
+_under_way = threading.local()
+"""Whether there is a recording in this thread."""
 
 
 class _Appearance(TorchFunctionMode):

@@ -2,8 +2,11 @@
 
 Must not know: models, what a name means, who keeps which interval.
 
-Only the bytes that are asked for are read. A folder with ``model.safetensors.index.json`` has the files that it names;
-otherwise all its safetensors files belong together.
+Only the bytes that are asked for are read, and the pages at their ends: from the page cache what it has, the rest past
+it, in several reads at once, since no other rank wants the same.
+
+A folder with ``model.safetensors.index.json`` has the files that it names; otherwise all its safetensors files belong
+together.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,12 +25,12 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.offload import direct_io
+from shardengine.offload import direct_io, staging
 
 _INDEX = "model.safetensors.index.json"
 _LARGEST_HEAD = 100 << 20
 """Bytes: what safetensors itself allows."""
-_BLOCK = 4 << 20
+_BLOCK = 2 << 20
 _THREADS = 4
 _MAX_OPEN = 64
 """Files that are held open."""
@@ -53,7 +57,8 @@ class SafetensorsFiles:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, Entry] = {}
-        self._opened: dict[Path, int] = {}
+        self._opened: dict[tuple[Path, bool], int] = {}
+        self._local = threading.local()
         self._threads: ThreadPoolExecutor | None = None
         for path in files:
             self.tensors.update(_head(path))
@@ -69,12 +74,13 @@ class SafetensorsFiles:
         data = target.view(torch.uint8) if target.dtype is not torch.uint8 else target
         start, total = entry.start + first * entry.dtype.itemsize, data.numel()
         try:
-            number = self._open(entry.path)
+            files = self._open(entry.path, direct=False), self._open(entry.path, direct=True)
             blocks = [(at, min(at + _BLOCK, total)) for at in range(0, total, _BLOCK)]
 
             def fill(at: int, end: int) -> int:
                 part = direct_io.memory_of(data[at:end])
-                return direct_io.read(number, [part], start + at, end - at) - (end - at)
+                count = direct_io.read_cached(files[0], part, start + at)
+                return count + self._read_past(files[1], part[count:], start + at + count) - (end - at)
 
             if len(blocks) == 1:
                 short = fill(*blocks[0])
@@ -98,13 +104,26 @@ class SafetensorsFiles:
             os.close(number)
         self._opened.clear()
 
-    def _open(self, path: Path) -> int:
-        number = self._opened.pop(path, None)
+    def _read_past(self, file: int, part: memoryview, offset: int) -> int:
+        """Fill ``part`` past the page cache, by way of this thread's own pages; how many bytes came."""
+        if not len(part):
+            return 0
+        if not hasattr(self._local, "pages"):
+            self._local.pages = direct_io.bytes_of(staging(_BLOCK + 2 * direct_io.ALIGNMENT))
+        before = offset % direct_io.ALIGNMENT
+        pages = self._local.pages[: direct_io.whole_pages(before + len(part))]
+        count = direct_io.read(file, [pages], offset - before, before + len(part)) - before
+        count = min(max(count, 0), len(part))
+        part[:count] = pages[before : before + count]
+        return count
+
+    def _open(self, path: Path, *, direct: bool) -> int:
+        number = self._opened.pop((path, direct), None)
         if number is None:
             if len(self._opened) >= _MAX_OPEN:
                 os.close(self._opened.pop(next(iter(self._opened))))
-            number = os.open(path, os.O_RDONLY)
-        self._opened[path] = number
+            number = direct_io.open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
+        self._opened[path, direct] = number
         return number
 
 

@@ -47,6 +47,16 @@ def read(file: int, parts: Sequence[memoryview], offset: int, least: int) -> int
     return _move(preadv, file, parts, offset, least)
 
 
+def read_cached(file: int, part: memoryview, offset: int) -> int:
+    """Of what is to fill ``part``, take what the page cache has, up to the first byte that it has not; how many."""
+    try:
+        return preadv(file, [part], offset, getattr(os, "RWF_NOWAIT", 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, *_UNABLE):
+            return 0
+        raise
+
+
 def write(file: int, parts: Sequence[memoryview], offset: int) -> None:
     """Write all of ``parts``, one after the other."""
     total = sum(len(part) for part in parts)

@@ -236,9 +236,9 @@ def test_a_rank_reads_its_part_and_never_has_more_than_that_and_a_unit(pools: Po
     for place in (str(tmp_path), None):
         for found in pools(2).run(resident, "3", place):
             assert found["peak"] <= (32 + 4 + 16) * MIB, found
-            assert found["read"] == (32 * MIB if place else 0)
+            assert found["read"] <= 33 * MIB if place else not found["read"]
     for found in pools(2).run(resident, "2", str(tmp_path)):
-        assert found["read"] == 32 * MIB  # the other half comes from the other rank
+        assert found["read"] <= 33 * MIB  # the other half comes from the other rank
 
 
 # Refusals
