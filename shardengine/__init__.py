@@ -8,7 +8,7 @@
 Importing it loads torch and nothing else that is heavy.
 
 Beside the packages: errors · trace (events in the Chrome trace format) · other_engines (names of other libraries that
-people call here, and what to call instead) · lion, monitors (public names) · version
+people call here, and what to call instead) · pretrained (load_pretrained) · lion, monitors (public names) · version
 """
 
 import gc
@@ -21,7 +21,9 @@ try:
     from shardengine.config import Config, load_config
     from shardengine.engine import Engine, initialize
     from shardengine.errors import ConfigError, ShardEngineError
+    from shardengine.loading import meta_init
     from shardengine.other_engines import missing_in_package
+    from shardengine.pretrained import load_pretrained
     from shardengine.version import __version__
 finally:
     if _collects:
@@ -37,6 +39,8 @@ __all__ = [
     "initialize",
     "launch",
     "load_config",
+    "load_pretrained",
+    "meta_init",
 ]
 
 if not TYPE_CHECKING:

@@ -56,6 +56,7 @@ def _check(
     lr_scheduler: Any = None,
     mesh: Any = None,
     monitors: Any = (),
+    weights: Any = None,
 ) -> None:
     """``UsageError`` for the first argument that is of another kind than it can be."""
     if torch.is_inference_mode_enabled():
@@ -95,6 +96,9 @@ def _check(
         raise _refused("mesh", "what shardengine.comm.mesh.build() returns, or None", mesh, "")
     if not isinstance(monitors, Iterable):
         raise _refused("monitors", "a list", monitors, "")
+    if not (weights is None or isinstance(weights, (str, Path)) or hasattr(weights, "read")):
+        cure = ": model.load_state_dict does that, before initialize" if isinstance(weights, Mapping) else ""
+        raise _refused("weights", "a folder of safetensors files, a reader (loading.Reader) or None", weights, cure)
 
 
 def _refused(name: str, expected: str, value: Any, cure: str) -> UsageError:

@@ -21,6 +21,7 @@ from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
+from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 from shardengine.runtime import (
@@ -40,13 +41,20 @@ _log = logging.getLogger(__name__)
 
 
 def _look(
-    model: nn.Module, config: Config, groups: list[dict[str, Any]], mesh: Mesh, shards_weights: bool, trial: KernelTrial
+    model: nn.Module,
+    config: Config,
+    groups: list[dict[str, Any]],
+    mesh: Mesh,
+    shards_weights: bool,
+    trial: KernelTrial,
+    source: Source | None,
 ) -> tuple[Partition, kernels.Offers]:
     """What one rank alone finds out about the model and the machine, or refuses."""
     if (left := LeftShards.on(model)) is not None:
         left.check(model, mesh.rank, mesh.ranks, mesh.platform)
     for name, buffer in model.named_buffers():
-        if buffer.is_meta and mesh.rank == 0 and trial.device.type != "meta":
+        given = source is not None and source.gives(buffer)
+        if buffer.is_meta and mesh.rank == 0 and trial.device.type != "meta" and not given:
             raise UsageError(
                 f"buffer {name!r} is on the meta device, it has no values: expected one with values on rank 0; "
                 "to_empty does not fill it, so compute it anew as the model's __init__ does (from_pretrained does that)"
@@ -62,8 +70,9 @@ def _look(
         shards_weights=shards_weights,
         which=trial.precision,
         device=trial.device,
-        gives_values=mesh.rank == 0,
+        gives_values=mesh.rank == 0 and source is None,
     )
+    found = replace(found, source=source)
     return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
 
 
@@ -74,11 +83,12 @@ def build(
     groups: list[dict[str, Any]],
     states: Sequence[str] = (),
     kind: str | None = None,
+    source: Source | None = None,
 ) -> Core:
     """Partition ``model`` as ``config`` says and attach to it.
 
     groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32 · kind: its name,
-    None for none.
+    None for none · source: gives the values of what has none on any rank.
     """
     zero = config.zero_optimization
     stage = stages.select(config)
@@ -97,10 +107,13 @@ def build(
     trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups)
 
     found, offer = run_on_all_ranks(
-        collectives, "looking at the model", lambda: _look(model, config, groups, mesh, stage.moves_weights, trial)
+        collectives,
+        "looking at the model",
+        lambda: _look(model, config, groups, mesh, stage.moves_weights, trial, source),
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
     facts = {"class of the optimizer": [kind or "none"], **partition.facts(model, found, settings, groups)}
+    facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
     plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
@@ -109,6 +122,8 @@ def build(
     if mesh.rank == 0:
         _tell_sums(config, collectives, dtypes)
     collectives.prepare(dtypes)
+    if source is not None:
+        _begin(source, collectives)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
@@ -145,8 +160,9 @@ def _assemble(
         if found.left is not None:
             found.left.end(model)
         buffers = BufferSync(model, collectives)
-        placing.place_buffers(model, collectives.mesh)
+        placing.place_buffers(model, collectives.mesh, found.source)
         buffers.broadcast(persistent_only=False)
+        found = replace(found, source=None)  # which knows how the model was made
         collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
     step_state = StepState(
         Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks
@@ -158,6 +174,16 @@ def _assemble(
     _attach(core, model, blocks)
     _checkpoint_activations(core, model, config)
     return core
+
+
+def _begin(source: Source, collectives: Collectives) -> None:
+    """Values that are drawn will be those of rank 0's random states, on every rank."""
+    rows = [[number, state.numpy().tobytes().hex()] for number, state in source.states()]
+    states = [
+        (number, torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
+        for number, text in collectives.exchange_objects(rows)[0]
+    ]
+    run_on_all_ranks(collectives, "drawing initial weights", lambda: source.begin(states))
 
 
 def sent(rules: Rules, plan: Layout) -> set[torch.dtype]:

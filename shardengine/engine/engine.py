@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import closing as closing_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -42,6 +43,7 @@ from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
+from shardengine.loading import Source, Weights
 from shardengine.offload import BufferPool
 from shardengine.optim import (
     AVERAGE,
@@ -73,24 +75,28 @@ def initialize(
     lr_scheduler: Any = None,
     mesh: Mesh | None = None,
     monitors: Sequence[Monitor] = (),
+    weights: Weights = None,
 ) -> Engine:
     """Partition ``model`` over the data-parallel ranks as ``config`` says and return the engine that trains it.
 
     Collective: every rank calls it with the same model, config and optimizer. The model moves to this rank's device
-    (one flat buffer at a time) and takes rank 0's values, so that on other ranks it may be on the meta device; its
-    parameters stay the user's own objects under their own names.
+    (one flat buffer at a time) and takes rank 0's values, so that on other ranks it may be on the meta device; a model
+    made inside of ``meta_init`` has none on any rank, and each gets its own part alone. Its parameters stay the user's
+    own objects under their own names.
 
     config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
     until ``close()``), a function from a list of parameters to one, or None
     (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
     from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``comm.mesh.build`` ·
-    monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside those of the config.
+    monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside those of the config ·
+    weights: for a model without values: a folder of safetensors files, one such file, or a `loading.Reader`; every rank
+    reads the parts that it keeps, what is not there begins as the model's own code has it.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).
     """
-    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors)
+    return Engine(model, config, optimizer, model_parameters, lr_scheduler, mesh, monitors, weights)
 
 
 class Engine(Inspection):
@@ -105,6 +111,7 @@ class Engine(Inspection):
         lr_scheduler: Any = None,
         mesh: Mesh | None = None,
         monitors: Sequence[Monitor] = (),
+        weights: Weights = None,
     ) -> None:
         """As ``initialize``."""
         self.module = model
@@ -117,7 +124,7 @@ class Engine(Inspection):
                 meet=meeting.meet_before_groups,
             )
         try:
-            self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors)
+            self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors, weights)
         except BaseException:
             mesh.abandon()
             raise
@@ -140,17 +147,19 @@ class Engine(Inspection):
         parameters: Any,
         lr_scheduler: Any,
         user_monitors: Sequence[Monitor],
+        weights: Weights,
     ) -> None:
         """Everything that can fail on one rank alone goes through ``run_on_all_ranks``, so that it fails on all."""
         start = Collectives(mesh, BufferPool(mesh.platform))
 
-        def read() -> tuple[Config, OptimizerForm]:
+        def read() -> tuple[Config, OptimizerForm, Source | None]:
             check_free(self.module)
             monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
-            return resolved, groups_for(self.module, resolved.optimizer, optimizer, parameters)
+            form = groups_for(self.module, resolved.optimizer, optimizer, parameters)
+            return resolved, form, Source.of(self.module, weights)
 
-        self.config, form = run_on_all_ranks(start, "reading config and optimizer", read)
+        self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
@@ -159,7 +168,8 @@ class Engine(Inspection):
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
         averages = [AVERAGE] if form.kind is not None and self.config.ema.decay is not None else []
         states = (*form.state_names(scheduled=scheduled), *averages)
-        self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind)
+        with nullcontext() if source is None else closing_of(source):
+            self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind, source)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:

@@ -47,6 +47,16 @@ def read(file: int, parts: Sequence[memoryview], offset: int, least: int) -> int
     return _move(preadv, file, parts, offset, least)
 
 
+def read_cached(file: int, part: memoryview, offset: int) -> int:
+    """Of what is to fill ``part``, take what the page cache has, up to the first byte that it has not; how many."""
+    try:
+        return preadv(file, [part], offset, getattr(os, "RWF_NOWAIT", 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, *_UNABLE):
+            return 0
+        raise
+
+
 def write(file: int, parts: Sequence[memoryview], offset: int) -> None:
     """Write all of ``parts``, one after the other."""
     total = sum(len(part) for part in parts)
@@ -72,6 +82,11 @@ def whole_pages(count: int) -> int:
 def bytes_of(data: Tensor) -> memoryview:
     """The memory of ``data``, which is uint8 on the CPU."""
     return memoryview(data.numpy())  # type: ignore[arg-type]  # its stubs do not say so
+
+
+def memory_of(data: Tensor) -> memoryview:
+    """As ``bytes_of``, for as long as ``data`` lives; its storage can be resized afterwards, which numpy's cannot."""
+    return memoryview((ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())).cast("B")
 
 
 def _move(

@@ -1,4 +1,4 @@
-"""Giving the weights of a model their places: flat buffers and units in the mesh's memory, filled with rank 0's values.
+"""Giving the weights of a model their places: flat buffers and units in the mesh's memory, filled with their values.
 
 Owns: who gets master weights, and what they begin with. Must not know: stages, the optimizer, later moves.
 
@@ -9,6 +9,11 @@ count only where the model came in the same memory.
 [Note: No values] Ranks other than 0 take its values and read none of their own, which may be on the meta device. torch
 lets no parameter move from there by ``.data``, so it is exchanged in place for one with a single element behind its
 shape, until it shows its part of a flat buffer.
+
+[Note: From a source] Where a ``Source`` gives values, no rank has them. Each asks for its own slice of every bucket and
+writes it to its place; only where weights rest replicated are the slices gathered. What a bucket also holds of
+parameters with values is rank 0's, so such a bucket is filled and sent by rank 0. Parameters outside of the flat
+buffers, and buffers, are whole on every rank; rank 0 asks and sends.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, Mesh, Named, Purpose
+from shardengine.loading import Source
 from shardengine.offload import Homes
 from shardengine.runtime.unit import Member, Unit
 from shardengine.sharding import (
@@ -48,12 +54,14 @@ def place(
     which: Precision = Precision(),  # noqa: B008  (frozen)
     homes: Homes = Homes(),  # noqa: B008  (frozen)
 ) -> list[Unit]:
-    """Move every parameter to the mesh's device, one flat buffer at a time, with rank 0's values; build the units.
+    """Move every parameter to the mesh's device, one flat buffer at a time; build the units.
+
+    What the partition's source does not give begins with rank 0's values.
 
     Where parameters that an optimizer steps are not fp32, the values they came with become fp32 master weights, if
     there are to be any. weights: where they rest · which: as in ``analyse`` · state, homes: as in ``FlatBuffer``.
     """
-    mesh, left = collectives.mesh, partition.left
+    mesh, left, source = collectives.mesh, partition.left, partition.source
     with torch.no_grad():
         if left is not None:
             _show_outside(left, partition.outside, collectives)
@@ -61,6 +69,8 @@ def place(
             dtype = dtype_of(parameter, which)
             order = memory_order(parameter) or tuple(range(parameter.dim()))
             moved = _on(mesh, parameter.data.permute(order), dtype)
+            if source is not None and source.gives(parameter) and mesh.rank == 0 and parameter.numel():
+                source.fill(parameter, order, 0, moved.view(-1))
             _leave_meta(parameter, mesh)
             collectives.broadcast(moved, Named([name]), Purpose.START)
             parameter.data = moved.permute([order.index(dimension) for dimension in range(len(order))])
@@ -70,25 +80,34 @@ def place(
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
                 flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
-                for member in found:
-                    _leave_meta(member.parameter, mesh)
-                _fill(flat_buffer, found, layout, collectives, which, left)
+                given = {m.index: m.parameter for m in found if source is not None and source.gives(m.parameter)}
+                fill = _Filling(flat_buffer, found, layout, collectives, which, weights)
+                for bucket in flat_buffer.buckets:
+                    if source is not None and given.keys() >= {p.parameter for p in layout.pieces(bucket.layout)}:
+                        fill.from_source(bucket, source)
+                    else:
+                        fill.from_rank_0(bucket, left, source)
                 members += found
                 flat_buffers.append(flat_buffer)
             unit = Unit(index, name, flat_buffers, members, layout)
             if weights is Placement.SHARDED:
                 unit.detach_shards()
+                if source is not None and not mesh.platform.is_apart:
+                    mesh.platform.free_cached()  # malloc would leave holes between the shards, one per unit
             units.append(unit)
     return units
 
 
-def place_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Move every buffer to the mesh's device. One without values ([Note: No values]) gets memory, with any values."""
+def place_buffers(model: nn.Module, mesh: Mesh, source: Source | None = None) -> None:
+    """Move every buffer to the mesh's device. One without values ([Note: No values]) gets memory; on rank 0 those that
+    ``source`` gives, if any, on other ranks any values."""
     placed: dict[int, Tensor] = {}  # one that several modules share stays one
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) not in placed:
-                placed[id(buffer)] = _on(mesh, buffer, buffer.dtype)
+                placed[id(buffer)] = moved = _on(mesh, buffer, buffer.dtype)
+                if source is not None and source.gives(buffer) and mesh.rank == 0 and buffer.numel():
+                    source.fill(buffer, (), 0, moved.view(-1))
             module._buffers[name] = placed[id(buffer)]
 
 
@@ -122,37 +141,73 @@ def new_flat_buffer(
     ]
 
 
-def _fill(
-    flat_buffer: FlatBuffer,
-    members: list[Member],
-    layout: Layout,
-    collectives: Collectives,
-    which: Precision,
-    left: LeftShards | None,
-) -> None:
-    """Rank 0's values into ``flat_buffer``, and unrounded into master weights where it gets some ([Note: Peak]). What a
-    closed engine has left comes from where that is."""
-    masters = flat_buffer.is_stepped and which.master_dtype(flat_buffer.dtype) is not None
-    by_index = {member.index: member for member in members}
-    for bucket in flat_buffer.buckets:
-        full = torch.zeros_like(bucket.full, dtype=torch.float32) if masters else bucket.full
-        complete, parts = [], []
-        for piece in layout.pieces(bucket.layout):
-            member, spec = by_index[piece.parameter], layout.parameters[piece.parameter]
+class _Filling:
+    """Fills one flat buffer, bucket by bucket ([Note: Peak]). weights: where they will rest."""
+
+    def __init__(
+        self,
+        flat_buffer: FlatBuffer,
+        members: list[Member],
+        layout: Layout,
+        collectives: Collectives,
+        which: Precision,
+        weights: Placement,
+    ) -> None:
+        self._layout, self._collectives, self._which, self._weights = layout, collectives, which, weights
+        self._masters = flat_buffer.is_stepped and which.master_dtype(flat_buffer.dtype) is not None
+        self._by_index = {member.index: member for member in members}
+
+    def from_rank_0(self, bucket: Bucket, left: LeftShards | None, source: Source | None) -> None:
+        """Rank 0's values, unrounded into master weights where it gets some. What a closed engine has left comes from
+        where that is."""
+        full = self._values_of(bucket)
+        parts = []
+        for piece in self._layout.pieces(bucket.layout):
+            member, spec = self._by_index[piece.parameter], self._layout.parameters[piece.parameter]
             target = full[piece.start - bucket.layout.start : piece.end - bucket.layout.start]
-            if collectives.mesh.rank == 0 and (left is None or not left.hides(member.parameter)):
-                target.copy_(in_memory_order(member.parameter, spec).reshape(-1)[piece.offset : piece.offset_end])
+            if self._collectives.mesh.rank == 0 and (left is None or not left.hides(member.parameter)):
+                if source is not None and source.gives(member.parameter):
+                    source.fill(member.parameter, spec.order, piece.offset, target)
+                else:
+                    values = in_memory_order(member.parameter, spec).reshape(-1)
+                    target.copy_(values[piece.offset : piece.offset_end])
             parts.append((member.parameter, piece.offset, target))
-            complete += [member] if piece.offset_end == spec.numel else []
-        collectives.broadcast(full, bucket.layout, Purpose.START)
+        self._collectives.broadcast(full, bucket.layout, Purpose.START)
         if left is not None:
-            _take_over(left, parts, collectives)
-        if masters:
+            _take_over(left, parts, self._collectives)
+        if self._masters:
             bucket.full.copy_(full)
-        begin_master(bucket, full, which)
-        for member in complete:
-            member.parameter.grad = None
-            member.show(member.view)
+        self._end(bucket, full)
+
+    def from_source(self, bucket: Bucket, source: Source) -> None:
+        """This rank's slice of the values; all slices where they will rest replicated ([Note: From a source])."""
+        full, layout = self._values_of(bucket), bucket.layout
+        interval = layout.interval(Placement.SHARDED, bucket.rank)
+        for piece in self._layout.pieces_within(layout, interval):
+            parameter, spec = self._by_index[piece.parameter].parameter, self._layout.parameters[piece.parameter]
+            target = full[piece.start - layout.start : piece.end - layout.start]
+            source.fill(parameter, spec.order, piece.offset, target)
+        if self._masters:
+            bucket.own_slice(bucket.full).copy_(bucket.own_slice(full))
+        sent = [full] if (bucket.state if self._masters else self._weights) is Placement.REPLICATED else []
+        sent += [bucket.full] if self._masters and self._weights is Placement.REPLICATED else []
+        for each in sent:
+            self._collectives.move(each, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.START).wait()
+        self._end(bucket, full)
+
+    def _values_of(self, bucket: Bucket) -> Tensor:
+        """Memory for the values of ``bucket``: its own, or where master weights will keep them unrounded, fp32."""
+        return torch.zeros_like(bucket.full, dtype=torch.float32) if self._masters else bucket.full
+
+    def _end(self, bucket: Bucket, full: Tensor) -> None:
+        """``bucket`` has its values: so have its master weights, and the parameters that end in it show them."""
+        begin_master(bucket, full, self._which)
+        for piece in self._layout.pieces(bucket.layout):
+            if piece.offset_end == self._layout.parameters[piece.parameter].numel:
+                member = self._by_index[piece.parameter]
+                _leave_meta(member.parameter, self._collectives.mesh)
+                member.parameter.grad = None
+                member.show(member.view)
 
 
 def _take_over(left: LeftShards, wanted: Iterable[tuple[nn.Parameter, int, Tensor]], collectives: Collectives) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shardengine.comm import describe
 from shardengine.config import nearest
 from shardengine.errors import UsageError
+from shardengine.loading import Source
 from shardengine.offload import HOST
 from shardengine.sharding.layout import ParameterSpec
 from shardengine.sharding.left_shards import LeftShards
@@ -44,6 +45,7 @@ class Partition:
     inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
     units: unit modules with their names, without the root
     left: what an engine that was closed without gathering has left on the model
+    source: what gives the values of parameters and buffers that have none on any rank
     modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
     """
 
@@ -55,6 +57,7 @@ class Partition:
     modules: list[nn.Module]
     places: list[tuple[str, Mapping[str, Any], str, Any]]
     left: LeftShards | None = None
+    source: Source | None = None
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""

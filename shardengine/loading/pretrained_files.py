@@ -1,0 +1,85 @@
+"""transformers' ``from_pretrained`` while a recording goes on: it finds files, renames, converts, ties and reads none.
+
+Owns: the one place where its loader is given tensors that stand for those in the files. Must not know: models, ranks.
+
+``from_pretrained`` makes the model on the meta device and hands its loader the files. The loader is called as usual,
+with tensors without values in place of mapped ones, in one thread, since a recording is a thread's own. Everything else
+is transformers' own: conversions are steps of the recording, missing weights are drawn by its initialisers, in its
+order, when their values are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from shardengine.errors import UsageError
+from shardengine.loading.recording import Recording
+from shardengine.loading.safetensors_files import SafetensorsFiles
+
+_LOADER = "_load_pretrained_model"
+
+
+@contextmanager
+def found_by_transformers(record: Recording) -> Iterator[None]:
+    """Inside, what ``from_pretrained`` loads is known to ``record``. Nothing where transformers is not there."""
+    module: Any = sys.modules.get("transformers.modeling_utils")
+    if module is None:
+        yield
+        return
+    kind = module.PreTrainedModel
+    ordinary = getattr(kind, _LOADER, None)
+    if ordinary is None:
+        raise UsageError(f"meta_init: transformers has no PreTrainedModel.{_LOADER}; expected release 5")
+
+    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_dict is None:
+            _check(checkpoint_files, load_config)
+            files = SafetensorsFiles(Path(file) for file in checkpoint_files)
+            state_dict = {name: record.add_source(files, name) for name in files.tensors}
+        result = ordinary(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        _check_fit(result[0], load_config)
+        return result
+
+    with (
+        mock.patch.object(kind, _LOADER, staticmethod(load)),
+        mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
+    ):
+        yield
+
+
+def _check(files: Any, load_config: Any) -> None:
+    if load_config.hf_quantizer is not None:
+        raise UsageError(
+            "from_pretrained inside of meta_init: expected weights that are not quantised, whose own form another "
+            "library makes; load such a model as usual, with values on every rank"
+        )
+    if load_config.device_map is not None and {str(place) for place in load_config.device_map.values()} != {"cpu"}:
+        raise UsageError(
+            f"from_pretrained inside of meta_init: expected no device_map, got {load_config.device_map!r}; the engine "
+            "places the weights"
+        )
+    others = [str(file) for file in files or () if not str(file).endswith(".safetensors")]
+    if not files or others:
+        raise UsageError(
+            f"from_pretrained inside of meta_init: expected safetensors files, got {others[0] if others else 'none'}, "
+            "which cannot be read in slices; load it once as usual and save_pretrained it"
+        )
+
+
+def _check_fit(found: Any, load_config: Any) -> None:
+    """UsageError for what transformers reports of weights that it could not take."""
+    if found.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        name, there, here = min(found.mismatched_keys)
+        raise UsageError(
+            f"{name!r} has shape {tuple(there)} in the weights and {tuple(here)} in the model: expected weights of "
+            "this model, or ignore_mismatched_sizes=True, which initialises it anew"
+        )
+    if found.conversion_errors:
+        name, text = next(iter(found.conversion_errors.items()))
+        raise UsageError(f"{name!r} cannot be converted as transformers does it: {text.strip().splitlines()[-1]}")

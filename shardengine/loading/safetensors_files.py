@@ -1,0 +1,189 @@
+"""The tensors of a folder of safetensors files, read by name and interval. Owns: finding the files, their heads.
+
+Must not know: models, what a name means, who keeps which interval.
+
+Only the bytes that are asked for are read, and the pages at their ends: from the page cache what it has, the rest past
+it, in several reads at once, since no other rank wants the same.
+
+A folder with ``model.safetensors.index.json`` has the files that it names; otherwise all its safetensors files belong
+together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import UsageError
+from shardengine.offload import direct_io, staging
+
+_INDEX = "model.safetensors.index.json"
+_LARGEST_HEAD = 100 << 20
+"""Bytes: what safetensors itself allows."""
+_BLOCK = 2 << 20
+_THREADS = 4
+_MAX_OPEN = 64
+"""Files that are held open."""
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its bytes begin at ``start`` of ``path``."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class SafetensorsFiles:
+    """The tensors of one folder, or of ``files``. UsageError names the file and what is wrong with it."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.tensors: dict[str, Entry] = {}
+        self._opened: dict[tuple[Path, bool], int] = {}
+        self._local = threading.local()
+        self._threads: ThreadPoolExecutor | None = None
+        for path in files:
+            self.tensors.update(_head(path))
+
+    @classmethod
+    def of(cls, place: Path) -> SafetensorsFiles:
+        """What lies at ``place``: a folder or one file."""
+        return cls(_files_of(place))
+
+    def read(self, name: str, first: int, target: Tensor) -> None:
+        """Fill ``target`` (1-D, contiguous, on the CPU, of the tensor's own dtype) with elements from ``first`` on."""
+        entry = self.tensors[name]
+        data = target.view(torch.uint8) if target.dtype is not torch.uint8 else target
+        start, total = entry.start + first * entry.dtype.itemsize, data.numel()
+        try:
+            files = self._open(entry.path, direct=False), self._open(entry.path, direct=True)
+            blocks = [(at, min(at + _BLOCK, total)) for at in range(0, total, _BLOCK)]
+
+            def fill(at: int, end: int) -> int:
+                part = direct_io.memory_of(data[at:end])
+                count = direct_io.read_cached(files[0], part, start + at)
+                return count + self._read_past(files[1], part[count:], start + at + count) - (end - at)
+
+            if len(blocks) == 1:
+                short = fill(*blocks[0])
+            else:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(_THREADS, "weights-reader")
+                futures = [self._threads.submit(fill, *block) for block in blocks]
+                wait(futures)
+                short = min((future.result() for future in futures), default=0)
+        except OSError as error:
+            raise UsageError(f"{entry.path}: {name!r} cannot be read: {error.strerror or error}") from error
+        if short:
+            raise UsageError(f"{entry.path}: it ends inside of {name!r}; copy or download the file again")
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        for number in self._opened.values():
+            os.close(number)
+        self._opened.clear()
+
+    def _read_past(self, file: int, part: memoryview, offset: int) -> int:
+        """Fill ``part`` past the page cache, by way of this thread's own pages; how many bytes came."""
+        if not len(part):
+            return 0
+        if not hasattr(self._local, "pages"):
+            self._local.pages = direct_io.bytes_of(staging(_BLOCK + 2 * direct_io.ALIGNMENT))
+        before = offset % direct_io.ALIGNMENT
+        pages = self._local.pages[: direct_io.whole_pages(before + len(part))]
+        count = direct_io.read(file, [pages], offset - before, before + len(part)) - before
+        count = min(max(count, 0), len(part))
+        part[:count] = pages[before : before + count]
+        return count
+
+    def _open(self, path: Path, *, direct: bool) -> int:
+        number = self._opened.pop((path, direct), None)
+        if number is None:
+            if len(self._opened) >= _MAX_OPEN:
+                os.close(self._opened.pop(next(iter(self._opened))))
+            number = direct_io.open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
+        self._opened[path, direct] = number
+        return number
+
+
+def _files_of(place: Path) -> list[Path]:
+    expected = "expected a folder with safetensors files, or one such file"
+    if place.is_file():
+        if place.suffix != ".safetensors":
+            raise UsageError(f"weights={str(place)!r}: {expected}, got another file")
+        return [place]
+    try:
+        names = sorted(os.listdir(place))
+    except OSError as error:
+        raise UsageError(f"weights={str(place)!r}: {expected}: {error.strerror}") from None
+    if _INDEX in names:
+        return [place / name for name in _named_by_index(place / _INDEX)]
+    found = [place / name for name in names if name.endswith(".safetensors")]
+    if not found:
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+        has = f"{pickles[0]}, a pickle, which cannot be read in slices" if pickles else "none"
+        cure = "; load it once with from_pretrained and save_pretrained it" if pickles else ""
+        raise UsageError(f"weights={str(place)!r}: {expected}, found {has}{cure}")
+    return found
+
+
+def _named_by_index(path: Path) -> list[str]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(table.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: expected an index with 'weight_map': {type(error).__name__}: {error}") from None
+
+
+def _head(path: Path) -> Mapping[str, Entry]:
+    """What a file says is in it; UsageError where that cannot be true."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEAD, size - 8):
+                raise UsageError(f"{path}: expected a safetensors file, its first 8 bytes are no length of a head")
+            head = json.loads(file.read(length))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: expected a safetensors file, its head is no JSON: {error}") from None
+    found = {name: _entry(path, name, row, 8 + length, size) for name, row in head.items() if name != "__metadata__"}
+    return found
+
+
+def _entry(path: Path, name: str, row: Any, start: int, size: int) -> Entry:
+    try:
+        dtype, shape = _DTYPES[row["dtype"]], tuple(int(count) for count in row["shape"])
+        first, end = row["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: the head says nothing usable of {name!r}: {type(error).__name__}: {error}") from None
+    if end - first != math.prod(shape) * dtype.itemsize or first < 0:
+        raise UsageError(f"{path}: {name!r} of shape {shape} has {end - first} bytes, which is not its size")
+    if start + end > size:
+        raise UsageError(
+            f"{path}: {name!r} ends at byte {start + end}, the file has {size}: it was cut off; copy or download "
+            "it again"
+        )
+    return Entry(path, dtype, shape, start + first)

@@ -1,0 +1,168 @@
+"""What the parameters and buffers of a model begin with, for those that have no memory yet.
+
+Owns: which of them the files give, which their initialisers, what is refused. Must not know: ranks, where values go.
+
+The seam: ``runtime/placing.py`` asks for elements [first, end) of a parameter, in its order in memory, of those alone
+that this rank keeps. A model whose values lie in memory has no source: there rank 0's are sent, which is the other way
+to begin. ``recording.py`` knows how a model was made, ``values.py`` computes from that and from a ``Reader``, which
+gives elements of a tensor by name; so a folder, a user's own storage and a framework's conversions are one thing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.config import nearest
+from shardengine.errors import UsageError
+from shardengine.loading import pretrained_files
+from shardengine.loading.recording import Recording, View, recording, recording_of, view_of
+from shardengine.loading.safetensors_files import SafetensorsFiles
+from shardengine.loading.values import Reader, Values, carry_out_now
+
+Weights = str | Path | Reader | None
+"""What a user may say: a folder, a file, an own reader, or nothing."""
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Make a model in it, and no parameter has memory: ``initialize`` gives each rank its part of the values alone.
+
+    How the model would have got them is remembered, whatever its code does: drawing, computing, copying, tying. Without
+    ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. The
+    random state is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model
+    would have. Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
+    and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards
+    (a cast, ``reset_parameters``) are not remembered.
+    """
+    with recording(carry_out_now) as record, pretrained_files.found_by_transformers(record):
+        yield
+
+
+class Source:
+    """Values of the tensors of ``model`` without memory. given: id(tensor) → where it is, for those that do not begin
+    as they were made."""
+
+    def __init__(self, model: nn.Module, record: Recording, given: Mapping[int, View]) -> None:
+        self._values = Values(record)
+        self._views: dict[int, View] = {}
+        self._names: dict[int, str] = {}
+        for name, tensor in _named(model):
+            if tensor.is_meta and id(tensor) not in self._views:
+                self._views[id(tensor)] = given.get(id(tensor), view_of(tensor))
+                self._names[id(tensor)] = name
+        self._origins = {key: self._values.origin(view) for key, view in self._views.items()}
+        if none := [self._names[key] for key, origin in self._origins.items() if not origin]:
+            more = f" and {len(none) - 1} more" if len(none) > 1 else ""
+            raise UsageError(
+                f"{none[0]!r}{more} is on the meta device and has no values: expected it in the weights, or a model "
+                "made inside of `with shardengine.meta_init():`, where an initialiser gives it some; what was made on "
+                "torch.device('meta'), or moved or cast after that, has none"
+            )
+
+    @classmethod
+    def of(cls, model: nn.Module, weights: Weights) -> Source | None:
+        """Of ``model``, from ``weights`` and from how it was made; None where its values are in memory."""
+        tensors = dict(_named(model))
+        records = {id(r): r for t in tensors.values() if t.is_meta and (r := recording_of(t)) is not None}
+        if len(records) > 1:
+            raise UsageError(
+                f"the model's tensors come from {len(records)} meta_init blocks: expected all of it to be made in one"
+            )
+        record = next(iter(records.values()), None)
+        if weights is None:
+            return None if record is None else cls(model, record, {})
+        if record is not None and record.sources:
+            raise UsageError("weights=: expected None, from_pretrained has said where this model's weights are")
+        real = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
+        if real is not None and record is None:
+            raise UsageError(
+                f"weights=: expected a model without values, but {real!r} has some: make the model inside of "
+                "`with shardengine.meta_init():`, or load its state dict and leave weights= out"
+            )
+        reader = SafetensorsFiles.of(Path(weights)) if isinstance(weights, (str, Path)) else weights
+        record = Recording() if record is None else record
+        return cls(model, record, _match(model, record, reader))
+
+    def gives(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` gets its values here."""
+        return id(tensor) in self._views
+
+    def facts(self) -> list[str]:
+        """What must be equal on all ranks."""
+        origins = [f"{self._names[key]} from {origin}" for key, origin in self._origins.items()]
+        return [*origins, *self._values.facts()]
+
+    def states(self) -> list[tuple[int, Tensor]]:
+        """The random states of this rank that values depend on."""
+        return self._values.states()
+
+    def begin(self, states: Sequence[tuple[int, Tensor]]) -> None:
+        """Values depend on ``states``, which are rank 0's. To be called before any is asked for."""
+        self._values.prepare(self._views.values(), states)
+
+    def fill(self, parameter: Tensor, order: Sequence[int], first: int, target: Tensor) -> None:
+        """Elements of ``parameter`` from ``first`` on, counted with its dimensions in ``order`` (() is their own),
+        → ``target``, 1-D on any device, as the parameter's dtype has them."""
+        self._values.fill_rounded(self._views[id(parameter)].permuted(order), parameter.dtype, first, target)
+
+    def close(self) -> None:
+        """Let go of files and of what was kept."""
+        self._values.forget()
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, tied ones under each name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a state dict has, in its order."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        left_out = module._non_persistent_buffers_set
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in left_out:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _match(model: nn.Module, record: Recording, reader: Reader) -> dict[int, View]:
+    """id(tensor) → where the weights have it. Of a tied one that is there twice the last counts, as in
+    ``load_state_dict``."""
+    tensors: Mapping[str, Any] = reader.tensors
+    found: dict[int, View] = {}
+    known = dict(_stored(model))
+    for name, tensor in known.items():
+        if name not in tensors:
+            continue
+        facts = tensors[name]
+        if tuple(facts.shape) != tuple(tensor.shape):
+            raise UsageError(
+                f"{name!r} has shape {tuple(facts.shape)} in the weights and {tuple(tensor.shape)} in the model: "
+                "expected weights of this model; make the model as the one that was saved, or rename what differs"
+            )
+        if tensor.is_meta:
+            found[id(tensor)] = view_of(record.add_source(reader, name))
+        elif (count := tensor.numel()) > 0:  # it was made from data
+            flat = torch.empty(count, dtype=facts.dtype)
+            reader.read(name, 0, flat)
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.shape))
+    _refuse_unknown(model, tensors.keys() - known.keys(), known)
+    return found
+
+
+def _refuse_unknown(model: nn.Module, unknown: Iterable[str], known: Mapping[str, Tensor]) -> None:
+    if names := sorted(unknown):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        cure = (
+            "; shardengine.load_pretrained renames and converts as from_pretrained does"
+            if hasattr(model, "from_pretrained")
+            else f"; the nearest one that it has is {nearest(names[0], known)}"
+        )
+        raise UsageError(f"the weights have {names[0]!r}{more}, which the model does not have{cure}")

@@ -1,0 +1,93 @@
+"""``load_pretrained``: a pretrained model of transformers, sharded while it is loaded. Nothing is read or placed here.
+
+Every rank makes the model inside of ``meta_init``, where ``from_pretrained`` reads the heads of the files alone, and
+``initialize`` gives each its own slices. The mesh is built before, so that a rank that cannot read the files is an
+error on all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
+from shardengine.comm import mesh as mesh_module
+from shardengine.config import Config, load_or_default
+from shardengine.engine import Engine, initialize
+from shardengine.errors import UsageError
+from shardengine.loading import meta_init
+from shardengine.offload import BufferPool
+
+_OF_INITIALIZE = [name for name in inspect.signature(initialize).parameters if name not in ("model", "config")]
+_NOT_HERE = {
+    "model_parameters": "put the choice into optimizer=, a function from parameters to an optimizer",
+    "weights": "the first argument says where they are",
+    "device_map": "the engine places the weights",
+}
+
+
+def load_pretrained(
+    name: str | Path,
+    config: Mapping[str, Any] | str | Path | Config,
+    *,
+    model_class: Any = None,
+    dtype: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine that trains a pretrained model of transformers, of which no rank ever holds more than its part.
+
+    Collective. name: a folder, or an id of the hub, as for ``from_pretrained``; its files are safetensors ·
+    model_class: a model or an Auto class of transformers, default the one that the model's own configuration names ·
+    dtype: of the weights, default ``from_pretrained``'s · options: ``initialize``'s (optimizer, lr_scheduler, mesh,
+    monitors), and any other is ``from_pretrained``'s. The weights are to the bit what ``from_pretrained`` and
+    ``initialize`` give; the model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To
+    add adapters or frozen layers to it, call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
+
+    UsageError for files that are missing, cut off, or of another kind or shape; on other ranks MismatchError.
+    """
+    for each in options.keys() & _NOT_HERE.keys():
+        raise UsageError(f"load_pretrained: expected no {each}=: {_NOT_HERE[each]}")
+    given = {key: options.pop(key) for key in _OF_INITIALIZE if key in options}
+    if dtype is not None:
+        options["dtype"] = dtype
+    owned = given.get("mesh") is None
+    mesh: Mesh = given.pop("mesh", None) or mesh_module.build(
+        timeout_s=load_or_default(config, None).timeout_s, owned=True, meet=meeting.meet_before_groups
+    )
+    try:
+        collectives = Collectives(mesh, BufferPool(mesh.platform))
+        model = run_on_all_ranks(collectives, f"loading {name}", lambda: _make(name, model_class, options))
+    except BaseException:
+        if owned:
+            mesh.abandon()
+        raise
+    return initialize(model, config, mesh=mesh, **given)
+
+
+def _make(name: str | Path, model_class: Any, options: dict[str, Any]) -> Any:
+    """The model, without values."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"load_pretrained: expected transformers to be installed: {error}") from None
+    if model_class is None:
+        found = transformers.AutoConfig.from_pretrained(name, **_for_config(options))
+        classes = getattr(found, "architectures", None) or ["nothing"]
+        model_class = getattr(transformers, classes[0], None)
+        if model_class is None:
+            raise UsageError(
+                f"load_pretrained: expected model_class=, the configuration of {name} names {classes[0]}, which is no "
+                "class of transformers"
+            )
+    if not hasattr(model_class, "from_pretrained"):
+        raise UsageError(f"load_pretrained: expected model_class= with from_pretrained, got {model_class!r}")
+    with meta_init():
+        return model_class.from_pretrained(name, **options)
+
+
+def _for_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``from_pretrained``'s options that say where the files are."""
+    wanted = "cache_dir force_download local_files_only token revision subfolder trust_remote_code".split()
+    return {key: options[key] for key in wanted if key in options}
