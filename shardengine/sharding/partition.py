@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shardengine.comm import describe
 from shardengine.config import nearest
 from shardengine.errors import UsageError
 from shardengine.offload import HOST
+from shardengine.sharding import inner
 from shardengine.sharding.layout import ParameterSpec
 from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.precision import Precision
@@ -40,7 +41,8 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 class Partition:
     """What a model consists of, before anything is moved.
 
-    names: every parameter name → parameter (tied ones several times)
+    names: every parameter name → parameter (tied ones several times), inner ones in the place of those around them
+    around: the names of the latter → them (``inner``, [Note: Inner parameters])
     inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
     units: unit modules with their names, without the root
     left: what an engine that was closed without gathering has left on the model
@@ -55,6 +57,7 @@ class Partition:
     modules: list[nn.Module]
     places: list[tuple[str, Mapping[str, Any], str, Any]]
     left: LeftShards | None = None
+    around: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""
@@ -63,7 +66,18 @@ class Partition:
 
     def first_names(self) -> dict[int, str]:
         """id(parameter) → the name under which it was registered first."""
-        return {id(parameter): name for name, parameter in reversed(self.names.items())}
+        rows = [*self.names.items(), *self.around.items()]
+        return {id(parameter): name for name, parameter in reversed(rows)}
+
+    def expanded(self, names: Iterable[str]) -> list[str]:
+        """``names`` with those of inner parameters in the place of what is around them."""
+        return [
+            part
+            for name in names
+            for part in (
+                [name + path for path, _ in inner.parts_of(self.around[name])] if name in self.around else [name]
+            )
+        ]
 
 
 def analyse(
@@ -81,11 +95,12 @@ def analyse(
     which: the dtypes that parameters will have · device: where they will be · gives_values: whether the weights begin
     with this rank's values; those of other ranks may be on the meta device.
     """
-    names = dict(model.named_parameters(remove_duplicate=False))
+    inner.split(model, device)
+    names, around = _names(model)
     all_names: dict[int, list[str]] = {}
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
-    parameters = list(model.parameters())
+    parameters = list({id(parameter): parameter for parameter in names.values()}.values())
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     left = LeftShards.on(model)
     may_be_meta = device.type == "meta" or not gives_values
@@ -93,7 +108,7 @@ def analyse(
     _check_sparse(model)
     _check_wrappers(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
-    inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
+    inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights) and not inner.is_beside(p)]
     numbers = _numbers(parameters)
     specs = [
         _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers[id(p)]), p, group_of)
@@ -103,7 +118,16 @@ def analyse(
         specs = [replace(s, order=left.order_of(p)) if left.hides(p) else s for s, p in zip(specs, inside, strict=True)]
     chosen = {id(p) for p in inside}
     outside = [p for p in parameters if id(p) not in chosen]
-    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model), left)
+    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model), left, around)
+
+
+def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """``Partition.names`` and ``Partition.around``."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    names = {name + path: part for name, parameter in own.items() for path, part in inner.parts_of(parameter)}
+    names.update(inner.beside(model))
+    return names, {name: parameter for name, parameter in own.items() if inner.is_outer(parameter)}
+
 
 
 def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
@@ -125,8 +149,12 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
     names: dict[int, list[str]] = {}
     for name, parameter in old.names.items():
         names.setdefault(id(parameter), []).append(name)
-    inside, specs, numbers = [], [], _numbers(list(model.parameters()))
-    for p in model.parameters():
+    for name, outer in old.around.items():
+        if outer.requires_grad:
+            inner.check(name, outer)
+    parameters = list({id(parameter): parameter for parameter in old.names.values()}.values())
+    inside, specs, numbers = [], [], _numbers(parameters)
+    for p in parameters:
         spec = known.get(id(p))
         if p.requires_grad and (spec is None or not spec.trainable):
             _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
@@ -143,7 +171,9 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
 
 def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
     """The dtype that ``parameter`` is trained in."""
-    return which.cast if which.cast is not None and parameter.is_floating_point() else parameter.dtype
+    keeps = which.cast is None or not parameter.is_floating_point() or inner.is_inner(parameter)
+    packed = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8, whose scales are elsewhere
+    return parameter.dtype if keeps or packed or which.cast is None else which.cast
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
@@ -243,7 +273,8 @@ def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[
             return
         visited.add((id(module), unit))
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit)
+            for _, part in inner.parts_of(parameter):
+                owners.setdefault(id(part), set()).add(unit)
         for child in module.children():
             visit(child, unit)
 
@@ -337,6 +368,7 @@ def facts(
         "config": settings,
         "model (parameters)": parameters,
         "model (buffers)": buffers,
+        "model (quantised parameters)": inner.facts(model),
         "parameters left by a closed engine": [] if found.left is None else found.left.names,
         **plan_facts(found, groups),
         "parameters in optimizer groups": members,
