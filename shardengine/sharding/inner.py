@@ -64,6 +64,11 @@ def is_beside(parameter: Tensor) -> bool:
     return is_inner(parameter) and vars(parameter)[_INNER].beside
 
 
+def is_packed(parameter: Tensor) -> bool:
+    """Whether its elements are bytes that only what is kept beside it can read, whatever their dtype says."""
+    return _ALIASES in vars(parameter)
+
+
 def outers_of(parameter: Tensor) -> list[Tensor]:
     """The objects that are hidden while ``parameter`` is."""
     found = vars(parameter).get(_INNER)
@@ -95,10 +100,12 @@ def parts_of(parameter: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
 def beside(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that were made of tensors beside others, with their names."""
     found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for holder, key, path in _beside(module):
             tensor = getattr(holder, key)
-            if isinstance(tensor, nn.Parameter) and is_beside(tensor):
+            if isinstance(tensor, nn.Parameter) and is_beside(tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
                 found[f"{prefix}.{path}" if prefix else path] = tensor
     return list(found.items())
 
@@ -124,7 +131,7 @@ def split(model: nn.Module, device: torch.device) -> None:
                     continue
                 if tensor.shape == parameter.shape and not any(tensor is each for each in known):
                     known.append(tensor)
-            if known:
+            if _beside(module):
                 vars(parameter)[_ALIASES] = known
         aliases = {id(each) for parameter in _quantised(module) for each in aliases_of(parameter)}
         for holder, key, _ in _beside(module):
@@ -291,16 +298,16 @@ def _quantised(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _beside(module: nn.Module) -> list[Place]:
-    """Where tensors are kept beside parameters of ``module``; names begin below the module's."""
-    if not _quantised(module):
-        return []
-    found: list[Place] = []
-    for key, parameter in module._parameters.items():
-        if any(parameter is each for each in _quantised(module)):
-            found += _within(parameter, f"{key}.", 0)
-    for key, value in vars(module).items():
+    """Where tensors are kept beside parameters of ``module``; names begin below the module's.
+
+    A tensor has the same name on the parameter and on an object of the module, which may take it from there.
+    """
+    chosen = {id(parameter) for parameter in _quantised(module)}
+    keys = [key for key, parameter in module._parameters.items() if id(parameter) in chosen]
+    found = [place for key in keys for place in _within(module._parameters[key], f"{key}.", 0)]
+    for key, value in vars(module).items() if keys else ():
         if not key.startswith("_") and _may_hold(value):
-            found += _within(value, f"{key}.", 1)
+            found += _within(value, f"{keys[0]}." if len(keys) == 1 else f"{key}.", 1)
     return found
 
 

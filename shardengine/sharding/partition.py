@@ -95,6 +95,8 @@ def analyse(
     which: the dtypes that parameters will have · device: where they will be · gives_values: whether the weights begin
     with this rank's values; those of other ranks may be on the meta device.
     """
+    if gives_values and device.type != "meta":
+        _check_values(model)
     inner.split(model, device)
     names, around = _names(model)
     all_names: dict[int, list[str]] = {}
@@ -103,15 +105,14 @@ def analyse(
     parameters = list({id(parameter): parameter for parameter in names.values()}.values())
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     left = LeftShards.on(model)
-    may_be_meta = device.type == "meta" or not gives_values
-    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16, may_be_meta=may_be_meta)
+    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16)
     _check_sparse(model)
     _check_wrappers(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights) and not inner.is_beside(p)]
-    numbers = _numbers(parameters)
+    numbers = _numbers(list(model.parameters()))
     specs = [
-        _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers[id(p)]), p, group_of)
+        _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers.get(id(p), 0)), p, group_of)
         for p in inside
     ]
     if left is not None:
@@ -127,7 +128,6 @@ def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Para
     names = {name + path: part for name, parameter in own.items() for path, part in inner.parts_of(parameter)}
     names.update(inner.beside(model))
     return names, {name: parameter for name, parameter in own.items() if inner.is_outer(parameter)}
-
 
 
 def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
@@ -153,14 +153,14 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
         if outer.requires_grad:
             inner.check(name, outer)
     parameters = list({id(parameter): parameter for parameter in old.names.values()}.values())
-    inside, specs, numbers = [], [], _numbers(parameters)
+    inside, specs, numbers = [], [], _numbers(list(model.parameters()))
     for p in parameters:
         spec = known.get(id(p))
         if p.requires_grad and (spec is None or not spec.trainable):
             _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
         if spec is None and p.requires_grad and p.numel():
             spec = _spec(
-                p, names[id(p)], p.dtype, 0, numbers[id(p)]
+                p, names[id(p)], p.dtype, 0, numbers.get(id(p), 0)
             )  # outside: weights rest replicated, there is only the root
         if spec is not None:
             inside.append(p)
@@ -171,9 +171,10 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
 
 def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
     """The dtype that ``parameter`` is trained in."""
-    keeps = which.cast is None or not parameter.is_floating_point() or inner.is_inner(parameter)
-    packed = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8, whose scales are elsewhere
-    return parameter.dtype if keeps or packed or which.cast is None else which.cast
+    if which.cast is None or not parameter.is_floating_point():
+        return parameter.dtype
+    scaled = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8, whose scales are elsewhere
+    return parameter.dtype if scaled or inner.is_inner(parameter) or inner.is_packed(parameter) else which.cast
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
@@ -292,18 +293,12 @@ def _check(
     left: LeftShards | None,
     *,
     scaled: bool,
-    may_be_meta: bool,
 ) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
-        if parameter.is_meta and not may_be_meta:
-            raise UsageError(
-                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
-                "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
-            )
-        hidden = left is not None and left.hides(parameter)
+        hidden = (left is not None and left.hides(parameter)) or inner.is_inner(parameter)
         if parameter.numel() > 1 and not any(parameter.stride()) and not hidden:
             raise UsageError(
                 f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
@@ -311,6 +306,15 @@ def _check(
             )
         if parameter.requires_grad:
             _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
+                "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
+            )
 
 
 def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:

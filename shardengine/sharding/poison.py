@@ -164,9 +164,11 @@ _call = nn.Parameter.__torch_function__
 def _hide_too(result: Any, given: Any) -> None:
     """What was made of poison in ``given`` without its values is refused in the same words."""
     for each in _tensors(result):
-        if (type(each) is Tensor or (is_outer(each) and not isinstance(each, _Hidden))) and _is_poison(each):
+        unmarked = type(each) is Tensor or (is_outer(each) and _HIDDEN not in vars(each))
+        if unmarked and _is_poison(each):
             vars(each)[_HIDDEN] = next(vars(other)[_HIDDEN] for other in _tensors(given) if isinstance(other, _Hidden))
-            each.__class__ = _hidden_outer_kind(type(each)) if is_outer(each) else _hidden_kind(Tensor)
+            if not isinstance(each, _Hidden):
+                each.__class__ = _hidden_outer_kind(type(each)) if is_outer(each) else _hidden_kind(Tensor)
 
 
 @functools.cache

@@ -43,10 +43,12 @@ class Int8(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], context: dict[str, Any], _size: Any, _stride: Any) -> Int8:
         return Int8(inner["values_of_it"], inner["scale"], context["dtype"])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             one = args[0]
             return cls(one.values_of_it.detach(), one.scale.detach(), one.computes_in)
@@ -55,6 +57,44 @@ class Int8(Tensor):
             args[0].scale.copy_(args[1].scale)
             return args[0]
         plain = [each.dequantise() if isinstance(each, Int8) else each for each in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Twice(Tensor):
+    """An ``Int8`` inside of another object, which adds a row to it."""
+
+    def __new__(cls, matrix: Tensor, row: Tensor) -> Twice:
+        return Tensor._make_wrapper_subclass(cls, matrix.shape, dtype=matrix.dtype, device=row.device)
+
+    def __init__(self, matrix: Tensor, row: Tensor) -> None:
+        self.matrix = matrix
+        self.row = row
+
+    def dequantise(self) -> Tensor:
+        """The sum."""
+        matrix: Any = self.matrix
+        return matrix.dequantise() + self.row
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["matrix", "row"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _context: Any, _size: Any, _stride: Any) -> Twice:
+        return Twice(inner["matrix"], inner["row"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].matrix.detach(), args[0].row.detach())
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], Twice):
+            args[0].matrix.copy_(args[1].matrix)
+            args[0].row.copy_(args[1].row)
+            return args[0]
+        plain = [each.dequantise() if isinstance(each, Twice) else each for each in args]
         return func(*plain, **(kwargs or {}))
 
 
@@ -86,7 +126,7 @@ class Codes(nn.Parameter):
 class State:
     """What a module of ``Codes`` computes with."""
 
-    CB: Tensor | None = None
+    CB: Any = None
 
 
 class CodesLinear(nn.Module):
@@ -125,6 +165,9 @@ class _Product(torch.autograd.Function):
 class Scaled(nn.Module):
     """A plain frozen parameter of ``dtype`` with scales in a buffer of another dtype."""
 
+    scale: Tensor
+    offset: Tensor
+
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
         scale = weight.abs().amax(1, keepdim=True) / 100
@@ -140,18 +183,19 @@ class Scaled(nn.Module):
 class Adapted(nn.Module):
     """A linear layer whose base is quantised in one of several ways, with an adapter beside it."""
 
-    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, width: int) -> None:
         super().__init__()
-        weight = nn.Linear(WIDTH, WIDTH).weight.detach()
+        weight = nn.Linear(width, width).weight.detach()
         if kind == "codes":
-            self.base: nn.Module = CodesLinear(weight)
-        elif kind == "int8":
-            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-            self.base.weight = nn.Parameter(Int8.of(weight), requires_grad=False)  # type: ignore[arg-type]
+            self.base: Any = CodesLinear(weight)
+        elif kind in ("int8", "twice"):
+            self.base = nn.Linear(width, width, bias=False)
+            made = Int8.of(weight) if kind == "int8" else Twice(Int8.of(weight), torch.ones(1, width))
+            self.base.weight = nn.Parameter(made, requires_grad=False)
         else:
             self.base = Scaled(weight, getattr(torch, kind))
-        self.down = nn.Parameter(torch.randn(RANK, WIDTH).to(dtype))
-        self.up = nn.Parameter(torch.randn(WIDTH, RANK).to(dtype))
+        self.down = nn.Parameter(torch.randn(RANK, width).to(dtype))
+        self.up = nn.Parameter(torch.randn(width, RANK).to(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + F.linear(F.linear(x.to(self.down.dtype), self.down), self.up).float()
@@ -160,11 +204,11 @@ class Adapted(nn.Module):
 class Quantised(nn.Module):
     """As cases.Mlp: 7 numbers in, 3 out."""
 
-    def __init__(self, kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+    def __init__(self, kinds: tuple[str, ...], dtype: torch.dtype, width: int) -> None:
         super().__init__()
-        self.inp = nn.Linear(7, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Adapted(kind, dtype) for kind in kinds)
-        self.out = nn.Linear(WIDTH, 3)
+        self.inp = nn.Linear(7, width).requires_grad_(False)
+        self.blocks = nn.ModuleList(Adapted(kind, dtype, width) for kind in kinds)
+        self.out = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -173,13 +217,15 @@ class Quantised(nn.Module):
         return self.out(x)
 
 
-KINDS = ("int8", "codes", "int8", "float8_e4m3fn", "int16", "bool")
+KINDS = ("int8", "codes", "twice", "float8_e4m3fn", "int16", "bool")
 
 
-def make(kinds: tuple[str, ...] = KINDS, dtype: torch.dtype = torch.float32, seed: int = 31) -> Quantised:
+def make(
+    kinds: tuple[str, ...] = KINDS, dtype: torch.dtype = torch.float32, seed: int = 31, width: int = WIDTH
+) -> Quantised:
     """A model with a block of each kind; adapters in ``dtype``."""
     torch.manual_seed(seed)
-    return Quantised(kinds, dtype)
+    return Quantised(kinds, dtype, width)
 
 
 def loss_of(model: Any, step: int, rank: int, micro: int) -> Tensor:
