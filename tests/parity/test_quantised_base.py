@@ -267,22 +267,49 @@ def refusals() -> dict[str, str]:
     return {kind: begin(kind) for kind in ("trainable", "closed", "lost", "class", "context", "table")}
 
 
-def unfreeze(stage: str) -> bool:
-    """A quantised parameter that is unfrozen later is refused as well."""
+def unfreeze(stage: str) -> tuple[str, str]:
+    """The sentences that a quantised parameter gets which is unfrozen later, without and with an optimizer group."""
     model: Any = quantised.make()
     engine = cases.make_engine(model, cases.config_of(stage))
     cases.run_micro_batch(engine, quantised.loss_of, 0, 0)
     model.blocks[0].base.weight.requires_grad_(True)
-    with pytest.raises(UsageError, match="requires grad"):
-        engine.add_param_group({"params": [model.blocks[0].base.weight]})
-    with pytest.raises(UsageError):
+    with pytest.raises(ShardEngineError) as first:
         cases.run_micro_batch(engine, quantised.loss_of, 1, 0)
+    with pytest.raises(ShardEngineError) as second:
+        engine.optimizer.add_param_group({"params": [model.blocks[0].base.weight]})
+    model.blocks[0].base.weight.requires_grad_(False)
+    cases.run_micro_batch(engine, quantised.loss_of, 1, 0)
     engine.close()
-    return True
+    return str(first.value), str(second.value)
+
+
+def cast() -> dict[str, torch.dtype]:
+    """The dtypes of a model that the config casts to bf16."""
+    model: Any = quantised.make()
+    model.blocks[1].base.weight.data = torch.zeros(quantised.WIDTH, 5)  # packed in fp32, as quant_storage says
+    model.blocks[1].base.weight.CB = None
+    engine = cases.make_engine(model, cases.config_of("3", bf16={"enabled": True}))
+    found = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    found |= {"scale": model.blocks[0].base.weight.scale.dtype}
+    found |= {"absmax": model.blocks[1].base.weight.table.absmax.dtype}
+    engine.close()
+    return found
+
+
+def test_only_what_is_not_quantised_is_cast(pools: Pools) -> None:
+    (found,) = pools(1).run(cast)
+    assert found["inp.weight"] is found["blocks.0.up"] is torch.bfloat16
+    kept = {name: dtype for name, dtype in found.items() if ".base." in name or name in ("scale", "absmax")}
+    assert kept["blocks.1.base.weight"] is kept["scale"] is kept["absmax"] is torch.float32
+    assert kept["blocks.3.base.weight"] is torch.float8_e4m3fn and torch.bfloat16 not in kept.values()
 
 
 def test_what_cannot_be_held_is_refused(pools: Pools) -> None:
     found = pools(2).run(refusals)
+    for stage in ("3", "2"):
+        for first, second in pools(2).run(unfreeze, stage):
+            assert "0.base.weight" in first and "unfrozen after initialize" in first
+            assert "0.base.weight" in second and "requires grad" in second
     name = "blocks.0.base.weight"
     for kind, words in {
         "trainable": (name, "Int8", "requires_grad_(False)"),
