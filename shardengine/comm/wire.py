@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,11 +24,11 @@ class Wire:
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
         """``tensor`` of rank ``source`` to all."""
-        return _begun(dist.broadcast(_sendable(tensor), src=source, group=group, async_op=True))
+        return _begun(dist.broadcast(tensor, src=source, group=group, async_op=True))
 
     def all_gather(self, out: Tensor, own: Tensor, group: Group) -> dist.Work:
         """``own`` of every rank, in rank order, to ``out``; ``own`` may be its place in it."""
-        return _begun(_all_gather(_sendable(out), _sendable(own), group=group, async_op=True))
+        return _begun(_all_gather(out, own, group=group, async_op=True))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
         """The sum over ranks of this rank's slice of ``full``, added as the backend does, to ``out``."""
@@ -38,18 +37,6 @@ class Wire:
     def all_to_all(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
         """This rank's slice of every rank's ``full``, in rank order, to ``out``."""
         return _begun(dist.all_to_all_single(out, full, group=group, async_op=True))
-
-
-_KNOWN = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
-}
-"""The dtypes that every backend sends."""
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    """``tensor``, as bytes where a backend may not know its dtype (float8 of frozen weights)."""
-    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
 def _begun(work: Any) -> dist.Work:

@@ -101,6 +101,7 @@ def use(stage: str, folder: str) -> dict[str, Any]:
     hidden = stage in ("3", "3k")
     if hidden:
         is_refused(lambda: outer.sum(), inner.removesuffix(".scale"), "sharded", f"rank {rank}")
+        is_refused(lambda: model.blocks[2].base.weight.sum(), "blocks.2.base.weight", "sharded")
         is_refused(lambda: outer.values_of_it + 1, "values_of_it", "sharded")
         is_refused(lambda: outer.detach() * 2, "sharded")
         is_refused(lambda: model.blocks[1].base.weight.float(), "blocks.1.base.weight", "sharded")
@@ -207,7 +208,8 @@ def test_bytes_are_those_of_the_base(pools: Pools, ranks: int) -> None:
     frozen = [padded([BASE], ranks, 1), 4 * padded([WIDE], ranks)]
     adapter, head = 4 * padded([3 * WIDE, 3 * WIDE], ranks), 4 * padded([3 * WIDE, 3], ranks)
     inp = 4 * padded([7 * WIDE, WIDE], ranks)
-    sent = BLOCKS * (2 * sum(frozen) + 3 * adapter) + inp + 2 * head
+    once = sum(frozen) + adapter + inp + head  # the last block and the root
+    sent = (BLOCKS - 1) * 2 * (sum(frozen) + adapter) + once + BLOCKS * adapter + head
     weights = (BLOCKS * (sum(frozen) + adapter) + inp + head) // ranks
     for found in pools(ranks).run(measure, "3"):
         assert found["rest"] == BLOCKS * frozen[0] // ranks
@@ -270,7 +272,7 @@ def refusals() -> dict[str, str]:
 def unfreeze(stage: str) -> tuple[str, str]:
     """The sentences that a quantised parameter gets which is unfrozen later, without and with an optimizer group."""
     model: Any = quantised.make()
-    engine = cases.make_engine(model, cases.config_of(stage))
+    engine: Any = cases.make_engine(model, cases.config_of(stage))
     cases.run_micro_batch(engine, quantised.loss_of, 0, 0)
     model.blocks[0].base.weight.requires_grad_(True)
     with pytest.raises(ShardEngineError) as first:

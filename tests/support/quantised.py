@@ -82,8 +82,6 @@ class Twice(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], _context: Any, _size: Any, _stride: Any) -> Twice:
         return Twice(inner["matrix"], inner["row"])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
