@@ -6,6 +6,7 @@ import functools
 import gc
 import pickle
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,32 @@ def test_equal_to_oracle(
     results = pools(ranks).run(train, dtype, stage, micros, tier, str(tmp_path))
     order = cases.LETTER[stage] if micros > 1 else "full"
     assert_equal_to_truth(results, truth(dtype, ranks, micros, order))
+
+
+def train_library(name: str, stage: str, again: bool) -> dict[str, Any]:
+    """With a base of a library's. again: the model was used before."""
+    model = quantised.make((name, name))
+    if again:
+        quantised.loss_of(model, 0, 0, 0)
+    engine = cases.make_engine(model, cases.config_of(stage), "AdamW")
+    losses = [[cases.run_micro_batch(engine, quantised.loss_of, step, 0)] for step in range(STEPS)]
+    engine.close()
+    return {"losses": losses}
+
+
+@pytest.mark.parametrize("name", list(quantised.LIBRARIES))
+def test_libraries_equal_the_oracle(pools: Pools, name: str) -> None:
+    """Where they are installed."""
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    model = quantised.make((name, name))
+    groups = cases.groups_of(model, "AdamW")
+    expected = oracle.train(
+        model, quantised.loss_of, ranks=2, steps=STEPS, kind="AdamW", groups=groups, clip=cases.CLIP
+    )
+    for stage, again in (("3", False), ("3", True), ("2", False)):
+        for rank, found in enumerate(pools(2).run(train_library, name, stage, again)):
+            assert found["losses"] == [row[rank] for row in expected.losses], (stage, again)
 
 
 # What users do between steps

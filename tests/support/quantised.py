@@ -6,6 +6,7 @@ stand for the parameters of bitsandbytes. Must not know: engines.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -178,6 +179,28 @@ class Scaled(nn.Module):
         return x @ (self.weight.float() * self.scale + self.offset.float().sum()).T
 
 
+def of_torchao(weight: Tensor) -> nn.Module:
+    """int8 as torchao makes it."""
+    library = import_module("torchao.quantization")
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight)
+    library.quantize_(layer.requires_grad_(False), library.Int8WeightOnlyConfig())
+    return layer
+
+
+def of_bitsandbytes(weight: Tensor) -> nn.Module:
+    """8 bits as bitsandbytes has them."""
+    library = import_module("bitsandbytes.nn")
+    layer: Any = library.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False)
+    layer.weight = library.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    layer.weight._quantize("cpu")
+    made: nn.Module = layer.requires_grad_(False)
+    return made
+
+
+LIBRARIES = {"torchao": of_torchao, "bitsandbytes": of_bitsandbytes}
+
+
 class Adapted(nn.Module):
     """A linear layer whose base is quantised in one of several ways, with an adapter beside it."""
 
@@ -186,6 +209,8 @@ class Adapted(nn.Module):
         weight = nn.Linear(width, width).weight.detach()
         if kind == "codes":
             self.base: Any = CodesLinear(weight)
+        elif kind in LIBRARIES:
+            self.base = LIBRARIES[kind](weight)
         elif kind in ("int8", "twice"):
             self.base = nn.Linear(width, width, bias=False)
             made = Int8.of(weight) if kind == "int8" else Twice(Int8.of(weight), torch.ones(1, width))
