@@ -128,7 +128,7 @@ def use(stage: str, folder: str) -> dict[str, Any]:
     hidden = stage in ("3", "3k")
     if hidden:
         is_refused(lambda: outer.sum(), inner.removesuffix(".scale"), "sharded", f"rank {rank}")
-        is_refused(lambda: model.blocks[2].base.weight.sum(), "blocks.2.base.weight", "sharded")
+        is_refused(lambda: model.blocks[2].base.weight.sum(), "blocks.2.base.weight", "read by sum")
         is_refused(lambda: outer.values_of_it + 1, "values_of_it", "sharded")
         is_refused(lambda: outer.detach() * 2, "sharded")
         is_refused(lambda: model.blocks[1].base.weight.float(), "blocks.1.base.weight", "sharded")
