@@ -35,7 +35,17 @@ from shardengine.runtime import (
     hooks,
     placing,
 )
-from shardengine.sharding import Layout, LeftShards, Partition, holds_weights, is_lookup, layout, partition, precision
+from shardengine.sharding import (
+    Layout,
+    LeftShards,
+    Partition,
+    holds_weights,
+    inner,
+    is_lookup,
+    layout,
+    partition,
+    precision,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -391,7 +401,7 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     places = {id(member.parameter): (unit, member.index) for unit in core.units for member in unit.members}
 
     def refuse_load(part: nn.Module) -> None:
-        for parameter in part.parameters(recurse=False):
+        for parameter in (each for p in part.parameters(recurse=False) for _, each in inner.parts_of(p)):
             unit, index = places.get(id(parameter), (None, 0))
             if unit and unit.state is UnshardState.SHARDED and not (core.attachments.open or unit.is_summoned(index)):
                 raise UsageError(
@@ -405,7 +415,11 @@ def _attach(core: Core, model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 
 def _classes_of(model: nn.Module) -> dict[str, str]:
     """Each parameter's name → the class of the module that has it."""
-    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
+    return {
+        name + path: type(model.get_submodule(name.rpartition(".")[0])).__name__
+        for name, parameter in model.named_parameters()
+        for path, _ in inner.parts_of(parameter)
+    }
 
 
 def _watch(core: Core, model: nn.Module, modules: dict[nn.Module, int]) -> None:

@@ -20,7 +20,7 @@ from shardengine.comm import Presence, meeting
 from shardengine.engine.core import Core
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.runtime import hooks
-from shardengine.sharding import Elsewhere, LeftShards
+from shardengine.sharding import Elsewhere, LeftShards, inner
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
                 if core.stage.moves_weights:
                     restore = _agree(core, restore)
                 if restore:
-                    _leave_weights(core)
+                    _leave_weights(core, model)
                 else:
                     _leave_shards(core, model)
                     left = True
@@ -94,7 +94,7 @@ def _agree(core: Core, restore: bool) -> bool:
     return any(given)
 
 
-def _leave_weights(core: Core) -> None:
+def _leave_weights(core: Core, model: nn.Module) -> None:
     core.await_weights()
     core.schedule.reshard_all()
     for unit in core.units:
@@ -108,6 +108,7 @@ def _leave_weights(core: Core) -> None:
             member.show(views[member.flat_buffer][member.slot].clone())
         for flat_buffer in unit.flat_buffers:
             flat_buffer.forsake()
+    inner.join(model)
 
 
 def _leave_shards(core: Core, model: nn.Module) -> None:

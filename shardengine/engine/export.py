@@ -19,7 +19,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import CheckpointError, UsageError
 from shardengine.offload import HOST
-from shardengine.sharding import WEIGHT, FullTensors, join, shaped
+from shardengine.sharding import WEIGHT, FullTensors, inner, join, shaped
 
 
 def full_state_dict(core: Core, module: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
@@ -33,7 +33,8 @@ def full_state_dict(core: Core, module: nn.Module, *, trainable_only: bool = Fal
 def _begin(core: Core, call: str, *, trainable_only: bool) -> set[int]:
     """All ranks mean the same ``call``; ids of the parameters that are left out; collective."""
     known = core.partition.first_names()
-    frozen = {id(p) for p in core.partition.names.values() if trainable_only and not p.requires_grad}
+    every = [*core.partition.names.values(), *core.partition.around.values()]
+    frozen = {id(p) for p in every if trainable_only and not p.requires_grad}
     compare(core.collectives, {"call": [f"{call} with trainable_only={trainable_only}"]})
     if trainable_only:
         compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
@@ -66,8 +67,17 @@ def _assemble(core: Core, module: nn.Module, values: dict[int, Tensor], left_out
     copies: dict[int, Any] = {}
     for value in shown.values():
         if isinstance(value, Tensor) and id(value) not in copies:
-            copies[id(value)] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
+            copies[id(value)] = _copy(value, values)
     return {name: copies.get(id(value), value) for name, value in shown.items()}
+
+
+def _copy(value: Tensor, values: dict[int, Tensor]) -> Tensor:
+    """``value`` on the CPU, or what ``values`` has in its place."""
+    if id(value) in values:
+        return values[id(value)]
+    if not inner.is_outer(value):
+        return value.detach().cpu().clone()
+    return inner.made_of(value, {id(leaf): _copy(leaf, values) for leaf in inner.leaves_of(value)})
 
 
 def save_pretrained(core: Core, module: nn.Module, directory: str | Path, *, trainable_only: bool = False) -> None:
@@ -127,6 +137,12 @@ def _write(core: Core, module: nn.Module, state: dict[str, Any], directory: Path
 
     from safetensors.torch import save_file
 
+    for name, value in state.items():
+        if isinstance(value, Tensor) and inner.is_outer(value):
+            raise UsageError(
+                f"save_pretrained: parameter {name!r} is a {type(value).__name__}, which model.safetensors cannot "
+                "hold: expected trainable_only=True, engine.state_dict() with torch.save, or engine.save_checkpoint"
+            )
     first_name: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():

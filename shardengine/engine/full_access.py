@@ -266,7 +266,8 @@ def _agree_on_names(
     core: Core, call: str, names: Iterable[str] | None, writable: bool, facts: dict[str, list[str]] | None = None
 ) -> list[str]:
     """The names that ``call`` is asked for, None: all. Ranks must ask for the same and have the same ``facts``."""
-    chosen = None if names is None else [names] if isinstance(names, str) else list(names)
+    given = [names] if isinstance(names, str) else names
+    chosen = None if given is None else core.partition.expanded(given)
     asked = {f"list of names given to {call}": ["every name"] if chosen is None else chosen}
     compare(core.collectives, {**asked, f"writable flag of {call}": [str(writable)], **(facts or {})})
     known = core.partition.names

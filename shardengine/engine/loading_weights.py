@@ -19,6 +19,7 @@ from shardengine.comm import compare, run_on_all_ranks
 from shardengine.engine.core import Core
 from shardengine.engine.full_access import full_params
 from shardengine.errors import UsageError
+from shardengine.sharding import inner
 
 _Module = tuple[str, nn.Module]
 
@@ -123,7 +124,7 @@ def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]
     runs: list[tuple[frozenset[int], list[str], list[_Module]]] = []
     first = core.partition.first_names()
     for prefix, part in module.named_modules(remove_duplicate=False):
-        own = [p for p in part._parameters.values() if p is not None]
+        own = [each for p in part._parameters.values() if p is not None for _, each in inner.parts_of(p)]
         units = frozenset(unit_of.get(id(p), -1) for p in own)
         if not runs or (own and runs[-1][0] != units):
             runs.append((units, [], []))

@@ -39,6 +39,7 @@ from shardengine.sharding import (
     dtype_of,
     in_memory_order,
     memory_order,
+    reveal,
     slices_of,
 )
 from shardengine.stages import Placement
@@ -73,7 +74,7 @@ def place(
                 source.fill(parameter, order, 0, moved.view(-1))
             _leave_meta(parameter, mesh)
             collectives.broadcast(moved, Named([name]), Purpose.START)
-            parameter.data = moved.permute([order.index(dimension) for dimension in range(len(order))])
+            reveal(parameter, moved.permute([order.index(dimension) for dimension in range(len(order))]))
         named = [("the root", None), *partition.units]
         units = []
         for index, (name, _) in enumerate(named):

@@ -2,6 +2,7 @@
 
 partition     the parameters of a model, in units and outside of them, and what ranks compare of them
 wrapping      which modules are units
+inner         parameters that consist of several tensors (quantised ones)
 layout        offsets, padding and slices, as integers
 bucket        flat storage, and views into it
 poison        what a parameter is while its weights are elsewhere
@@ -14,7 +15,7 @@ Must not know: ranks at work, hooks, the step.
 
 from __future__ import annotations
 
-from shardengine.sharding import layout, partition, precision
+from shardengine.sharding import inner, layout, partition, precision
 from shardengine.sharding.bucket import (
     MASTER,
     SHARD,
@@ -59,6 +60,7 @@ __all__ = [
     "dtype_of",
     "holds_weights",
     "in_memory_order",
+    "inner",
     "is_lookup",
     "join",
     "layout",

@@ -21,6 +21,7 @@ from shardengine.errors import UsageError
 from shardengine.offload import Platform, ShardStore
 from shardengine.sharding.bucket import Bucket
 from shardengine.sharding.flat_slices import FlatSlice
+from shardengine.sharding.inner import parts_of
 from shardengine.sharding.layout import BucketLayout, Layout
 from shardengine.sharding.poison import restore_poison
 from shardengine.stages import Placement
@@ -125,7 +126,7 @@ class LeftShards:
             raise UsageError(f"a start that failed has taken over a part of what close(restore=False) left: {anew}")
         if not self._hides:
             return
-        present = {id(parameter) for parameter in model.parameters()}
+        present = {id(part) for parameter in model.parameters() for _, part in parts_of(parameter)}
         for parameter, spec, shown in zip(self._parameters, self.layout.parameters, self._shown, strict=True):
             if id(parameter) not in present:
                 raise UsageError(f"parameter {spec.name!r} is gone; {self.refusal()}; for another model {anew}")

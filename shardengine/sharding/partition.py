@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shardengine.config import nearest
 from shardengine.errors import UsageError
 from shardengine.loading import Source
 from shardengine.offload import HOST
+from shardengine.sharding import inner
 from shardengine.sharding.layout import ParameterSpec
 from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.precision import Precision
@@ -41,7 +42,8 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 class Partition:
     """What a model consists of, before anything is moved.
 
-    names: every parameter name → parameter (tied ones several times)
+    names: every parameter name → parameter (tied ones several times), inner ones in the place of those around them
+    around: the names of the latter → them (``inner``, [Note: Inner parameters])
     inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
     units: unit modules with their names, without the root
     left: what an engine that was closed without gathering has left on the model
@@ -58,6 +60,7 @@ class Partition:
     places: list[tuple[str, Mapping[str, Any], str, Any]]
     left: LeftShards | None = None
     source: Source | None = None
+    around: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""
@@ -66,7 +69,18 @@ class Partition:
 
     def first_names(self) -> dict[int, str]:
         """id(parameter) → the name under which it was registered first."""
-        return {id(parameter): name for name, parameter in reversed(self.names.items())}
+        rows = [*self.names.items(), *self.around.items()]
+        return {id(parameter): name for name, parameter in reversed(rows)}
+
+    def expanded(self, names: Iterable[str]) -> list[str]:
+        """``names`` with those of inner parameters in the place of what is around them."""
+        return [
+            part
+            for name in names
+            for part in (
+                [name + path for path, _ in inner.parts_of(self.around[name])] if name in self.around else [name]
+            )
+        ]
 
 
 def analyse(
@@ -84,29 +98,39 @@ def analyse(
     which: the dtypes that parameters will have · device: where they will be · gives_values: whether the weights begin
     with this rank's values; those of other ranks may be on the meta device.
     """
-    names = dict(model.named_parameters(remove_duplicate=False))
+    if gives_values and device.type != "meta":
+        _check_values(model)
+    inner.split(model, device)
+    names, around = _names(model)
     all_names: dict[int, list[str]] = {}
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
-    parameters = list(model.parameters())
+    parameters = list({id(parameter): parameter for parameter in names.values()}.values())
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     left = LeftShards.on(model)
-    may_be_meta = device.type == "meta" or not gives_values
-    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16, may_be_meta=may_be_meta)
+    _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16)
     _check_sparse(model)
     _check_wrappers(model)
     units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
-    inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights)]
-    numbers = _numbers(parameters)
+    inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights) and not inner.is_beside(p)]
+    numbers = _numbers(list(model.parameters()))
     specs = [
-        _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers[id(p)]), p, group_of)
+        _assigned(_spec(p, all_names[id(p)], dtypes[id(p)], unit_of.get(id(p), 0), numbers.get(id(p), 0)), p, group_of)
         for p in inside
     ]
     if left is not None:
         specs = [replace(s, order=left.order_of(p)) if left.hides(p) else s for s, p in zip(specs, inside, strict=True)]
     chosen = {id(p) for p in inside}
     outside = [p for p in parameters if id(p) not in chosen]
-    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model), left)
+    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model), left, around)
+
+
+def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """``Partition.names`` and ``Partition.around``."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    names = {name + path: part for name, parameter in own.items() for path, part in inner.parts_of(parameter)}
+    names.update(inner.beside(model))
+    return names, {name: parameter for name, parameter in own.items() if inner.is_outer(parameter)}
 
 
 def places_of(model: nn.Module) -> list[tuple[str, Mapping[str, Any], str, Any]]:
@@ -128,14 +152,18 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
     names: dict[int, list[str]] = {}
     for name, parameter in old.names.items():
         names.setdefault(id(parameter), []).append(name)
+    for name, outer in old.around.items():
+        if outer.requires_grad:
+            inner.check(name, outer)
+    parameters = list({id(parameter): parameter for parameter in old.names.values()}.values())
     inside, specs, numbers = [], [], _numbers(list(model.parameters()))
-    for p in model.parameters():
+    for p in parameters:
         spec = known.get(id(p))
         if p.requires_grad and (spec is None or not spec.trainable):
             _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
         if spec is None and p.requires_grad and p.numel():
             spec = _spec(
-                p, names[id(p)], p.dtype, 0, numbers[id(p)]
+                p, names[id(p)], p.dtype, 0, numbers.get(id(p), 0)
             )  # outside: weights rest replicated, there is only the root
         if spec is not None:
             inside.append(p)
@@ -146,7 +174,10 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
 
 def dtype_of(parameter: nn.Parameter, which: Precision) -> torch.dtype:
     """The dtype that ``parameter`` is trained in."""
-    return which.cast if which.cast is not None and parameter.is_floating_point() else parameter.dtype
+    if which.cast is None or not parameter.is_floating_point():
+        return parameter.dtype
+    scaled = parameter.dtype.itemsize == 1 and not parameter.requires_grad  # float8, whose scales are elsewhere
+    return parameter.dtype if scaled or inner.is_inner(parameter) or inner.is_packed(parameter) else which.cast
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
@@ -246,7 +277,8 @@ def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[
             return
         visited.add((id(module), unit))
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit)
+            for _, part in inner.parts_of(parameter):
+                owners.setdefault(id(part), set()).add(unit)
         for child in module.children():
             visit(child, unit)
 
@@ -264,18 +296,12 @@ def _check(
     left: LeftShards | None,
     *,
     scaled: bool,
-    may_be_meta: bool,
 ) -> None:
     for parameter in parameters:
         name = names[id(parameter)][0]
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(f"parameter {name!r} has no shape yet (a lazy module): run one forward before initialize")
-        if parameter.is_meta and not may_be_meta:
-            raise UsageError(
-                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
-                "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
-            )
-        hidden = left is not None and left.hides(parameter)
+        hidden = (left is not None and left.hides(parameter)) or inner.is_inner(parameter)
         if parameter.numel() > 1 and not any(parameter.stride()) and not hidden:
             raise UsageError(
                 f"parameter {name!r} has no memory of its own: expected a model of its own; is it sharded by another "
@@ -283,6 +309,15 @@ def _check(
             )
         if parameter.requires_grad:
             _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
+                "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
+            )
 
 
 def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
@@ -340,6 +375,7 @@ def facts(
         "config": settings,
         "model (parameters)": parameters,
         "model (buffers)": buffers,
+        "model (quantised parameters)": inner.facts(model),
         "parameters left by a closed engine": [] if found.left is None else found.left.names,
         **plan_facts(found, groups),
         "parameters in optimizer groups": members,

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardengine.errors import UsageError
 from shardengine.offload import Fetched, Platform
+from shardengine.sharding.inner import aliases_of, is_outer, leaves_of, outers_of
 
 _MARK = "shardengine_poison"
 _HIDDEN = "_shardengine_hidden"
@@ -39,7 +40,8 @@ class _Element:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         has_nan = dtype.is_floating_point or dtype.is_complex
-        self._value: float | int = float("nan") if has_nan else torch.iinfo(dtype).min
+        lowest = False if dtype is torch.bool else 0 if has_nan else torch.iinfo(dtype).min
+        self._value: float | int = float("nan") if has_nan else lowest
         with torch.inference_mode(False):
             self.element = torch.full((), self._value, dtype=dtype, device=device)
         setattr(self.element.untyped_storage(), _MARK, True)
@@ -106,6 +108,12 @@ def hide(parameter: nn.Parameter, shown: Tensor, name: str, elsewhere: Elsewhere
         vars(parameter)[_HIDDEN] = name, elsewhere
         if type(parameter) is not kind:
             parameter.__class__ = kind
+        for outer in outers_of(parameter):
+            vars(outer)[_HIDDEN] = name, elsewhere
+            if not isinstance(outer, _Hidden):
+                outer.__class__ = _hidden_outer_kind(type(outer))
+    for alias in aliases_of(parameter):
+        alias.data = shown
 
 
 def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
@@ -113,7 +121,13 @@ def reveal(parameter: nn.Parameter, shown: Tensor) -> None:
     if isinstance(parameter, _Hidden):
         parameter.__class__ = type(parameter).own_class
         vars(parameter).pop(_HIDDEN, None)
+        for outer in outers_of(parameter):
+            if isinstance(outer, _Hidden) and not any(isinstance(leaf, _Hidden) for leaf in leaves_of(outer)):
+                outer.__class__ = type(outer).own_class
+                vars(outer).pop(_HIDDEN, None)
     parameter.data = shown
+    for alias in aliases_of(parameter):
+        alias.data = shown
 
 
 class _Hidden:
@@ -150,9 +164,11 @@ _call = nn.Parameter.__torch_function__
 def _hide_too(result: Any, given: Any) -> None:
     """What was made of poison in ``given`` without its values is refused in the same words."""
     for each in _tensors(result):
-        if type(each) is Tensor and _is_poison(each):
+        unmarked = type(each) is Tensor or (is_outer(each) and _HIDDEN not in vars(each))
+        if unmarked and _is_poison(each):
             vars(each)[_HIDDEN] = next(vars(other)[_HIDDEN] for other in _tensors(given) if isinstance(other, _Hidden))
-            each.__class__ = _hidden_kind(Tensor)
+            if not isinstance(each, _Hidden):
+                each.__class__ = _hidden_outer_kind(type(each)) if is_outer(each) else _hidden_kind(Tensor)
 
 
 @functools.cache
@@ -162,6 +178,12 @@ def _hidden_kind(kind: Any) -> Any:
         return kind
     if kind.__torch_function__ not in (nn.Parameter.__torch_function__, Tensor.__torch_function__):
         return None
+    return _hidden_outer_kind(kind)
+
+
+@functools.cache
+def _hidden_outer_kind(kind: Any) -> Any:
+    """The same of objects around inner tensors: these cannot refuse by themselves inside of ``__torch_dispatch__``."""
     return type(kind.__name__, (_Hidden, kind), {"own_class": kind, "__module__": kind.__module__})
 
 
@@ -206,6 +228,8 @@ def _refuse(found: Tensor, called: str, what: str) -> None:
 def _is_poison(value: object) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
         return False
+    if is_outer(value):
+        return any(map(_is_poison, leaves_of(value)))
     try:
         return getattr(value.untyped_storage(), _MARK, False)
     except NotImplementedError:  # a tensor without a storage
