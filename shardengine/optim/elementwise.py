@@ -204,7 +204,7 @@ class Elementwise(Arithmetic):
 
     def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
         """See ``Arithmetic``."""
-        specs = sorted(layout.parameters, key=lambda spec: spec.number)
+        specs = sorted((spec for spec in layout.parameters if spec.is_stepped), key=lambda spec: spec.number)
         self._names, self._numbers = [spec.name for spec in specs], [spec.number for spec in specs]
         self._facts = {name: facts for name, facts in self._facts.items() if name in begun}
 
