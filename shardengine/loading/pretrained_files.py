@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from shardengine.errors import UsageError
 from shardengine.loading.recording import Recording
 from shardengine.loading.safetensors_files import SafetensorsFiles
 
 _LOADER = "_load_pretrained_model"
+_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @contextmanager
@@ -46,11 +46,15 @@ def found_by_transformers(record: Recording) -> Iterator[None]:
         _check_fit(result[0], load_config)
         return result
 
-    with (
-        mock.patch.object(kind, _LOADER, staticmethod(load)),
-        mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
-    ):
+    own, before = vars(kind)[_LOADER], os.environ.get(_IN_ORDER)
+    setattr(kind, _LOADER, staticmethod(load))
+    os.environ[_IN_ORDER] = "1"
+    try:
         yield
+    finally:
+        setattr(kind, _LOADER, own)
+        del os.environ[_IN_ORDER]
+        os.environ.update({} if before is None else {_IN_ORDER: before})
 
 
 def _check(files: Any, load_config: Any) -> None:
