@@ -330,7 +330,6 @@ OPTIMIZER: Mapping[str, str] = {
     ),
     **_each("partition_parameters refresh_trainable initialize_optimizer_states", _ITS_OWN),
     **_each("join_hook join_device join_process_group", ENGINE["join"]),
-    **_each("train eval", "`engine.train()` and `engine.eval()` set the mode of the module; this optimizer has none"),
     **_each("rank global_rank", _RANK),
     **_each("world_size", _RANKS),
 }

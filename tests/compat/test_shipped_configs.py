@@ -111,7 +111,7 @@ def test_what_is_told_of_a_config_is_one_readable_message(lives: Forks, tmp_path
     (text,) = seen["told"]
     assert text.split("\n") == [
         "of the DeepSpeed config:",
-        "- zero_force_ds_cpu_optimizer has no effect: there is one optimizer arithmetic for all devices",
+        "- zero_force_ds_cpu_optimizer has no effect: an optimizer has one arithmetic on all devices",
         "- comms_config has no effect: `engine.traffic()` counts the bytes of every collective, and "
         "`engine.trace(path)` draws them",
         "- monitor_config has no effect: monitors are sections of their own: `csv_monitor`, `tensorboard`, "

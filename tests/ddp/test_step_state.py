@@ -83,6 +83,7 @@ def refusals(state: StepState) -> dict[Call, str]:
 GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_norm_"}
 BETWEEN: set[Call] = {
     "load_checkpoint", "optimizer.load_state_dict()", "add_param_group()", "unfreezing", "offload_states",
+    "optimizer.train() or eval()", "engine.ema()",
 }  # fmt: skip
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
@@ -146,17 +147,24 @@ def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Ph
     [
         ("summoned", {"step()", "save_checkpoint", "close()", *ENDS_BLOCKS}),
         ("edited", ENDS_BLOCKS),
-        ("no_sync", {"step()", "add_param_group()", "unfreezing"}),
+        ("averaged", {"backward", "another backward", "step()", "save_checkpoint", "close()", *ENDS_BLOCKS}),
+        ("no_sync", {"step()", "add_param_group()", "unfreezing", "optimizer.train() or eval()", "engine.ema()"}),
         ("offloaded", {"any", "another backward"}),
     ],
 )
 def test_what_is_open_around_a_step(prepare: str, refused: set[Call]) -> None:
     state = state_at(Phase.EMPTY)
     before = refusals(state)
-    blocks = {"summoned": state.summoning, "edited": state.editing, "no_sync": state.window.no_sync}
+    blocks = {
+        "summoned": state.summoning,
+        "edited": state.editing,
+        "averaged": state.averaging,
+        "no_sync": state.window.no_sync,
+    }
     words = {
         "summoned": "inside full_params()",
         "edited": "inside full_optimizer_state()",
+        "averaged": "inside engine.ema()",
         "no_sync": "inside no_sync()",
     }
     with blocks.get(prepare, nullcontext)():
