@@ -122,7 +122,8 @@ def analyse(
         specs = [replace(s, order=left.order_of(p)) if left.hides(p) else s for s, p in zip(specs, inside, strict=True)]
     chosen = {id(p) for p in inside}
     outside = [p for p in parameters if id(p) not in chosen]
-    return Partition(names, inside, specs, outside, units, list(model.modules()), places_of(model), left, around=around)
+    modules, places = list(model.modules()), places_of(model)
+    return Partition(names, inside, specs, outside, units, modules, places, left, around=around)
 
 
 def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
