@@ -82,8 +82,8 @@ def _look(
         device=trial.device,
         gives_values=mesh.rank == 0 and source is None,
     )
-    for name, parameter in found.names.items() if source is not None else ():
-        if parameter.is_meta and not source.gives(parameter):
+    for name, parameter in found.names.items():
+        if source is not None and parameter.is_meta and not source.gives(parameter):
             raise UsageError(
                 f"parameter {name!r} has no values, and neither weights= nor how it was made gives any: a parameter of "
                 "several tensors (a quantised one) is expected with its values, on every rank"
