@@ -153,7 +153,7 @@ def expected_of_call(case: Case) -> set[Crossing]:
         "full_params": [(away, ("runtime/unit.py:Unit.summon", "to device", "blocking"))],
         "state_dict": [
             (not away or case.ranks > 1, ("sharding/flat_slices.py:join", "to host", "blocking")),
-            (True, ("engine/export.py:_assemble", "to host", "blocking")),  # a buffer
+            (True, ("engine/export.py:_copy", "to host", "blocking")),  # a buffer
             (away and case.ranks > 1, ("engine/gathering.py:gathered", "to device", "blocking")),
         ],
         "saved": [verdict, (True, saved), (True, ("checkpoint/tensor_file.py:_await", "wait", ""))],

@@ -162,6 +162,7 @@ CAUGHT = [
     Mutation("engine/export.py", "_whole_values", "core.await_weights()", LATER, ranks=2),
     Mutation("engine/closing.py", "_leave_weights", "unit.wait_for_unshard()", WEIGHTS),
     Mutation("runtime/placing.py", "_take_over", ".wait()", "weights are taken over", ""),
+    Mutation("runtime/placing.py", "_Filling.from_source", ".wait()", "slices of values are gathered", ""),
 ]  # fmt: skip
 
 
@@ -262,6 +263,24 @@ def weights_are_taken_over() -> None:
         engine.close()
 
 
+def slices_of_values_are_gathered() -> None:
+    """Of a model without memory, where master weights rest replicated, and are made of them."""
+    with adversary(cases.mesh_of_this_process()) as foe:
+        with foe.unseen():
+            expected = {name: parameter.detach().clone() for name, parameter in cases.make_mlp().named_parameters()}
+            with shardengine.meta_init():
+                model = cases.make_mlp()
+        config = cases.config_of("0", bf16={"enabled": True}, zero={"reduce_bucket_size": 300})  # "scale" has values
+        engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "SGD"), mesh=foe.mesh)
+        with engine.full_params(), foe.unseen():
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, expected[name].bfloat16()), name
+        with engine.full_optimizer_state() as states, foe.unseen():
+            assert all(torch.equal(entry["weight"], expected[name]) for name, entry in states.items() if entry)
+        engine.close()
+        foe.check()
+
+
 def a_reduction_in_two_steps() -> None:
     """Between the nodes behind the sums of the nodes; the computation waits for the second step alone, and late."""
     assert reduce_one() == (set(), {"communicator 1", "communicator 2"})
@@ -305,6 +324,7 @@ SCENARIOS = {
     "a save fails": Scenario(a_save_fails),
     "ranks exchange": Scenario(ranks_exchange, 2),
     "weights are taken over": Scenario(weights_are_taken_over, 2),
+    "slices of values are gathered": Scenario(slices_of_values_are_gathered, 2),
     TWO_STEPS: Scenario(a_reduction_in_two_steps, 4),
     "what was broken off still writes": Scenario(what_was_broken_off_still_writes, 2),
     COPIED: told(test_platform.test_on_cuda_streams_wait_for_events_and_the_host_for_nothing),
@@ -417,6 +437,8 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("checkpoint/reader.py", "Reader.verified", "wait([future for _, _, future in under_way])"): DISK_ITSELF,
     ("interchange/dcp_files.py", "Store._load",
      "self.read_data(planner.finish_plan(self.prepare_global_plan(plans)[0]), planner).wait()"): DISK_ITSELF,
+    ("loading/safetensors_files.py", "SafetensorsFiles.read", "wait(futures)"): DISK_ITSELF,
+    ("loading/safetensors_files.py", "SafetensorsFiles.read", "future.result()"): DISK_ITSELF,
     ("offload/nvme/extent_file.py", "ExtentFile._mapped", "blocks.request.wait()"): DISK_ITSELF,
     ("offload/nvme/file_tier.py", "FileStore._cleared",
      "self._tier.file.write(part.extent, staging(part.extent.count)).wait()"): DISK_ITSELF,
