@@ -53,7 +53,7 @@ def test_the_rule() -> None:
 def test_every_function_is_thorough_with_a_spread_of_its_cases() -> None:
     cases: list[Any] = [Item(f"a.py::many[{number}]") for number in range(9)]
     others: list[Any] = [Item("a.py::long", "full"), Item("a.py::new")]
-    found = tiers.thorough([*cases, *others], {"a.py::many": (9, 13.5), "a.py::long": (1, 100.0)})
+    found = tiers.thorough([*cases, *others], {"a.py::many": (9, 11.7), "a.py::long": (1, 100.0)})
     assert [item.nodeid for item in found] == [*(f"a.py::many[{n}]" for n in (0, 4, 8)), "a.py::long", "a.py::new"]
 
 
