@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         "rounds": options.rounds,
         "load_before": os.getloadavg()[0],
     }
-    with tempfile.TemporaryDirectory(prefix="shardengine-bench-", dir=options.directory) as place:
+    with tempfile.TemporaryDirectory(prefix="shardengine-bench-", dir=options.directory.resolve()) as place:
         make_model(f"{place}/model", options.hidden, options.layers)
         size = result["file_bytes"] = bytes_in(Path(place, "model"))
         print(f"Llama, {size / 1e9:.2f} GB of files in fp32, {RANKS} ranks × 1 thread", file=sys.stderr)
