@@ -27,8 +27,8 @@ set of parameters and adds their gradients up in the declared order:
   step that is applied, e = e + (w - e) · (1 - decay), of every parameter that was ever stepped
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
   on the seed, the parameter's step and the element's number among all elements of all parameters (in memory order)
-- states in bf16 or 8 bits ("kept_in"): rounded stochastically after each step, the first state with the lower, the second
-  with the upper half of a random word of each element, see ``kept``
+- states in bf16 or 8 bits ("kept_in"): rounded stochastically after each step, the first state with the lower, the
+  second with the upper half of a random word of each element, see ``kept``
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
 """
 
