@@ -37,7 +37,8 @@ def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed:
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
-        kind, notice = found
+        kind, own, notice = found
+        kept_in = own if kept_in == "fp32" else kept_in
     if kind is None and foreign.is_of_library(optimizer):
         reason = foreign.advice_for(optimizer) or "with its options, or at all, it is none that the engine knows"
         raise UsageError(
