@@ -3,9 +3,9 @@
 Known by the name of their class; nothing of them is imported. Must not know: shards, the step.
 
 [Note: The same arithmetic] AdamW with states of 8 bits is AdamW with fewer digits: it is stepped with states of 8 bits
-in the engine's own code, whose bits no stage changes (``kernels.moments``); with 4 bits or fp8, in fp32. What these libraries call Adam decays
-weights as Adam does in some of them and as AdamW in others: it is known without weight decay alone, or where its
-``adam_w_mode`` says which of the two it is.
+in the engine's own code, whose bits no stage changes (``kernels.moments``); with 4 bits or fp8, in fp32. What these
+libraries call Adam decays weights as Adam does in some of them and as AdamW in others: it is known without weight decay
+alone, or where its ``adam_w_mode`` says which of the two it is.
 """
 
 from __future__ import annotations
