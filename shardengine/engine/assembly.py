@@ -6,7 +6,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
+from shardengine.kernels import StateForm
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
@@ -97,13 +98,13 @@ def build(
     config: Config,
     mesh: Mesh,
     groups: list[dict[str, Any]],
-    states: Sequence[str] = (),
+    states: Mapping[str, StateForm] | None = None,
     kind: str | None = None,
     source: Source | None = None,
 ) -> Core:
     """Partition ``model`` as ``config`` says and attach to it.
 
-    groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32 · kind: its name,
+    groups: the optimizer's, over its parameters · states: what it will store of each element · kind: its name,
     None for none · source: gives the values of what has none on any rank.
     """
     zero = config.zero_optimization
@@ -120,7 +121,8 @@ def build(
         hierarchical=on_nccl if config.hierarchical_reduce is None else config.hierarchical_reduce,
         reduce_dtype=which.reduce,
     )
-    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups)
+    states = states or {}
+    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups, states)
 
     found, offer = run_on_all_ranks(
         collectives,
@@ -132,7 +134,9 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
-    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
+    plan = layout.build(
+        found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment, kernels.block_of(states)
+    )
     footprint = _footprint(config, stage, found, plan, states, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
@@ -240,7 +244,7 @@ def _footprint(
     stage: stages.Stage,
     found: Partition,
     plan: Layout,
-    states: Sequence[str],
+    states: Mapping[str, StateForm],
     collectives: Collectives,
 ) -> Footprint:
     """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
@@ -250,7 +254,7 @@ def _footprint(
         plan,
         which,
         _rules(config, stage, plan.ranks),
-        state=4 * len(states),
+        state=kernels.bytes_per_element(states),
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),

@@ -46,7 +46,6 @@ from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
 from shardengine.offload import BufferPool
 from shardengine.optim import (
-    AVERAGE,
     EngineCalls,
     OptimizerForm,
     Settings,
@@ -156,7 +155,7 @@ class Engine(Inspection):
             check_free(self.module)
             monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
-            form = groups_for(self.module, resolved.optimizer, optimizer, parameters)
+            form = groups_for(self.module, resolved, optimizer, parameters)
             return resolved, form, Source.of(self.module, weights)
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
@@ -166,8 +165,7 @@ class Engine(Inspection):
         if form.notice and mesh.rank == 0:
             _log.warning("%s", form.notice)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
-        averages = [AVERAGE] if form.kind is not None and self.config.ema.decay is not None else []
-        states = (*form.state_names(scheduled=scheduled), *averages)
+        states = form.forms(scheduled=scheduled, averages=self.config.ema.decay is not None)
         with nullcontext() if source is None else closing_of(source):
             self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind, source)
         self.optimizer: ShardedOptimizer | None = None

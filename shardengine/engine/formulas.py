@@ -14,7 +14,7 @@ from shardengine.sharding import Layout, Partition
 
 
 def footprint_of(
-    core: Core, config: Config, state: int, found: Partition | None = None, plan: Layout | None = None
+    core: Core, config: Config, state: float, found: Partition | None = None, plan: Layout | None = None
 ) -> Footprint:
     """What decides the bytes of ``core``, or of what it becomes with the partition ``found`` and the layout ``plan``.
 

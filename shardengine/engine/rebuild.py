@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardengine import kernels
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
 from shardengine.engine import formulas
@@ -184,7 +185,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
-    plan = layout.build(found.specs, core.mesh.ranks, cap, align)
+    plan = layout.build(found.specs, core.mesh.ranks, cap, align, kernels.block_of(optimizer.forms))
     footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
@@ -215,8 +216,8 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
             master = core.precision.master_dtype(dtype, copied=homes.needs_copy(bucket.index))
             if tier is not None and stepped and master is not None:
                 yield tier, {MASTER: (length, master)}
-            if tier is not None and optimizer.state_names:
-                yield tier, dict.fromkeys(optimizer.state_names, (length, torch.float32))
+            if tier is not None and optimizer.forms:
+                yield tier, {name: (form.length(length), form.dtype) for name, form in optimizer.forms.items()}
             if homes.weights is not None and core.stage.moves_weights:
                 yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
 
@@ -299,7 +300,7 @@ def _move_states(
             if not core.stage.moves_weights:
                 placing.begin_master(bucket, bucket.full, core.precision)
             if bucket.layout.index >= 0:
-                bucket.begin_states(optimizer.state_names)
+                bucket.begin_states(optimizer.forms)
 
     for given in old.buckets():
         taking = dict.fromkeys(bucket for name in given.layout.names for bucket in holding[name])

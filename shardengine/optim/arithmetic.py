@@ -14,11 +14,12 @@ from torch import Tensor
 
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans, StateForm, state_forms
 from shardengine.sharding import Layout
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
 """Options of torch's classes that the kernels do not have."""
+_OF_STATES = 0x5741_5445  # so that what rounds states has other random bits than what rounds weights
 DECOUPLED = "decoupled_weight_decay"
 """The option of torch's Adam and AdamW that says how weights decay."""
 
@@ -38,13 +39,19 @@ class Arithmetic:
 
     kind: str
     by_parameter = False
-    """Whether an action needs spans that are of single parameters, with their numbers."""
+    """Whether it keeps something of each parameter, and so needs spans that are of single ones, with their numbers."""
+    draws = False
+    """Whether its states are rounded with random bits, for which spans are of single parameters, with their numbers."""
     waits = False
     """Whether the host must know before a step whether it is applied."""
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
-        """What it keeps of each element, in fp32. scheduled: a scheduler may yet change the options of ``groups``."""
+        """What it keeps of each element. scheduled: a scheduler may yet change the options of ``groups``."""
         raise NotImplementedError
+
+    def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
+        """What is stored for those ``states``, by name."""
+        return state_forms(states, "fp32")
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """Of step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
@@ -103,24 +110,30 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class KernelAction:
-    """An update of the kernels."""
+    """An update of the kernels. noise, state_noise: as in ``kernels.update``."""
 
     rule: Rule
     noise: Noise | None
+    state_noise: Noise | None = None
 
     def __call__(
         self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
         """See ``Action``."""
-        kernels.update(flats, spans, self.rule, noise=self.noise, factor=factor, skip=skip)
+        kernels.update(
+            flats, spans, self.rule, noise=self.noise, state_noise=self.state_noise, factor=factor, skip=skip
+        )
 
 
 class Declared(Arithmetic):
     """The kernels': AdamW, Adam, SGD and Lion."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: a key of STATE_NAMES."""
+    def __init__(self, kind: str, kept_in: str = "fp32", seed: int = 0) -> None:
+        """kind: a key of STATE_NAMES · kept_in: in what states are kept, a key of KEPT_IN · seed: of their rounding."""
         self.kind = kind
+        self.kept_in = kept_in
+        self._seed = seed ^ _OF_STATES
+        self.draws = kept_in != "fp32"
         self.counts_steps = kind not in ("SGD", "Lion")
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
@@ -131,7 +144,12 @@ class Declared(Arithmetic):
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """See ``Arithmetic``."""
         noise = None if seed is None else Noise(seed, step)
-        return KernelAction(kernels.rule_for(self.kind, group, step), noise)
+        state_noise = Noise(self._seed, step) if self.draws else None
+        return KernelAction(kernels.rule_for(self.kind, group, step), noise, state_noise)
+
+    def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
+        """See ``Arithmetic``."""
+        return state_forms(states, self.kept_in)
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """See ``Arithmetic``."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import Spans
+from shardengine.kernels import Spans, StateForm, narrow_state, widened_state
 from shardengine.offload import HOST
 from shardengine.optim import torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
@@ -88,9 +88,19 @@ class OptimizerForm(NamedTuple):
         """The name of how it steps."""
         return None if self.arithmetic is None else self.arithmetic.kind
 
-    def state_names(self, *, scheduled: bool) -> tuple[str, ...]:
-        """What is kept of each element. scheduled: there is a learning-rate scheduler."""
-        return () if self.arithmetic is None else self.arithmetic.state_names(self.groups, scheduled=scheduled)
+    def forms(self, *, scheduled: bool, averages: bool) -> dict[str, StateForm]:
+        """What is stored of each element. scheduled: there is a learning-rate scheduler · averages: of weights, too."""
+        if self.arithmetic is None:
+            return {}
+        names = self.arithmetic.state_names(self.groups, scheduled=scheduled)
+        return stored_forms(self.arithmetic, (*names, *([AVERAGE] if averages else [])))
+
+
+def stored_forms(arithmetic: Arithmetic, names: Iterable[str]) -> dict[str, StateForm]:
+    """What is stored for states ``names``, averages of weights among them."""
+    names = list(names)
+    stored = arithmetic.forms(name for name in names if name != AVERAGE)
+    return stored | {name: StateForm() for name in names if name == AVERAGE}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -141,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def begin(self) -> None:
         """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
         for state in self._reducer.buckets:
-            state.bucket.begin_states(self.state_names)
+            state.bucket.begin_states(self.forms)
 
     def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
@@ -151,7 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
-        numbered = self.settings.seed is not None or self.arithmetic.by_parameter
+        numbered = self.rounds_at_random or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun)
         reducer.serve(self)
@@ -564,9 +574,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return read_from_optimizer(self, name)
 
     @property
-    def state_bytes_per_element(self) -> int:
+    def rounds_at_random(self) -> bool:
+        """Whether a step of a parameter draws random bits, which its step count is part of the key of."""
+        return self.settings.seed is not None or self.arithmetic.draws
+
+    @property
+    def forms(self) -> dict[str, StateForm]:
+        """How ``state_names`` are stored, by the names of what is stored."""
+        return stored_forms(self.arithmetic, self.state_names)
+
+    @property
+    def state_bytes_per_element(self) -> float:
         """Bytes of optimizer state per element, without master weights."""
-        return 4 * len(self.state_names)
+        return kernels.bytes_per_element(self.forms)
 
     def state_bytes(self) -> Counter[str]:
         """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
@@ -620,19 +640,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scheduler.optimizer._opt_called = True
 
     def held(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
-        """What this rank steps of ``bucket``: "weight" (the master, where there is one) and the states.
+        """What this rank steps of ``bucket``: "weight" (the master, where there is one) and the states, in fp32.
 
-        writable: to be written to, too; otherwise that may be lost.
+        writable: to be written to, too, and then given to ``keep``; otherwise that may be lost.
         """
+        stored = self.stored(bucket, writable=writable)
+        return {
+            name: flat if name in (WEIGHT, AVERAGE) else widened_state(stored, name)
+            for name, flat in stored.items()
+            if name in (WEIGHT, *self.state_names)
+        }
+
+    def keep(self, bucket: Bucket, held: Mapping[str, Tensor]) -> None:
+        """What was written to a bucket's ``held`` is kept; states that are not kept in fp32 are rounded to nearest."""
+        stored = self.stored(bucket, writable=True)
+        for name in held.keys() - {WEIGHT, AVERAGE}:
+            if stored[name] is not held[name]:
+                narrow_state(held[name], stored, name)
+
+    def stored(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
+        """As ``held``, but states as they are stored, by the names in ``forms``."""
         states = dict(bucket.state_store.tensors(writable=writable))
         if bucket.has_master:
             return {WEIGHT: states.pop(MASTER), **states}
         return {WEIGHT: bucket.stepped_weights(writable=writable), **states}
 
     def parameter_state(self, *, writable: bool = False) -> Iterator[FlatSlice]:
-        """What this rank holds of every bucket, as ``held``."""
+        """What this rank holds of every bucket, as ``stored``."""
         for bucket in (state.bucket for state in self._reducer.buckets):
-            held = self.held(bucket, writable=writable)
+            held = self.stored(bucket, writable=writable)
             yield from slices_of(self._layout, bucket.layout, bucket.state_interval, held)
 
     def _counted(self, parameter: int) -> int | None:

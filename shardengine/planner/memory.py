@@ -40,7 +40,7 @@ class Footprint:
     layout: Layout
     precision: Precision
     rules: Rules
-    state: int
+    state: float
     micro_batches: int
     prefetch: int
     outside: int

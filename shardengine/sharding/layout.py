@@ -18,8 +18,9 @@ Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elemen
 [Note: Alignment] Every parameter, slice and bucket starts at a multiple of 16 elements, and of as many bytes as the
 device's libraries look at in an address (``Platform.alignment``: 64 on a CPU). Fused CPU optimizer kernels and small
 matrix products give other bits in their scalar tails and at other offsets, and cuBLAS may choose another algorithm, so
-alignment is what makes results independent of the layout. Padding is zero, belongs to the layout, and is counted in
-every formula.
+alignment is what makes results independent of the layout. Where states are kept in blocks of 256 elements with a scale
+each, what is trainable starts at multiples of 256, so that no cut goes through a block. Padding is zero, belongs to the
+layout, and is counted in every formula.
 """
 
 from __future__ import annotations
@@ -290,11 +291,18 @@ def alignment(itemsize: int, align_bytes: int = ALIGN_BYTES) -> int:
     return max(ALIGN_ELEMENTS, -(-align_bytes // itemsize))
 
 
-def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int, align_bytes: int = ALIGN_BYTES) -> Layout:
+def build(
+    specs: list[ParameterSpec],
+    ranks: int,
+    bucket_elements: int,
+    align_bytes: int = ALIGN_BYTES,
+    align_elements: int = ALIGN_ELEMENTS,
+) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
     is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
+    align_elements: what is trainable starts at multiples of so many, where states are kept in blocks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
@@ -305,7 +313,7 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int, align_by
         keys = dict.fromkeys((specs[i].dtype, specs[i].itemsize, specs[i].trainable) for i in members)
         for dtype, itemsize, trainable in keys:
             chosen = [i for i in members if (specs[i].dtype, specs[i].trainable) == (dtype, trainable)]
-            align = alignment(itemsize, align_bytes)
+            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]
