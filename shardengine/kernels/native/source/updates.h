@@ -55,7 +55,11 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
                           int64_t count) {
     float wide_gradient[UPDATE_TILE], wide_weight[UPDATE_TILE], wide_average[UPDATE_TILE], wide_square[UPDATE_TILE];
     const float *gradient = widened(a.gradient_type, a.gradient, at, wide_gradient, count);
-    float *weight = const_cast<float *>(widened(a.weight_type, a.weight, at, wide_weight, count));
+    float *weight = wide_weight;
+    if (a.remainder)
+        join(static_cast<const uint16_t *>(a.weight) + at, a.remainder + at, wide_weight, count);
+    else
+        weight = const_cast<float *>(widened(a.weight_type, a.weight, at, wide_weight, count));
     if (a.l2 != 0.0f) {  // a pass of its own: few ask for it
         add_l2(gradient, weight, wide_gradient, count, numbers);
         gradient = wide_gradient;
@@ -65,13 +69,15 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
     float *square = widened_state<false>(a.state_type, a.square, a.square_scale, at, wide_square, count);
     step(weight, gradient, average, square, count, numbers);
     uint32_t words[UPDATE_TILE];
+    const uint32_t *drawn = a.state_stochastic ? words : nullptr;
+    if (drawn) draw_in_rows(words, count, static_cast<uint64_t>(first), a.state_key_0, a.state_key_1);
     if (a.state_type != FP32) {
-        if (a.state_stochastic) draw_in_rows(words, count, static_cast<uint64_t>(first), a.state_key_0, a.state_key_1);
-        const uint32_t *drawn = a.state_stochastic ? words : nullptr;
         narrow_state<true>(a.state_type, average, a.average, a.average_scale, at, drawn, 0, count);
         narrow_state<false>(a.state_type, square, a.square, a.square_scale, at, drawn, 16, count);
     }
-    if (a.stochastic && a.weight_type == BF16) {
+    if (a.remainder) {
+        split(weight, drawn, static_cast<uint16_t *>(a.weight) + at, a.remainder + at, count);
+    } else if (a.stochastic && a.weight_type == BF16) {
         draw(words, count, static_cast<uint64_t>(first), a.key_0, a.key_1);
         for (int64_t i = 0; i < count; i++) words[i] &= 0xFFFF;
         narrow_bf16_with(weight, words, static_cast<uint16_t *>(a.weight) + at, count);
