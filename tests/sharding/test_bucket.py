@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -36,7 +34,7 @@ def test_views_have_the_shapes_and_places_of_the_slots() -> None:
 def test_the_padding_of_a_new_flat_buffer_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is written: a rank that fills its own slice alone needs the memory of that alone."""
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", functools.partial(torch.full, fill_value=7.0))
+        patch.setattr(torch, "empty", lambda count, **how: torch.full((count,), 7.0, **how))
         flat = one_flat_buffer().flat
     holds = torch.zeros(64, dtype=torch.bool)
     holds[:20] = holds[32:39] = True
