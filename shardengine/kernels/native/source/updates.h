@@ -93,6 +93,10 @@ FUNCTION void update(const UpdateArguments &a, int64_t begin, int64_t end) {
     const Numbers numbers = {a.maximize ? -factor : factor, a.rate, a.decay, a.l2, a.keep, a.take,
                              a.keep_square, a.take_square, a.epsilon};
     const Step step = chosen_step(a);
+    // Nothing to convert: a long tile is faster, for the first divisions of a tile wait for its memory.
+    const bool plain = a.weight_type == FP32 && a.gradient_type == FP32 && a.state_type == FP32;
+    const bool in_place = plain && a.l2 == 0.0f && !a.low;
+    const int64_t tile = in_place ? end - begin : UPDATE_TILE;
     int64_t passed = 0;
     for (int64_t i = 0; i < a.span_count && passed < end; i++) {
         const int64_t start = a.spans[3 * i], length = a.spans[3 * i + 1] - start, first = a.spans[3 * i + 2];
@@ -100,8 +104,8 @@ FUNCTION void update(const UpdateArguments &a, int64_t begin, int64_t end) {
         const int64_t until = end - passed < length ? end - passed : length;
         const bool whole = a.state_type == CODES;  // a block belongs to the part in which it begins
         if (whole) at = (at + UPDATE_TILE - 1) / UPDATE_TILE * UPDATE_TILE;
-        for (; at < until; at += UPDATE_TILE) {
-            const int64_t left = (whole ? length : until) - at, count = left < UPDATE_TILE ? left : UPDATE_TILE;
+        for (; at < until; at += tile) {
+            const int64_t left = (whole ? length : until) - at, count = left < tile ? left : tile;
             update_tile(a, numbers, step, start + at, first + at, count);
         }
         passed += length > 0 ? length : 0;
