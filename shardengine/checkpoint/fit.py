@@ -14,6 +14,7 @@ import torch
 
 from shardengine.checkpoint import contents, index, state
 from shardengine.engine import Core, Inspection
+from shardengine.kernels import KEPT_IN
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import BUFFER, WEIGHT, FlatSlice
 
@@ -60,6 +61,9 @@ class Plan:
         found = {(part.name, part.key, part.first): part for part in parts}
         fillings = [replace(filling, part=found[filling.part[:3]]) for filling in self.fillings]
         return replace(self, fillings=fillings, fresh=[found[part[:3]] for part in self.fresh])
+
+
+_WORDS = {dtype: word for word, dtype in KEPT_IN.items()}
 
 
 class _Saved:
@@ -206,12 +210,14 @@ def _compare_optimizers(
         return
     _match_groups(there, optimizer, core, found, sources, strict=strict)
     states = set(optimizer.forms)
-    kept = [any(name.endswith("_scale") for name in names) for names in (there.states, states)]
-    if kept[0] != kept[1]:
-        words = ["8 bits" if each else "fp32 or bf16" for each in kept]
+    saved = {kind: dtype for (_, kind), (dtype, _) in there.tensors.items()}
+    other = sorted(name for name in states & saved.keys() if saved[name] is not optimizer.forms[name].dtype)
+    if other:
+        words = [_WORDS.get(dtype, str(dtype)) for dtype in (saved[other[0]], optimizer.forms[other[0]].dtype)]
         found.problems.append(
-            f"optimizer: its states are of {words[0]} in the checkpoint, of {words[1]} here: set "
-            "data_types.optimizer_state_dtype as it was, or take the weights alone (weights_only=True)"
+            f"optimizer: its states are in {words[0]} in the checkpoint, in {words[1]} here: set "
+            f'data_types.optimizer_state_dtype to "{words[0]}", or take the weights alone (weights_only=True); '
+            "engine.optimizer.state_dict() and load_state_dict() go from one to the other"
         )
     elif states != there.states and strict:
         texts = [" and ".join(sorted(names)) or "no state" for names in (there.states, states)]

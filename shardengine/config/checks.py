@@ -39,6 +39,18 @@ def _check_precision(config: TopLevel, reader: Reader) -> None:
     bf16, fp16 = config.bf16, config.fp16
     if fp16.enabled and bf16.enabled:
         reader.problem("fp16.enabled", "expected fp16 or bf16, got both; switch one of them off")
+    if bf16.split_masters and not bf16.master_weights and reader.usable("bf16.master_weights"):
+        reader.problem(
+            "bf16.split_masters",
+            'it keeps a part of master weights, and "master_weights": false keeps none; leave one of them out',
+        )
+    name = "" if config.optimizer is None else config.optimizer.type
+    other = config.data_types.optimizer_state_dtype != "8bit"
+    if name.endswith("8bit") and other and reader.sources.get("data_types.optimizer_state_dtype") == "file":
+        reader.problem(
+            "data_types.optimizer_state_dtype",
+            f"{name} keeps its states in 8 bits; leave this out, or name {name.removesuffix('8bit')}",
+        )
     rounds = bf16.enabled and bf16.stochastic_rounding
     if rounds and bf16.master_weights and reader.usable("bf16.master_weights"):
         reader.problem(

@@ -226,7 +226,11 @@ _BY_CLASS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop
 """Of torch.optim, stepped by their own class."""
 
 OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
-    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion", *_BY_CLASS), "states are fp32"),
+    "fp32_optimizer_states": (
+        True,
+        ("AdamW", "Adam", "Lion", *_BY_CLASS),
+        "`data_types.optimizer_state_dtype` says in what states are kept",
+    ),
     "max_grad_norm": (
         0.0,
         ("AdamW", "Adam", "SGD", "Lion", *_BY_CLASS),

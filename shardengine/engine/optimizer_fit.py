@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
+from shardengine.kernels import REMAINDER
 from shardengine.optim import AVERAGE, ShardedOptimizer
 
 STEP = "step"
@@ -136,7 +137,7 @@ def _find_states(
 ) -> None:
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     layout = {id(p): n for n, p in enumerate(core.partition.inside) if core.layout.parameters[n].is_stepped}
-    first, frozen, without = core.partition.first_names(), [], []
+    first, frozen, without, split = core.partition.first_names(), [], [], list[str]()
     for each, entry in given["state"].items():
         parameter = parameters[number_of[each]]
         name, number = first[id(parameter)], layout.get(id(parameter))
@@ -145,6 +146,9 @@ def _find_states(
             continue
         spec = core.layout.parameters[number]
         expected = optimizer.names_for(*found_groups(optimizer, found, spec.group))
+        if isinstance(entry, Mapping) and entry.get(REMAINDER) is not None and REMAINDER not in expected:
+            entry = {key: value for key, value in entry.items() if key != REMAINDER}
+            split.append(name)
         values = dict(_tensors(core, optimizer, name, spec.shape, entry, expected))
         master = values.pop(MASTER_ENTRY, None)
         if master is not None and _is_stepped_in_fp32(core, spec.dtype):
@@ -160,6 +164,7 @@ def _find_states(
     for names, text in (
         (frozen, "states of parameters that the engine does not step (they are frozen) are left out"),
         (without, "master weights are left out of parameters that have none here"),
+        (split, "remainders of master weights are left out of parameters that have none here"),
     ):
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -206,7 +211,7 @@ def _tensors(
             f"{name!r} has the state {sorted(map(str, unknown))[0]!r}, which {optimizer.kind} has not here: expected "
             f"{texts[0]}, got {texts[1]}; the dict is another optimizer's, or made with other options",
         )
-    lacks = [key for key in expected if key not in given and key != AVERAGE]
+    lacks = [key for key in expected if key not in given and key not in (AVERAGE, REMAINDER)]
     if lacks and (optimizer.arithmetic.counts_steps or given.keys() & set(expected)):
         _refuse(core, f"{name!r} lacks the state {lacks[0]!r} of {optimizer.kind}: expected {texts[0]}, got {texts[1]}")
     for key, value in given.items():

@@ -10,6 +10,7 @@ order, when their values are needed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -27,11 +28,16 @@ _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 @contextmanager
 def found_by_transformers(record: Recording) -> Iterator[None]:
-    """Inside, what ``from_pretrained`` loads is known to ``record``. Nothing where transformers is not there."""
-    module: Any = sys.modules.get("transformers.modeling_utils")
-    if module is None:
+    """Inside, what ``from_pretrained`` loads is known to ``record``. Nothing where nobody has imported transformers."""
+    if "transformers" not in sys.modules:
         yield
+        if "transformers" in sys.modules:
+            raise UsageError(
+                "meta_init: transformers was imported inside of the `with` block, where its loader cannot be exchanged "
+                "any more: expected `import transformers` before it"
+            )
         return
+    module: Any = importlib.import_module("transformers.modeling_utils")  # a lazy package
     kind = module.PreTrainedModel
     ordinary = getattr(kind, _LOADER, None)
     if ordinary is None:

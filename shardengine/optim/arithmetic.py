@@ -15,10 +15,12 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.errors import UsageError
 from shardengine.kernels import REMAINDER, REMAINDER_FORM, STATE_NAMES, Noise, Rule, Spans, StateForm, state_forms
-from shardengine.sharding import Layout
+from shardengine.sharding import MASTER, WEIGHT, Layout
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
 """Options of torch's classes that the kernels do not have."""
+RESERVED = (WEIGHT, "gradient", "low", MASTER, "ema", REMAINDER)
+"""Names in what an action is given, or in what is kept of each element, that no state of a class may have."""
 _OF_STATES = 0x5741_5445  # so that what rounds states has other random bits than what rounds weights
 DECOUPLED = "decoupled_weight_decay"
 """The option of torch's Adam and AdamW that says how weights decay."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.errors import UsageError
+from shardengine.optim.arithmetic import RESERVED
 from shardengine.optim.elementwise import Elementwise, Learnt, Slice, Workers, options_of, same
 
 _SHAPE, _CUT, _FEW = (65, 33), 1040, 16
@@ -292,6 +293,11 @@ def _learnt(workers: Workers, options: dict[str, Any], whole: _Way) -> Learnt:
         )
     states = matrix.states or {}
     for key, value in states.items():
+        if key in RESERVED:
+            raise UsageError(
+                f"optimizer {name}: its state is called {key!r}, which is the engine's own name for something else "
+                f"(as are {', '.join(repr(each) for each in RESERVED if each != key)}): expected another name"
+            )
         if value.dtype not in _DTYPES:
             raise UsageError(
                 f"optimizer {name}: its state {key!r} is {value.dtype}, expected fp32, bf16 or fp16, which are kept in "

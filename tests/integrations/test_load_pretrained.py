@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tests.support.ranks import RankPool
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed")
 Pools = Callable[[int], RankPool]
 FP32, BF16 = torch.float32, torch.bfloat16
+ROOT = Path(__file__).parents[2]
 CPU = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -203,3 +206,31 @@ def test_each_refusal_is_a_sentence_on_every_rank(pools: Pools, folder: str, tmp
         assert "expected no device_map=" in said["device_map"]
         assert "with from_pretrained, got <class 'int'>" in said["class"]
     assert "failed on rank 1" in first["alone"]
+
+
+FRESH = """
+import sys, warnings
+import shardengine
+{before}
+with shardengine.meta_init():
+    {inside}
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sum(not p.is_meta for p in model.parameters()))
+"""
+
+
+def test_a_script_that_has_imported_transformers_alone_reads_nothing(tmp_path: Path) -> None:
+    """transformers is a lazy package: its loader may be imported first by ``from_pretrained``."""
+    model: Any = cases.make_llama()
+    model.save_pretrained(tmp_path)
+
+    def run(before: str, inside: str) -> subprocess.CompletedProcess[str]:
+        code = FRESH.format(before=before, inside=inside)
+        return subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+
+    early = run("from transformers import AutoModelForCausalLM", "pass")
+    assert early.stdout.strip() == "0", early.stderr
+    late = run("", "from transformers import AutoModelForCausalLM")
+    assert late.returncode != 0 and "expected `import transformers` before it" in late.stderr

@@ -116,6 +116,13 @@ class Closure(Base):
         return closure()
 
 
+class Low(Base):
+    """Its state has a name that the engine has."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        return torch.as_tensor(self.state[p].setdefault("low", torch.zeros_like(p)).add_(p.grad))
+
+
 class Lookahead(Base):
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr)
@@ -135,6 +142,7 @@ REFUSED = {
     PerParameter: "looks at whole tensors",
     Nothing: "a trial of its step.. changed nothing",
     Closure: "raised TypeError: .*missing 1 required positional argument",
+    Low: "its state is called 'low'",
     Lookahead: "holds another optimizer in its attribute 'inner'",
     torch.optim.Adafactor: "looks at whole tensors",
     torch.optim.Muon: "it looks at whole matrices",

@@ -301,6 +301,8 @@ def test_five_bytes_per_parameter(pools: Pools, stage: str) -> None:
         (torch.optim.RMSprop, {"data_types": {"optimizer_state_dtype": "8bit"}}, 'expected "fp32" for torch.optim.RMS'),
         (None, {"data_types": {"optimizer_state_dtype": "int4"}}, "optimizer_state_dtype"),
         (None, {"optimizer": {"type": "AdamW8bit", "params": {"amsgrad": True}}}, "amsgrad"),
+        (None, {"bf16": {"enabled": True, "split_masters": True, "master_weights": False}}, "split_masters"),
+        (None, {"optimizer": {"type": "AdamW8bit"}, "data_types": {"optimizer_state_dtype": "bf16"}}, "8 bits; leave"),
         (torch.optim.NAdam, {"bf16": {"enabled": True, "split_masters": True}}, "split_masters: expected AdamW"),
         (torch.optim.AdamW, {"bf16": {"enabled": True, "split_masters": True}, "ema": {"decay": 0.9}}, "averages are"),
         (None, {"optimizer": {"type": "AdamW8bits"}}, 'nearest known one is "AdamW8bit"'),
@@ -320,10 +322,34 @@ def test_a_checkpoint_with_other_states_is_refused_in_one_sentence(tmp_path: Any
     cases.run_micro_batch(first, cases.loss_of, 0, 0)
     first.save_checkpoint(tmp_path)
     first.close()
-    engine = cases.make_engine(cases.make_mlp(), config_of("2", "8bit"))
-    with pytest.raises(UsageError, match="of fp32 or bf16 in the checkpoint, of 8 bits here"):
-        engine.load_checkpoint(tmp_path)
-    engine.close()
+    for kept_in in ("8bit", "bf16"):
+        engine = cases.make_engine(cases.make_mlp(), config_of("2", kept_in))
+        with pytest.raises(UsageError, match=f"in fp32 in the checkpoint, in {kept_in} here"):
+            engine.load_checkpoint(tmp_path)
+        engine.close()
+
+
+def test_dicts_go_between_masters_and_remainders(caplog: pytest.LogCaptureFixture) -> None:
+    """What one of them does not have is told, or begins at zero."""
+    dicts = []
+    for options in (PRECISIONS["bf16"][0], PRECISIONS["split"][0]):
+        engine = cases.make_engine(cases.make_gpt2(), config_of("2", "fp32", **options))
+        cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+        assert engine.optimizer is not None
+        dicts.append((engine.state_dict(), engine.optimizer.state_dict()))
+        engine.close()
+    for (weights, states), options in zip(dicts, (PRECISIONS["split"][0], PRECISIONS["bf16"][0]), strict=True):
+        caplog.clear()
+        engine = cases.make_engine(cases.make_gpt2(), config_of("1", "fp32", **options))
+        assert engine.optimizer is not None
+        engine.load_state_dict(weights)
+        engine.optimizer.load_state_dict(states)
+        assert "are left out of parameters that have none here" in caplog.text
+        with engine.full_optimizer_state() as full:
+            entries = [entry for entry in full.values() if entry is not None]
+            assert all(bool(entry["exp_avg"].any()) for entry in entries)
+            assert not any(bool(entry.get("remainder", torch.zeros(1)).any()) for entry in entries)
+        engine.close()
 
 
 def test_names_in_a_config_keep_states_in_8_bits() -> None:
