@@ -28,11 +28,13 @@ _DECLARED: dict[type[torch.optim.Optimizer], str] = {
 }  # fmt: skip
 
 
-def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed: int = 0) -> tuple[Arithmetic, str]:
+def arithmetic_of(
+    optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed: int = 0, *, splits: bool = False
+) -> tuple[Arithmetic, str]:
     """How ``optimizer``'s elements are stepped, and what is different about it, a sentence, "" where nothing is.
 
     By the declared arithmetic where that is its, otherwise by its own class, which is tried first: ``UsageError`` where
-    it cannot work on slices of parameters. kept_in, seed: of states, as in ``Declared``.
+    it cannot work on slices of parameters. kept_in, seed, splits: as in ``Declared``.
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
@@ -46,6 +48,11 @@ def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed:
             f"each element from that element alone; {reason}"
         )
     if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
+        if splits:
+            raise UsageError(
+                f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, whose class steps fp32 master "
+                "weights; set that key to false"
+            )
         if kept_in != "fp32":
             raise UsageError(
                 f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose class keeps its states itself, '
@@ -56,7 +63,7 @@ def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed:
         raise probe.already_stepped(name)
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
-    return Declared(kind, kept_in, seed), notice
+    return Declared(kind, kept_in, seed, splits=splits), notice
 
 
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:
@@ -94,7 +101,11 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
     if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
     by_name = "8bit" if given is None and named is not None and named.type.endswith(_IN_8_BITS) else None
-    arithmetic, notice = arithmetic_of(optimizer, by_name or config.data_types.optimizer_state_dtype, config.seed)
+    kept_in, splits = (
+        by_name or config.data_types.optimizer_state_dtype,
+        config.bf16.enabled and config.bf16.split_masters,
+    )
+    arithmetic, notice = arithmetic_of(optimizer, kept_in, config.seed, splits=splits)
     return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
 
 
