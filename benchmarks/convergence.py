@@ -12,8 +12,8 @@ moves by a thousandth per step; they are compared with fp32 states with these be
 does to fp32 itself, measured in the same run: two seeds' validation losses are √2·σ apart (root mean square, σ over ten
 seeds), about 0.05 nats where the bounds were chosen. bf16 weights without masters may cost 0.05, as much as another
 seed; where fp32 weights are kept and only the computation is rounded, 0.02, less than half of it. Optimizer states in
-fewer bytes may cost 0.02, too, with fp32 weights and with fp32 masters: nothing that a step adds to a weight is lost,
-and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch is.
+fewer bytes may cost 0.02, too, with fp32 weights, fp32 masters and split ones: nothing that a step adds to a weight is
+lost, and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch is.
 Both sides count: a loss further below fp32's is another training, too.
 Reached: every seed, training and validation, within the bound. Missed: a mean over the seeds is not. Else not decided.
 Each run has a control: pure bf16 rounded to nearest, held to the bound of stochastic rounding, and states of 8 bits
@@ -67,6 +67,7 @@ BOUNDS = {
     "states-8bit-zero": WITH_MASTERS,
     "bf16-states-bf16": WITH_MASTERS,
     "bf16-states-8bit": WITH_MASTERS,
+    "bf16-split-states-8bit": WITH_MASTERS,
     "slow-states-8bit": WITH_MASTERS,
     "slow-states-8bit-nearest": WITH_MASTERS,
 }
@@ -93,6 +94,7 @@ EXPECTED = {
     "states-8bit-zero": ("float32", "float32", 8),
     "bf16-states-bf16": ("bfloat16", "bfloat16", 8),
     "bf16-states-8bit": ("bfloat16", "bfloat16", 6.03125),
+    "bf16-split-states-8bit": ("bfloat16", "bfloat16", 3.03125),
     "fp32-slow": ("float32", "float32", 8),
     "slow-states-8bit": ("float32", "float32", 2.03125),
     "slow-states-8bit-nearest": ("float32", "float32", 2.03125),

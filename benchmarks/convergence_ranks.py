@@ -49,6 +49,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "states-8bit-zero": {},
     "bf16-states-bf16": {"bf16": {"enabled": True}, "data_types": {"optimizer_state_dtype": "bf16"}},
     "bf16-states-8bit": {"bf16": {"enabled": True}, "data_types": {"optimizer_state_dtype": "8bit"}},
+    "bf16-split-states-8bit": {
+        "bf16": {"enabled": True, "split_masters": True},
+        "data_types": {"optimizer_state_dtype": "8bit"},
+    },
     "fp32-slow": {},
     "slow-states-8bit": {"data_types": {"optimizer_state_dtype": "8bit"}},
     "slow-states-8bit-nearest": {"data_types": {"optimizer_state_dtype": "8bit"}},

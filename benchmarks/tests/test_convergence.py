@@ -135,6 +135,7 @@ def test_what_the_precisions_say_is_what_their_names_say() -> None:
     assert {name: (each.master_weights, each.stochastic_rounding) for name, each in bf16.items()} == {
         "bf16": (True, False), STOCHASTIC: (False, True), "bf16-pure": (False, False),
         "bf16-states-bf16": (True, False), "bf16-states-8bit": (True, False),
+        "bf16-split-states-8bit": (True, False),
     }  # fmt: skip
     states = {name: config.data_types.optimizer_state_dtype for name, config in configs.items()}
     assert {name for name, dtype in states.items() if dtype == "bf16"} == {"states-bf16", "bf16-states-bf16"}
