@@ -13,8 +13,8 @@ does to fp32 itself, measured in the same run: two seeds' validation losses are 
 seeds), about 0.05 nats where the bounds were chosen. bf16 weights without masters may cost 0.05, as much as another
 seed; where fp32 weights are kept and only the computation is rounded, 0.02, less than half of it. Optimizer states in
 fewer bytes may cost 0.02, too, with fp32 weights, fp32 masters and split ones: nothing that a step adds to a weight is
-lost, and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch is.
-Both sides count: a loss further below fp32's is another training, too.
+lost, and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch
+is. Both sides count: a loss further below fp32's is another training, too.
 Reached: every seed, training and validation, within the bound. Missed: a mean over the seeds is not. Else not decided.
 Each run has a control: pure bf16 rounded to nearest, held to the bound of stochastic rounding, and states of 8 bits
 whose small second moments become zero, which the engine never does (``convergence_ranks.ALTERED``). A control must miss
