@@ -151,7 +151,8 @@ def two_ranks(flats: dict[str, Tensor]) -> dict[str, Run]:
     }
 
 
-PARTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Run]]] = {
+Parts = dict[str, Callable[[dict[str, Tensor]], dict[str, Run]]]
+PARTS: Parts = {
     "step": steps,
     "update": updates,
     "squares of fp32": lambda flats: squares_of("gradient", flats),
@@ -160,12 +161,12 @@ PARTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Run]]] = {
 }
 
 
-def measure(count: int, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
+def measure(count: int, rounds: int, threads: int, parts: Parts | None = None) -> dict[str, dict[str, list[float]]]:
     """Part → competitor → milliseconds of each round, after one round that is thrown away."""
     torch.set_num_threads(threads)
     flats = tensors(count)
     samples: dict[str, dict[str, list[float]]] = {}
-    for part, make in PARTS.items():
+    for part, make in (parts or PARTS).items():
         runs = make(flats)
         samples[part] = {name: [] for name in runs}
         for number in range(rounds + 1):
@@ -228,13 +229,15 @@ def first_use() -> dict[str, dict[str, float]]:
     return found
 
 
-def in_fresh_process(count: int, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
-    """``measure``, in a process that has known from its start how many threads there are."""
+def in_fresh_process(
+    count: int, rounds: int, threads: int, how: Callable[..., dict[str, dict[str, list[float]]]] = measure
+) -> dict[str, dict[str, list[float]]]:
+    """``how``, in a process that has known from its start how many threads there are."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(measure, count, rounds, threads).result()
+            return pool.submit(how, count, rounds, threads).result()
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]

@@ -4,16 +4,22 @@
 rate, 200 steps on two ranks at stage 2, once per precision and seed. A seed decides the first weights and the order of
 the data, and runs of one seed are compared with each other: *difference* is a precision's loss less fp32's, of the last
 ten training steps (the same tokens for both) and of the validation rows. Took 19 minutes on two busy cores without
-instructions for bf16 and fp16; how fast a step is says nothing here.
+instructions for bf16 and fp16; how fast a step is says nothing here. With ``--states`` the same of optimizer states in
+bf16 and in 8 bits, a run of its own that takes about as long. *slow* are AdamW's default betas, whose second moment
+moves by a thousandth per step; they are compared with fp32 states with these betas.
 
 [Note: Bounds of a difference] The bounds are declared, so that machines compare. They stand beside what another seed
 does to fp32 itself, measured in the same run: two seeds' validation losses are √2·σ apart (root mean square, σ over ten
 seeds), about 0.05 nats where the bounds were chosen. bf16 weights without masters may cost 0.05, as much as another
-seed; where fp32 weights are kept and only the computation is rounded, 0.02, less than half of it. Both sides count: a
-loss further below fp32's is another training, too.
+seed; where fp32 weights are kept and only the computation is rounded, 0.02, less than half of it. Optimizer states in
+fewer bytes may cost 0.02, too, with fp32 weights, fp32 masters and split ones: nothing that a step adds to a weight is
+lost, and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch
+is. Both sides count: a loss further below fp32's is another training, too.
 Reached: every seed, training and validation, within the bound. Missed: a mean over the seeds is not. Else not decided.
-Pure bf16 rounded to nearest is the control. It is held to the bound of stochastic rounding and must miss it, else the
-setting is too easy to tell whether small updates are lost, and the other verdicts are worth nothing.
+Each run has a control: pure bf16 rounded to nearest, held to the bound of stochastic rounding, and states of 8 bits
+whose small second moments become zero, which the engine never does (``convergence_ranks.ALTERED``). A control must miss
+its bound, else the setting is too easy to tell whether small updates are lost, or whether states are kept well enough,
+and the other verdicts are worth nothing. States of 8 bits rounded to nearest are for comparison.
 
 Owns: the command line, the verdicts, the report and its picture. ``convergence_ranks.py`` trains.
 """
@@ -32,7 +38,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import COLORS, PEER_COLOR, finish
-from benchmarks.convergence_ranks import BASE, PRECISIONS, Run, Training, read_blocks, run_ranks, unigram_loss
+from benchmarks.convergence_ranks import (
+    BASE,
+    BASES,
+    PRECISIONS,
+    Run,
+    Training,
+    base_of,
+    read_blocks,
+    run_ranks,
+    unigram_loss,
+)
 from benchmarks.reporting import Verdict, machine, result_path, table, write_result
 from benchmarks.workload import Setting
 
@@ -45,9 +61,26 @@ BOUNDS = {
     "bf16-pure-stochastic": WITHOUT_MASTERS,
     "bf16-pure": WITHOUT_MASTERS,
     "bf16-autocast": WITH_MASTERS,
+    "states-bf16": WITH_MASTERS,
+    "states-8bit": WITH_MASTERS,
+    "states-8bit-nearest": WITH_MASTERS,
+    "states-8bit-zero": WITH_MASTERS,
+    "bf16-states-bf16": WITH_MASTERS,
+    "bf16-states-8bit": WITH_MASTERS,
+    "bf16-split-states-8bit": WITH_MASTERS,
+    "slow-states-8bit": WITH_MASTERS,
+    "slow-states-8bit-nearest": WITH_MASTERS,
 }
 """Nats ([Note: Bounds of a difference])."""
-CONTROL = "bf16-pure"
+CONTROLS = {"bf16-pure": "lost updates", "states-8bit-zero": "states kept badly"}
+"""What must miss its bound, and what it shows."""
+GROUPS = {
+    "convergence": (BASE, "fp16", "bf16", "bf16-pure-stochastic", "bf16-pure", "bf16-autocast"),
+    "convergence_states": (BASE, *(name for name in PRECISIONS if "states" in name or name == "fp32-slow")),
+}
+"""What is trained in one run, by the name of its result."""
+DRAWN = "convergence"
+"""Of which there is a picture."""
 EXPECTED = {
     BASE: ("float32", "float32", 8),
     "fp16": ("float16", "float16", 12),
@@ -55,13 +88,23 @@ EXPECTED = {
     "bf16-pure-stochastic": ("bfloat16", "bfloat16", 8),
     "bf16-pure": ("bfloat16", "bfloat16", 8),
     "bf16-autocast": ("float32", "bfloat16", 8),
+    "states-bf16": ("float32", "float32", 4),
+    "states-8bit": ("float32", "float32", 2.03125),
+    "states-8bit-nearest": ("float32", "float32", 2.03125),
+    "states-8bit-zero": ("float32", "float32", 8),
+    "bf16-states-bf16": ("bfloat16", "bfloat16", 8),
+    "bf16-states-8bit": ("bfloat16", "bfloat16", 6.03125),
+    "bf16-split-states-8bit": ("bfloat16", "bfloat16", 3.03125),
+    "fp32-slow": ("float32", "float32", 8),
+    "slow-states-8bit": ("float32", "float32", 2.03125),
+    "slow-states-8bit-nearest": ("float32", "float32", 2.03125),
 }
 """Of a run: dtype of the weights, of what a layer computes, bytes of Adam's states and masters per parameter."""
 SAME_START = 0.01
 """Weights rounded to bf16 move the first validation loss by less than this, other weights by more."""
 REFERENCE = Training(Setting(ranks=2, layers=2, hidden=128, vocabulary=512, batch=4, sequence=64), 200, 1e-3)
 """What results are kept for."""
-SEEDS, BASE_SEEDS = 3, 10
+SEEDS, BASE_SEEDS = 3, {"convergence": 10, "convergence_states": 3}
 LABELS = {
     "fp16": "fp16, fp32 masters",
     "bf16": "bf16, fp32 masters",
@@ -74,7 +117,8 @@ SHADES = {"fp16": "#d1495b", "bf16": COLORS["shardengine"], "bf16-pure-stochasti
 
 def jobs_of(precisions: Sequence[str], seeds: int, base_seeds: int) -> list[tuple[str, int]]:
     """(precision, seed) in the order of the runs: seeds from 1 on, each with fp32 first."""
-    others = [name for name in precisions if name != BASE]
+    missing = {base_of(name) for name in precisions} - set(precisions)
+    others = [name for name in PRECISIONS if name != BASE and name in missing.union(precisions)]
     return [
         (name, seed)
         for seed in range(1, max(seeds, base_seeds) + 1)
@@ -116,25 +160,22 @@ def within(differences: Mapping[str, Sequence[float]], bound: float) -> Verdict:
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """``spread`` of fp32 over its seeds, ``precisions``: a row for each, ``control_misses``: None where it did not run.
+    """``spread`` of fp32 over its seeds, ``precisions``: a row for each, ``control_misses``: None where none ran.
 
     Raises SystemExit where ``check`` does.
     """
     check(runs)
-    base = {run.seed: last_losses(run) for run in runs if run.precision == BASE}
+    bases = {(run.precision, run.seed): last_losses(run) for run in runs if run.precision in BASES}
+    base = {seed: losses for (name, seed), losses in bases.items() if name == BASE}
     shared = {run.seed for run in runs if run.precision != BASE} or set(base)
     rows = {
-        name: row_of([run for run in runs if run.precision == name], base, shared)
+        name: row_of([run for run in runs if run.precision == name], bases, shared)
         for name in PRECISIONS
         if any(run.precision == name for run in runs)
     }
     finals = [losses["validation"] for losses in base.values()]
-    control = rows.get(CONTROL)
-    return {
-        "spread": spread_of(finals),
-        "precisions": rows,
-        "control_misses": None if control is None else control["verdict"] == "missed",
-    }
+    misses = [rows[name]["verdict"] == "missed" for name in CONTROLS if name in rows]
+    return {"spread": spread_of(finals), "precisions": rows, "control_misses": all(misses) if misses else None}
 
 
 def spread_of(finals: Sequence[float]) -> dict[str, float]:
@@ -148,7 +189,9 @@ def spread_of(finals: Sequence[float]) -> dict[str, float]:
     }
 
 
-def row_of(runs: Sequence[Run], base: Mapping[int, Mapping[str, float]], shared: set[int]) -> dict[str, Any]:
+def row_of(
+    runs: Sequence[Run], bases: Mapping[tuple[str, int], Mapping[str, float]], shared: set[int]
+) -> dict[str, Any]:
     """One precision over its seeds: means of the losses, differences seed by seed, verdict, what the engine said.
 
     Means are over the seeds ``shared`` by all, so that they compare.
@@ -156,9 +199,10 @@ def row_of(runs: Sequence[Run], base: Mapping[int, Mapping[str, float]], shared:
     name = runs[0].precision
     losses = [last_losses(run) for run in runs if run.seed in shared]
     row: dict[str, Any] = {f"{kind}_loss": statistics.fmean(each[kind] for each in losses) for kind in losses[0]}
-    if name != BASE:
+    if name in BOUNDS:
+        base = base_of(name)
         differences = {
-            kind: [mine[kind] - base[run.seed][kind] for mine, run in zip(losses, runs, strict=True)]
+            kind: [mine[kind] - bases[base, run.seed][kind] for mine, run in zip(losses, runs, strict=True)]
             for kind in losses[0]
         }
         row |= {"difference": {kind: statistics.fmean(values) for kind, values in differences.items()}}
@@ -179,10 +223,10 @@ def print_report(result: Mapping[str, Any]) -> None:
     header = "precision|weights|layers|state B|training|− fp32 [seeds]|validation|− fp32 [seeds]|bound|verdict|skipped"
     rows = []
     for name, row in result["precisions"].items():
-        cells = [name, row["weights"], row["computed_in"], f"{row['state_bytes_per_parameter']:.0f}"]
+        cells = [name, row["weights"], row["computed_in"], f"{row['state_bytes_per_parameter']:.3g}"]
         for kind in ("training", "validation"):
-            cells += [f"{row[f'{kind}_loss']:.4f}", over_seeds(row["differences"][kind]) if name != BASE else "-"]
-        cells += [f"{row['bound']:.2f}", row["verdict"]] if name != BASE else ["-", "-"]
+            cells += [f"{row[f'{kind}_loss']:.4f}", over_seeds(row["differences"][kind]) if name in BOUNDS else "-"]
+        cells += [f"{row['bound']:.2f}", row["verdict"]] if name in BOUNDS else ["-", "-"]
         scaled = max(row["loss_scale"]) > 1
         skipped, scales = (", ".join(f"{each:g}" for each in row[key]) for key in ("skipped_steps", "loss_scale"))
         rows.append([*cells, f"{skipped} (scale {scales})" if scaled else "-"])
@@ -194,9 +238,8 @@ def print_report(result: Mapping[str, Any]) -> None:
         f"(√2·σ; range {spread['range']:.3f})"
     )
     if result["control_misses"] is False:
-        print(
-            f"{CONTROL} stays within its bound: this setting does not show lost updates, the verdicts are worth little"
-        )
+        shown = " or ".join(what for name, what in CONTROLS.items() if name in result["precisions"])
+        print(f"the control stays within its bound: this setting does not show {shown}, the verdicts are worth little")
 
 
 def over_seeds(values: Sequence[float]) -> str:
@@ -213,15 +256,15 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """Training loss over steps, beside it each precision's difference to fp32: means over seeds thick, seeds thin."""
     import matplotlib.pyplot as plt
 
-    rows = result["precisions"]
+    rows, control = result["precisions"], "bf16-pure"
     curves = {name: {run["seed"]: run["losses"] for run in row["runs"]} for name, row in rows.items()}
     steps = range(LAST, result["training"]["steps"] + 1)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.6, 4.4), width_ratios=[1, 1.7])
     for name, seeds in curves.items():
         shade = "#24292f" if name == BASE else SHADES.get(name, PEER_COLOR)
-        shared = [seeds[seed] for seed in curves[CONTROL if CONTROL in curves else BASE]]
+        shared = [seeds[seed] for seed in curves[control if control in curves else BASE]]
         means = [statistics.fmean(at) for at in zip(*shared, strict=True)]
-        if name in (BASE, CONTROL):
+        if name in (BASE, control):
             left.plot(steps, smooth(means), color=shade, linewidth=1.2, label=LABELS.get(name, name))
         if name != BASE:
             gaps = [[a - b for a, b in zip(losses, curves[BASE][seed], strict=True)] for seed, losses in seeds.items()]
@@ -265,9 +308,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.convergence", description=(__doc__ or "").split("\n\n")[0]
     )
     work = REFERENCE.work
-    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS), metavar="NAME")
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), metavar="NAME")
+    parser.add_argument("--states", action="store_true", help="optimizer states in fewer bytes, a result of its own")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of every precision")
-    parser.add_argument("--base-seeds", type=int, default=BASE_SEEDS, help="of fp32, at least --seeds")
+    parser.add_argument("--base-seeds", type=int, help="of fp32, at least --seeds (default: 10, with --states 3)")
     parser.add_argument("--steps", type=int, default=REFERENCE.steps)
     parser.add_argument("--learning-rate", type=float, default=REFERENCE.rate, help="the highest, after the warm-up")
     parser.add_argument("--stage", type=int, default=REFERENCE.stage, choices=[0, 1, 2, 3])
@@ -291,7 +335,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--vocabulary must be at least 257 (every byte and the end of a text), got {options.vocabulary}")
     if not 0 < options.learning_rate < math.inf:
         parser.error(f"--learning-rate must be above 0, got {options.learning_rate}")
-    options.base_seeds = max(options.base_seeds, options.seeds)
+    name = "convergence_states" if options.states else "convergence"
+    options.precisions = options.precisions or GROUPS[name]
+    options.base_seeds = max(BASE_SEEDS[name] if options.base_seeds is None else options.base_seeds, options.seeds)
     return options
 
 
@@ -310,11 +356,14 @@ def report(training: Training, runs: Sequence[Run], data: Mapping[str, Any]) -> 
 
 
 def write(result: Mapping[str, Any], training: Training) -> str:
-    """Keep the result and draw it, if it is whole and of the reference setting."""
-    seeds = dict.fromkeys(PRECISIONS, SEEDS) | {BASE: BASE_SEEDS}
-    if training != REFERENCE or result["seeds"] != seeds:
+    """Keep the result, and draw that of ``DRAWN``, if it is whole and of the reference setting."""
+    whole = {name: dict.fromkeys(group, SEEDS) | {BASE: BASE_SEEDS[name]} for name, group in GROUPS.items()}
+    if training != REFERENCE or result["seeds"] not in whole.values():
         return "not written: results are kept for the reference setting, all precisions and the default seeds only"
-    path = write_result("convergence", result)
+    (name,) = (name for name, seeds in whole.items() if seeds == result["seeds"])
+    path = write_result(name, result)
+    if name != DRAWN:
+        return f"written to {os.path.relpath(path)}"
     draw(result, path.with_suffix(".svg"))
     return f"written to {os.path.relpath(path)} and {path.with_suffix('.svg').name}"
 

@@ -7,12 +7,15 @@ train``; the vocabulary alone is smaller. Knows nothing of bounds and reports.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 import shardengine
 from benchmarks.ranks import collected, joined, leave
 from benchmarks.workload import CLIP, Setting, make_model
+from shardengine import kernels
 from shardengine.app import corpus, data, evaluation, loop, reading
 from shardengine.app.rank_sums import RankSums
 from shardengine.app.settings import BUILTIN
@@ -39,8 +43,30 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-pure-stochastic": {"bf16": {"enabled": True, "master_weights": False, "stochastic_rounding": True}},
     "bf16-pure": {"bf16": {"enabled": True, "master_weights": False}},
     "bf16-autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "states-bf16": {"data_types": {"optimizer_state_dtype": "bf16"}},
+    "states-8bit": {"data_types": {"optimizer_state_dtype": "8bit"}},
+    "states-8bit-nearest": {"data_types": {"optimizer_state_dtype": "8bit"}},
+    "states-8bit-zero": {},
+    "bf16-states-bf16": {"bf16": {"enabled": True}, "data_types": {"optimizer_state_dtype": "bf16"}},
+    "bf16-states-8bit": {"bf16": {"enabled": True}, "data_types": {"optimizer_state_dtype": "8bit"}},
+    "bf16-split-states-8bit": {
+        "bf16": {"enabled": True, "split_masters": True},
+        "data_types": {"optimizer_state_dtype": "8bit"},
+    },
+    "fp32-slow": {},
+    "slow-states-8bit": {"data_types": {"optimizer_state_dtype": "8bit"}},
+    "slow-states-8bit-nearest": {"data_types": {"optimizer_state_dtype": "8bit"}},
 }
 """What the config says beside the optimizer and the stage."""
+SLOW = frozenset({"fp32-slow", "slow-states-8bit", "slow-states-8bit-nearest"})
+"""Trained with AdamW's default betas, whose second moment moves by a thousandth per step, not by a twentieth."""
+BASES = (BASE, "fp32-slow")
+"""What others are compared with: ``base_of``."""
+
+
+def base_of(precision: str) -> str:
+    """The fp32 that ``precision`` is compared with: with the same betas."""
+    return BASES[precision in SLOW]
 
 
 @dataclass(frozen=True)
@@ -127,15 +153,45 @@ def unigram_loss(blocks: data.Blocks, vocabulary: int) -> float:
 
 def config_of(training: Training, precision: str, seed: int) -> dict[str, Any]:
     """The engine's config of one run."""
+    slow = {"betas": [0.9, 0.999]} if precision in SLOW else {}
     return {
         "train_micro_batch_size_per_gpu": training.work.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": training.rate, **OPTIMIZER}},
+        "optimizer": {"type": "AdamW", "params": {"lr": training.rate, **OPTIMIZER, **slow}},
         "zero_optimization": {"stage": training.stage},
         "seed": seed,
         **PRECISIONS[precision],
     }
+
+
+def rounded_to_nearest(update: Callable[..., None], flats: dict[str, Tensor], *given: Any, **options: Any) -> None:
+    """An update without random bits for states."""
+    update(flats, *given, **options | {"state_noise": None})
+
+
+def small_become_zero(update: Callable[..., None], flats: dict[str, Tensor], *given: Any, **options: Any) -> None:
+    """An update of fp32 states whose second moment is then rounded to 255 equal steps per 256 elements, some to 0."""
+    update(flats, *given, **options)
+    for block in flats["exp_avg_sq"].split(256):
+        largest = block.max()
+        if largest > 0:
+            block.copy_((block * (255 / largest)).round_() * (largest / 255))
+
+
+ALTERED = {
+    "states-8bit-nearest": rounded_to_nearest,
+    "slow-states-8bit-nearest": rounded_to_nearest,
+    "states-8bit-zero": small_become_zero,
+}
+"""What takes the place of the kernels' update in precisions that the engine does not have."""
+
+
+def altered(precision: str) -> contextlib.AbstractContextManager[Any]:
+    """Updates meanwhile are those of ``precision``."""
+    if precision not in ALTERED:
+        return contextlib.nullcontext()
+    return mock.patch.object(kernels, "update", functools.partial(ALTERED[precision], kernels.update))
 
 
 def train(plan: Plan, precision: str, seed: int, rank_sums: RankSums) -> Run:
@@ -186,7 +242,8 @@ def rank_main(rank: int, plan: Plan) -> None:
         rank_sums = RankSums(mesh.build(torch.device("cpu")))
         runs = []
         for number, (precision, seed) in enumerate(plan.jobs):
-            run = train(plan, precision, seed, rank_sums)
+            with altered(precision):
+                run = train(plan, precision, seed, rank_sums)
             runs.append(vars(run))
             if rank == 0:
                 done = f"{number + 1} of {len(plan.jobs)}: {precision}, seed {seed}, {run.seconds:.0f} s"

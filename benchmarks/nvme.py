@@ -1,7 +1,7 @@
 """Optimizer states on a disk: transfers of extents and a pipelined step beside the disk's own bandwidth, in one run.
 
 ``python -m benchmarks.nvme --directory <on the disk to measure>`` prints a table and writes
-``benchmarks/results/nvme-<machine>.json``. It wants an idle machine, 6 GiB of that disk and about 6 minutes.
+``benchmarks/results/nvme-<machine>.json``. It wants an idle machine, 9 GiB of that disk and about 10 minutes.
 
 What is compared. A round moves the same bytes, ``--mib`` of fp32 weights and moments (12 bytes per parameter), in turn
 
@@ -10,11 +10,17 @@ What is compared. A round moves the same bytes, ``--mib`` of fp32 weights and mo
     extents read, write, both the same through ``ExtentFile``, with its checksums, and ``Aio`` as the options say
     step                      the update of all states in memory: the kernels of AdamW, nothing from the disk
     pipeline                  the step from the disk: while extent i is updated, i + 1 is read and i - 1 is written
+    pipeline, step, …         the same of as many parameters, kept in other dtypes (``KEPT``)
 
 *raw* is the way with the best median of the run. GB/s are the bytes of state per second, of a read and a write at the
 same time those of one direction. × raw is the time of raw over that of the line. The fair bound of the pipeline is
 ``raw both``; its time over that of ``raw read`` and of ``raw write`` is there, too. The pipeline has ``--buffers``
 buffers of one extent each. After the last round an extent is compared with the same steps in memory, bit for bit.
+
+Of the other dtypes *bytes* are those that the system says the process has read and written in one pipeline, per
+parameter, *at most* is how much faster a pipeline could be that takes nothing but the time of its bytes, and *speed*
+how much faster it is, paired by round: both beside fp32 states with the same weights. The target is a third of the
+states' bytes at most.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +47,7 @@ from benchmarks.disk import takes_direct
 from benchmarks.reporting import MIN_ROUNDS, machine, paired_ratio, table, verdict, write_result
 from shardengine import kernels
 from shardengine.errors import UsageError
+from shardengine.offload.direct_io import ALIGNMENT
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme.extent_file import Aio, Extent, ExtentFile, IORequest
 
@@ -49,12 +56,39 @@ WAYS = ((1 << 20, 8), (4 << 20, 8), (8 << 20, 4))
 """Bytes of a request and requests in flight."""
 TARGET = 0.85
 """× raw at least."""
+FEWER = 3.0
+"""Times fewer bytes of states that are moved, at least."""
+
+
+class Kept(NamedTuple):
+    """In what weights and AdamW's states are kept on the disk. base: the key of ``KEPT`` that it is compared with."""
+
+    weight: torch.dtype = torch.float32
+    states: str = "fp32"
+    base: str = ""
+
+    def forms(self) -> dict[str, kernels.StateForm]:
+        """By name of what is kept: the weights first."""
+        return {"weight": kernels.StateForm(self.weight)} | kernels.state_forms(
+            kernels.STATE_NAMES["AdamW"], self.states
+        )
+
+
+KEPT = {
+    "fp32": Kept(),
+    "bf16 states": Kept(states="bf16", base="fp32"),
+    "8-bit states": Kept(states="8bit", base="fp32"),
+    "bf16 weights": Kept(torch.bfloat16),
+    "bf16 weights, 8-bit states": Kept(torch.bfloat16, "8bit", "bf16 weights"),
+}
+"""fp32 weights are the masters of others, or the weights; bf16 weights have none."""
 BASES = {
     "extents read": ("raw read",), "extents write": ("raw write",), "extents both": ("raw both",),
     "pipeline": ("raw both", "raw read", "raw write"),
 }  # fmt: skip
 """What a line is compared with; the first is its target's."""
 HEADER = ["", "GB/s", "cores busy", "× raw [95%]", "raw", "target"]
+KEPT_HEADER = ["", "bytes", "pipeline s", "step s", "beside", "speed [95%]", "at most", "states' bytes", "target"]
 Run = Callable[[], object]
 
 
@@ -101,31 +135,44 @@ class Raw:
 
 
 class States:
-    """fp32 weights and two moments of AdamW in extents of one file, and their step. count: parameters of an extent."""
+    """Weights and two moments of AdamW in extents of one file, and their step. count: parameters of an extent · kept: a
+    key of ``KEPT`` · spare: whether there are extents to write over."""
 
-    def __init__(self, folder: Path, count: int, extents: int, buffers: int, aio: Aio) -> None:
-        self.file, self.bytes = ExtentFile(folder, "benchmark", aio), 12 * count
+    def __init__(
+        self, folder: Path, count: int, extents: int, buffers: int, aio: Aio, kept: str = "fp32", *, spare: bool = True
+    ) -> None:
+        self.file, self.kept = ExtentFile(folder, f"benchmark, {kept}", aio), KEPT[kept]
+        self.sizes = {name: form.length(count) * form.dtype.itemsize for name, form in self.kept.forms().items()}
+        self.bytes = -(-sum(self.sizes.values()) // ALIGNMENT) * ALIGNMENT
         self.extents = [self.file.allocate(self.bytes) for _ in range(extents)]
-        self.spare = [self.file.allocate(self.bytes) for _ in range(extents)]
+        self.spare = [self.file.allocate(self.bytes) for _ in range(extents if spare else 0)]
         self.buffers = [staging(self.bytes) for _ in range(buffers)]
         generator = torch.Generator().manual_seed(0)
         self.gradient = torch.randn(count, generator=generator)
         self.twin = staging(self.bytes)
-        self.flats_of(self.twin)["weight"].normal_(generator=generator)
+        self.flats_of(self.twin)["weight"].copy_(torch.randn(count, generator=generator))
         for extent in [*self.extents, *self.spare]:
             self.file.write(extent, self.twin).wait()
         self.steps = 0
 
     def flats_of(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The three states in a buffer, one behind the other."""
-        parts = buffer.view(torch.float32).chunk(3)
-        return dict(zip(("weight", "exp_avg", "exp_avg_sq"), parts, strict=True))
+        """What is kept in a buffer, one behind the other."""
+        parts = buffer[: sum(self.sizes.values())].split(list(self.sizes.values()))
+        named = zip(self.kept.forms().items(), parts, strict=True)
+        return {name: part.view(form.dtype) for (name, form), part in named}
 
     def step(self, buffer: Tensor) -> None:
         """One update of the states in a buffer."""
         flats = self.flats_of(buffer) | {"gradient": self.gradient}
-        rule = kernels.rule_for("AdamW", OPTIONS, self.steps)
-        kernels.update(flats, kernels.Spans([(0, self.gradient.numel())]), rule)
+        rule, spans = kernels.rule_for("AdamW", OPTIONS, self.steps), kernels.Spans([(0, self.gradient.numel())])
+        noise = kernels.Noise(1, self.steps) if self.kept.weight is torch.bfloat16 else None
+        kernels.update(flats, spans, rule, noise=noise, state_noise=kernels.Noise(0, self.steps))
+
+    def moved(self) -> float:
+        """Bytes that the process reads and writes in a pipeline, per parameter, as the system counts them."""
+        before = _transferred()
+        self.pipeline()
+        return (_transferred() - before) / (len(self.extents) * self.gradient.numel())
 
     def in_memory(self) -> None:
         """As many updates as there are extents; the states are thrown away."""
@@ -172,6 +219,11 @@ class States:
         return torch.equal(self.buffers[0], self.twin)
 
 
+def _transferred() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("read_bytes", "write_bytes")))
+
+
 def _all(call: Callable[[Extent, Tensor], IORequest], extents: Sequence[Extent], buffers: Sequence[Tensor]) -> None:
     under_way: list[IORequest] = []
     for index, extent in enumerate(extents):
@@ -182,8 +234,9 @@ def _all(call: Callable[[Extent, Tensor], IORequest], extents: Sequence[Extent],
         transfer.wait()
 
 
-def competitors(raw: Raw, states: States) -> dict[str, Run]:
-    """Name to what it runs. Raw ones are named by their way, too."""
+def competitors(raw: Raw, all_states: dict[str, States]) -> dict[str, Run]:
+    """Name to what it runs. Raw ones are named by their way, too, and what is kept otherwise by its key of ``KEPT``."""
+    states = all_states["fp32"]
     runs: dict[str, Run] = {}
     for way in WAYS:
         text = f"{way[1]} × {way[0] >> 20} MiB"
@@ -195,6 +248,8 @@ def competitors(raw: Raw, states: States) -> dict[str, Run]:
         "extents both": lambda: states.move(reading=True, writing=True),
         "step": states.in_memory,
         "pipeline": states.pipeline,
+        **{f"step, {name}": other.in_memory for name, other in all_states.items() if other is not states},
+        **{f"pipeline, {name}": other.pipeline for name, other in all_states.items() if other is not states},
     }
 
 
@@ -235,6 +290,40 @@ def summarise(found: dict[str, dict[str, list[float]]], size: int) -> dict[str, 
     return rows
 
 
+def kept_rows(seconds: dict[str, list[float]], moved: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """A row per key of ``KEPT``. moved: the bytes of each, per parameter, both directions."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, kept in KEPT.items():
+        suffix = "" if name == "fp32" else f", {name}"
+        medians = {kind: statistics.median(seconds[f"{kind}{suffix}"]) for kind in ("pipeline", "step")}
+        rows[name] = {"bytes": moved[name], **{f"{kind}_s": median for kind, median in medians.items()}}
+        if not kept.base:
+            continue
+        base = "pipeline" if kept.base == "fp32" else f"pipeline, {kept.base}"
+        weights = 2 * kept.weight.itemsize  # read and written
+        fewer = (moved[kept.base] - weights) / (moved[name] - weights)
+        rows[name] |= {
+            "base": kept.base, "speed": asdict(paired_ratio(seconds[base], seconds[f"pipeline, {name}"])),
+            "at_most": moved[kept.base] / moved[name], "states_fewer": fewer,
+        }  # fmt: skip
+        if kept.states == "8bit":
+            rows[name] |= {"target": FEWER, "verdict": "reached" if fewer >= FEWER else "missed"}
+    return rows
+
+
+def kept_cells(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The table under ``KEPT_HEADER``."""
+    lines = []
+    for name, row in rows.items():
+        line = [name, f"{row['bytes']:.2f}", f"{row['pipeline_s']:.3f}", f"{row['step_s']:.3f}"]
+        if "base" in row:
+            speed = "{median:.2f} [{low:.2f}, {high:.2f}]".format(**row["speed"])
+            line += [row["base"], speed, f"{row['at_most']:.2f}", f"{row['states_fewer']:.2f}"]
+        target = f"{row['target']:.0f}: {row['verdict']}" if "target" in row else ""
+        lines.append([*line, *[""] * (8 - len(line)), target])
+    return lines
+
+
 def cells(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
     """The table under ``HEADER``: a line per competitor and raw way that it is compared with."""
     lines = []
@@ -254,7 +343,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="paired rounds (fewer than 20 decide nothing)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before the first measured one")
     parser.add_argument(
-        "--mib", type=int, default=1536, help="states of a step (default 1536); four times as much is taken"
+        "--mib", type=int, default=1536, help="states of a step (default 1536); six times as much is taken"
     )
     parser.add_argument("--extents", type=int, default=48, help="of as many parts (default 48)")
     parser.add_argument("--buffers", type=int, default=4, help="of one extent each (at least 3, default 4)")
@@ -290,17 +379,23 @@ def main(argv: list[str] | None = None) -> int:
     size = 12 * count * options.extents
     with tempfile.TemporaryDirectory(prefix="shardengine-bench-", dir=options.directory) as name:
         folder = Path(name).resolve()
-        states = States(folder, count, options.extents, options.buffers, options.aio)
+        given = (count, options.extents, options.buffers, options.aio)
+        all_states = {kept: States(folder, *given, kept, spare=kept == "fp32") for kept in KEPT}
+        states = all_states["fp32"]
         memory = staging(size)
         for start in range(0, size, states.bytes):
             memory[start : start + states.bytes].copy_(states.twin)
-        found = measure(competitors(Raw(folder, memory), states), options.rounds, options.warmup)
-        result |= {"state_bytes": size, "rows": summarise(found, size), "seconds": found["seconds"]}
-        result["same_bits_as_in_memory"] = states.proved()
-        states.file.close()
+        found = measure(competitors(Raw(folder, memory), all_states), options.rounds, options.warmup)
+        rows = {name: row for name, row in summarise(found, size).items() if ", " not in name or name.startswith("raw")}
+        moved = {kept: other.moved() for kept, other in all_states.items()}
+        result |= {"state_bytes": size, "rows": rows, "kept": kept_rows(found["seconds"], moved)}
+        result |= {"seconds": found["seconds"], "same_bits_as_in_memory": all(s.proved() for s in all_states.values())}
+        for other in all_states.values():
+            other.file.close()
     if not result["same_bits_as_in_memory"]:
-        raise SystemExit("the pipeline's states are not those of the same steps in memory")
-    print(json.dumps(result, indent=1) if options.json else table(HEADER, cells(result["rows"])))
+        raise SystemExit("a pipeline's states are not those of the same steps in memory")
+    tables = table(HEADER, cells(result["rows"])), table(KEPT_HEADER, kept_cells(result["kept"]))
+    print(json.dumps(result, indent=1) if options.json else "\n\n".join(tables))
     where = "not written, as asked" if options.no_write else f"written to {write_result('nvme', result)}"
     print(where, file=sys.stderr)
     return 0

@@ -13,8 +13,9 @@ import torch
 from benchmarks import convergence
 from benchmarks.convergence import (
     BOUNDS,
-    CONTROL,
+    CONTROLS,
     EXPECTED,
+    GROUPS,
     REFERENCE,
     check,
     draw,
@@ -26,8 +27,21 @@ from benchmarks.convergence import (
     within,
     write,
 )
-from benchmarks.convergence_ranks import BASE, PRECISIONS, Run, config_of, read_blocks, unigram_loss
+from benchmarks.convergence_ranks import (
+    ALTERED,
+    BASE,
+    BASES,
+    PRECISIONS,
+    SLOW,
+    Run,
+    altered,
+    base_of,
+    config_of,
+    read_blocks,
+    unigram_loss,
+)
 from benchmarks.reporting import RESULTS
+from shardengine import kernels
 from shardengine.app.data import Blocks, Rows
 from shardengine.config.load import load_config
 
@@ -46,7 +60,7 @@ def made_up(
 
 def verdict_of(name: str, *gaps: tuple[float, float]) -> str:
     """Of a precision whose seeds end (training, validation) above fp32."""
-    runs = [made_up(BASE, seed) for seed in range(1, len(gaps) + 1)]
+    runs = [made_up(base, seed) for base in {BASE, base_of(name)} for seed in range(1, len(gaps) + 1)]
     runs += [made_up(name, seed, training=a, validation=b) for seed, (a, b) in enumerate(gaps, 1)]
     return str(summarise(runs)["precisions"][name]["verdict"])
 
@@ -76,9 +90,19 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
     assert found["control_misses"] is None
 
 
-def test_the_control_must_miss() -> None:
-    assert summarise([made_up(BASE), made_up(CONTROL, training=0.06)])["control_misses"] is True
-    assert summarise([made_up(BASE), made_up(CONTROL, training=0.04)])["control_misses"] is False
+def test_slow_betas_are_compared_with_slow_betas() -> None:
+    runs = [made_up(BASE), made_up("fp32-slow", training=0.5), made_up("slow-states-8bit", training=0.51)]
+    rows = summarise(runs)["precisions"]
+    assert rows["slow-states-8bit"]["differences"]["training"] == pytest.approx([0.01])
+    assert "differences" not in rows["fp32-slow"]
+
+
+@pytest.mark.parametrize("control", list(CONTROLS))
+def test_the_control_must_miss(control: str) -> None:
+    inside, outside = 0.9 * BOUNDS[control], 1.1 * BOUNDS[control]
+    assert summarise([made_up(BASE), made_up(control, training=outside)])["control_misses"] is True
+    found = summarise([made_up(BASE), made_up(control, training=inside)])
+    assert found["control_misses"] is False
 
 
 def test_a_mean_within_and_a_seed_outside_decide_nothing() -> None:
@@ -109,15 +133,53 @@ def test_what_the_precisions_say_is_what_their_names_say() -> None:
     assert [name for name, config in configs.items() if config.fp16.enabled] == ["fp16"]
     bf16 = {name: config.bf16 for name, config in configs.items() if config.bf16.enabled}
     assert {name: (each.master_weights, each.stochastic_rounding) for name, each in bf16.items()} == {
-        "bf16": (True, False), STOCHASTIC: (False, True), CONTROL: (False, False)
+        "bf16": (True, False), STOCHASTIC: (False, True), "bf16-pure": (False, False),
+        "bf16-states-bf16": (True, False), "bf16-states-8bit": (True, False),
+        "bf16-split-states-8bit": (True, False),
     }  # fmt: skip
+    states = {name: config.data_types.optimizer_state_dtype for name, config in configs.items()}
+    assert {name for name, dtype in states.items() if dtype == "bf16"} == {"states-bf16", "bf16-states-bf16"}
+    eight = {name for name in configs if "8bit" in name} - {"states-8bit-zero"}
+    assert {name for name, dtype in states.items() if dtype == "8bit"} == eight
+    betas = {name: config_of(REFERENCE, name, 7)["optimizer"]["params"]["betas"] for name in PRECISIONS}
+    assert {name for name, (_, second) in betas.items() if second == 0.999} == SLOW
+    assert sorted({name for group in GROUPS.values() for name in group}) == sorted(PRECISIONS)
     assert [name for name, config in configs.items() if config.torch_autocast.enabled] == ["bf16-autocast"]
     assert all(config.seed == 7 and config.gradient_clipping == 1.0 for config in configs.values())
-    assert set(configs) == set(EXPECTED) == {BASE, *BOUNDS}
+    assert set(configs) == set(EXPECTED) == {*BASES, *BOUNDS}
 
 
 def test_fp32_runs_first_with_every_seed() -> None:
     assert jobs_of(["fp16", BASE, "bf16"], 1, 3) == [(BASE, 1), ("fp16", 1), ("bf16", 1), (BASE, 2), (BASE, 3)]
+    assert jobs_of(["slow-states-8bit"], 1, 1) == [(BASE, 1), ("fp32-slow", 1), ("slow-states-8bit", 1)]
+
+
+def test_what_is_altered_rounds_as_it_says() -> None:
+    """With the kernels' own update the same steps end elsewhere, and afterwards that is back."""
+
+    def stepped(precision: str, kept_in: str) -> dict[str, torch.Tensor]:
+        names = kernels.STATE_NAMES["AdamW"]
+        forms = kernels.state_forms(names, kept_in)
+        flats = {name: torch.zeros(form.length(512), dtype=form.dtype) for name, form in forms.items()}
+        generator = torch.Generator().manual_seed(1)
+        flats["weight"], gradient = torch.zeros(512), torch.randn(512, generator=generator)
+        flats["gradient"] = gradient * torch.logspace(-3, 0, 512)
+        options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        with altered(precision):
+            for step in range(1, 4):
+                rule = kernels.rule_for("AdamW", options, step)
+                kernels.update(flats, kernels.Spans([(0, 512)]), rule, state_noise=kernels.Noise(3, step))
+        return {name: kernels.widened_state(flats, name) for name in names}
+
+    own, update = stepped(BASE, "8bit"), kernels.update
+    nearest = stepped("states-8bit-nearest", "8bit")
+    assert not torch.equal(own["exp_avg"], nearest["exp_avg"])
+    exact, zero = stepped(BASE, "fp32"), stepped("states-8bit-zero", "fp32")
+    assert bool((exact["exp_avg_sq"] > 0).all()) and bool((zero["exp_avg_sq"] == 0).any())
+    steps = zero["exp_avg_sq"].view(2, 256)
+    steps = steps / steps.amax(dim=1, keepdim=True) * 255
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+    assert kernels.update is update and set(ALTERED) <= set(BOUNDS)
 
 
 def test_windows_are_means_of_ten_steps() -> None:
@@ -180,7 +242,9 @@ def test_a_tiny_training_in_three_precisions(
 def test_only_the_whole_reference_run_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(convergence, "write_result", lambda name, result: tmp_path / "x.json")
     monkeypatch.setattr(convergence, "draw", lambda result, path: None)
-    seeds = dict.fromkeys(PRECISIONS, 3) | {BASE: 10}
+    seeds, states = (dict.fromkeys(group, 3) for group in GROUPS.values())
+    seeds |= {BASE: 10}
+    assert write({"seeds": states}, REFERENCE).startswith("written to")
     assert write({"seeds": seeds}, REFERENCE).startswith("written to")
     assert write({"seeds": seeds | {BASE: 4}}, REFERENCE).startswith("not written")
     assert write({"seeds": {BASE: 10}}, REFERENCE).startswith("not written")
@@ -199,7 +263,7 @@ def test_bad_usage_is_refused(bad: list[str], capsys: pytest.CaptureFixture[str]
 
 def test_the_kept_results_hold_what_is_said_of_them() -> None:
     """The kept curves give the kept verdicts; the model learnt, and the control tells precisions apart."""
-    paths = sorted(RESULTS.glob("convergence-*.json"))
+    paths = sorted(RESULTS.glob("convergence*.json"))
     assert paths
     for path in paths:
         result = json.loads(path.read_text(encoding="utf-8"))

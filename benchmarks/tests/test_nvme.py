@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.disk import takes_direct
-from benchmarks.nvme import HEADER, States, cells, main, parse, summarise
+from benchmarks.nvme import HEADER, KEPT, KEPT_HEADER, States, cells, kept_cells, kept_rows, main, parse, summarise
 from shardengine.offload.host_memory import staging
 from shardengine.offload.nvme.extent_file import Aio
 
@@ -29,6 +29,34 @@ def test_the_pipeline_steps_every_extent_once(tmp_path: Path, buffers: int) -> N
     states.steps += 1
     assert not states.proved(), "a step that was not made on the disk"
     states.file.close()
+
+
+@pytest.mark.parametrize("kept", list(KEPT))
+def test_the_pipeline_of_every_dtype_steps_every_extent_once(tmp_path: Path, kept: str) -> None:
+    states = States(tmp_path, 5120, 4, 3, Aio(block_size=8192), kept, spare=False)
+    first = states.twin.clone()
+    for _ in range(3):
+        states.pipeline()
+    assert states.proved() and not torch.equal(states.twin, first)
+    per_parameter = {"fp32": 12, "bf16 states": 8, "8-bit states": 4 + 2 * (1 + 4 / 256), "bf16 weights": 10}
+    expected = per_parameter.get(kept, 2 + 2 * (1 + 4 / 256))
+    assert 0 <= states.bytes - expected * 5120 < 4096 and not states.spare
+    states.file.close()
+
+
+def test_dtypes_are_compared_with_fp32_states_of_the_same_weights() -> None:
+    seconds = {name: 20 * [4.0] for name in ("pipeline", "step", "pipeline, bf16 weights", "step, bf16 weights")}
+    for name in ("bf16 states", "8-bit states", "bf16 weights, 8-bit states"):
+        seconds |= {f"pipeline, {name}": 20 * [1.0 if "weights" in name else 2.0], f"step, {name}": 20 * [0.5]}
+    moved = {"fp32": 24.0, "bf16 states": 16.0, "8-bit states": 12.0, "bf16 weights": 20.0}
+    rows = kept_rows(seconds, moved | {"bf16 weights, 8-bit states": 12.0})
+    assert rows["8-bit states"]["speed"]["median"] == 2.0 and rows["8-bit states"]["at_most"] == 2.0
+    assert rows["8-bit states"]["states_fewer"] == 4.0 and rows["8-bit states"]["verdict"] == "reached"
+    last = rows["bf16 weights, 8-bit states"]
+    assert (last["speed"]["median"], last["states_fewer"], last["verdict"]) == (4.0, 2.0, "missed")
+    assert "target" not in rows["bf16 states"] and "speed" not in rows["bf16 weights"]
+    lines = kept_cells(rows)
+    assert len(lines) == len(KEPT) and {len(line) for line in lines} == {len(KEPT_HEADER)}
 
 
 def test_transfers_alone_change_no_state(tmp_path: Path) -> None:
@@ -89,4 +117,5 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["same_bits_as_in_memory"] and result["rows"]["pipeline"]["verdict"] == "not decided"
     assert {len(values) for values in result["seconds"].values()} == {2}
+    assert set(result["kept"]) == set(KEPT) and "pipeline, 8-bit states" not in result["rows"]
     assert result["setting"]["block_size"] == 65536 and list(tmp_path.iterdir()) == []

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardengine.kernels import Span, Spans, checksums, native, operations, reference
 from shardengine.kernels.native import build, calls, library
+from shardengine.kernels.random_bits import Noise
+from shardengine.kernels.rules import rule_for
 from tests.kernels.native_cases import (
     FLOATS,
     OPTIONS,
@@ -132,6 +134,19 @@ def test_the_cases_reach_every_option() -> None:
     assert {name for case in cases for name in case.options} == {"factor", "skip", "noise"}
     assert {case.flats["low"].dtype for case in cases if "low" in case.flats} == set(FLOATS)
     assert {case.flats["weight"].dtype for case in cases} == set(FLOATS)
+
+
+@pytest.mark.parametrize("kind", ["SGD plain", "AdamW"])
+def test_random_bits_of_states_change_nothing_where_none_is_rounded(forced: str, kind: str) -> None:
+    """fp32 numbers alone are updated in place, however many at once: there is no room for random bits."""
+    options = OPTIONS["AdamW"] if kind == "AdamW" else {**OPTIONS["SGD"], "momentum": 0.0, "nesterov": False}
+    rule = rule_for(kind.split()[0], options | {"weight_decay": 0.0}, 2)
+    flats = {name: drawn(LONG, torch.float32, i) for i, name in enumerate(("weight", "gradient", *rule.states))}
+    flats |= {name: flat.abs() for name, flat in flats.items() if name == "exp_avg_sq"}
+    others = {name: flat.clone() for name, flat in flats.items()}
+    calls.update(flats, Spans.whole(LONG), rule, state_noise=Noise(1, 2))
+    calls.update(others, Spans.whole(LONG), rule)
+    assert all(torch.equal(flat.view(torch.int32), others[name].view(torch.int32)) for name, flat in flats.items())
 
 
 def test_what_lies_outside_of_the_spans_is_untouched(forced: str) -> None:

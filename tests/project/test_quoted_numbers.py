@@ -72,9 +72,37 @@ def convergence(precision: str, label: str) -> str:
     return f"| {label} | {difference} | {row['bound']:.2f}: {row['verdict']}"
 
 
+def loading() -> str:
+    """The table of loading."""
+    lines = []
+    found = result("load-epyc-2core")
+    names = {found["disk"]: "*the disk*", "shardengine": "**shardengine**"}
+    for name, row in found["rows"].items():
+        if name.startswith("plainly") and name != found["disk"]:
+            continue
+        ratio = "1" if name == found["disk"] else interval(row["ratio"], 2)
+        target = f"{row['target']:.2f}: {row['verdict']}" if "target" in row else ""
+        peak = f"{row['peak_bytes'] / 2**20:.0f}"
+        lines.append(f"| {names.get(name, name)} | {row['median_s']:.2f} | {ratio} | {target} | {peak} |")
+    return " ".join(" ".join(lines).split())
+
+
+def optimizers() -> str:
+    """The table of classes of optimizers."""
+    lines = []
+    for name, row in result("optimizers-epyc-2core")["rows"].items():
+        by = "the kernels" if row["by"] == "kernels" else row["by"]
+        trial = f"{row['trial_s'] * 1e3:.0f}" if row["trial_s"] else ""
+        lines.append(f"| {name} | {by} | {interval(row['of_plain'], 3)} | {trial} |")
+    return " ".join(" ".join(lines).split())
+
+
 BENCHMARKS, PRECISION, OFFLOAD = "docs/benchmarks.md", "docs/precision.md", "docs/offload.md"
 QUOTES: list[tuple[str, Callable[[], str]]] = [
     (BENCHMARKS, other_runs),
+    (BENCHMARKS, loading),
+    (BENCHMARKS, lambda: f"A Llama of {result('load-epyc-2core')['file_bytes'] / 1e9:.2f} GB"),
+    (BENCHMARKS, optimizers),
     (BENCHMARKS, lambda: f"takes {versions('ours-3')} of the earlier one's time at stage 3"),
     (
         BENCHMARKS,

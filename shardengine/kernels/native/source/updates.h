@@ -69,7 +69,8 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
     float *square = widened_state<false>(a.state_type, a.square, a.square_scale, at, wide_square, count);
     step(weight, gradient, average, square, count, numbers);
     uint32_t words[UPDATE_TILE];
-    const uint32_t *drawn = a.state_stochastic ? words : nullptr;
+    const bool narrows = a.state_type != FP32 || a.remainder;  // else nothing is rounded, and a tile may be long
+    const uint32_t *drawn = a.state_stochastic && narrows ? words : nullptr;
     if (drawn) draw_in_rows(words, count, static_cast<uint64_t>(first), a.state_key_0, a.state_key_1);
     if (a.state_type != FP32) {
         narrow_state<true>(a.state_type, average, a.average, a.average_scale, at, drawn, 0, count);
