@@ -6,7 +6,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
+from shardengine.optim import MatrixPlan, Needs
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 from shardengine.runtime import (
     ActivationStore,
@@ -97,14 +98,14 @@ def build(
     config: Config,
     mesh: Mesh,
     groups: list[dict[str, Any]],
-    states: Sequence[str] = (),
+    needs: Needs = Needs(),  # noqa: B008  (frozen)
     kind: str | None = None,
     source: Source | None = None,
 ) -> Core:
     """Partition ``model`` as ``config`` says and attach to it.
 
-    groups: the optimizer's, over its parameters · states: what it will keep of each element, in fp32 · kind: its name,
-    None for none · source: gives the values of what has none on any rank.
+    groups: the optimizer's, over its parameters · needs: what it needs of the layout · kind: its name, None for none ·
+    source: gives the values of what has none on any rank.
     """
     zero = config.zero_optimization
     stage = stages.select(config)
@@ -132,8 +133,8 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
-    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment)
-    footprint = _footprint(config, stage, found, plan, states, collectives)
+    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment, needs.families)
+    footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
         _tell_sums(config, collectives, dtypes)
@@ -240,17 +241,18 @@ def _footprint(
     stage: stages.Stage,
     found: Partition,
     plan: Layout,
-    states: Sequence[str],
+    needs: Needs,
     collectives: Collectives,
 ) -> Footprint:
-    """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
+    """What decides the bytes of an engine that is not placed yet. needs: as in ``build``."""
     which = precision.of(config)
     return Footprint(
         stage,
         plan,
         which,
         _rules(config, stage, plan.ranks),
-        state=4 * len(states),
+        state=needs.bytes_of,
+        matrices=MatrixPlan(plan, needs.whole, stage.state).bytes_beside(collectives.mesh.rank),
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),

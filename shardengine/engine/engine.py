@@ -46,7 +46,6 @@ from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
 from shardengine.offload import BufferPool
 from shardengine.optim import (
-    AVERAGE,
     EngineCalls,
     OptimizerForm,
     Settings,
@@ -166,10 +165,9 @@ class Engine(Inspection):
         if form.notice and mesh.rank == 0:
             _log.warning("%s", form.notice)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
-        averages = [AVERAGE] if form.kind is not None and self.config.ema.decay is not None else []
-        states = (*form.state_names(scheduled=scheduled), *averages)
+        needs = form.needs(scheduled=scheduled, averages=self.config.ema.decay is not None)
         with nullcontext() if source is None else closing_of(source):
-            self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind, source)
+            self._core = core = assembly.build(self.module, self.config, mesh, form.groups, needs, form.kind, source)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:

@@ -19,7 +19,7 @@ from shardengine.ddp import Window
 from shardengine.engine import formulas
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
-from shardengine.optim import ShardedOptimizer, Verdict, lr_schedules
+from shardengine.optim import Needs, ShardedOptimizer, Verdict, lr_schedules
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
@@ -190,8 +190,8 @@ class Inspection:
         """
         pool = self._core.pool
         buffer_bytes = pool.device_bytes
-        states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
-        footprint, homes = formulas.footprint_of(self._core, self.config, states), formulas.homes_of(self._core)
+        needs = self.optimizer.needs if self.optimizer is not None else Needs()
+        footprint, homes = formulas.footprint_of(self._core, self.config, needs), formulas.homes_of(self._core)
         predicted = footprint.at_rest(homes)
         window = footprint.live_window()
         measured = self._report.model_state_bytes or self._live_bytes()

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.optim import AVERAGE, ShardedOptimizer
+from shardengine.sharding import ParameterSpec
 
 STEP = "step"
 MASTER_ENTRY = "master"
@@ -145,7 +146,7 @@ def _find_states(
             continue
         spec = core.layout.parameters[number]
         expected = optimizer.names_for(*found_groups(optimizer, found, spec.group))
-        values = dict(_tensors(core, optimizer, name, spec.shape, entry, expected))
+        values = dict(_tensors(core, optimizer, spec, entry, expected))
         master = values.pop(MASTER_ENTRY, None)
         if master is not None and _is_stepped_in_fp32(core, spec.dtype):
             values[MASTER_ENTRY] = master
@@ -155,7 +156,7 @@ def _find_states(
         found.values[number] = values
         found.states[number] = sorted(values)
         stepped = bool(values.keys() - {MASTER_ENTRY})
-        found.steps[number] = _step(core, optimizer, name, entry, stepped=stepped)
+        found.steps[number] = _step(core, optimizer, spec, entry, stepped=stepped)
         _find_facts(core, optimizer, spec.name, entry, found, stepped=found.steps[number] > 0)
     for names, text in (
         (frozen, "states of parameters that the engine does not step (they are frozen) are left out"),
@@ -192,9 +193,10 @@ def _is_stepped_in_fp32(core: Core, dtype: str) -> bool:
 
 
 def _tensors(
-    core: Core, optimizer: ShardedOptimizer, name: str, shape: tuple[int, ...], entry: Any, expected: tuple[str, ...]
+    core: Core, optimizer: ShardedOptimizer, spec: ParameterSpec, entry: Any, expected: tuple[str, ...]
 ) -> Iterator[tuple[str, Tensor]]:
     """The states of one parameter, by name, checked. A momentum that is missing, or None, has not begun."""
+    name, shape = spec.name, spec.shape
     if not isinstance(entry, Mapping):
         _refuse(core, f"the states of {name!r}: expected a dict, got {type(entry).__name__}")
     whole = {STEP, *optimizer.arithmetic.fact_names}
@@ -207,7 +209,7 @@ def _tensors(
             f"{texts[0]}, got {texts[1]}; the dict is another optimizer's, or made with other options",
         )
     lacks = [key for key in expected if key not in given and key != AVERAGE]
-    if lacks and (optimizer.arithmetic.counts_steps or given.keys() & set(expected)):
+    if lacks and (_counts(optimizer, spec) or given.keys() & set(expected)):
         _refuse(core, f"{name!r} lacks the state {lacks[0]!r} of {optimizer.kind}: expected {texts[0]}, got {texts[1]}")
     for key, value in given.items():
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
@@ -218,10 +220,18 @@ def _tensors(
         yield key, value.detach()
 
 
-def _step(core: Core, optimizer: ShardedOptimizer, name: str, entry: Mapping[str, Any], *, stepped: bool) -> int:
+def _counts(optimizer: ShardedOptimizer, spec: ParameterSpec) -> bool:
+    """Whether torch's class counts the steps of a parameter."""
+    return optimizer.arithmetic.counts_steps(optimizer.param_groups[spec.group])
+
+
+def _step(
+    core: Core, optimizer: ShardedOptimizer, spec: ParameterSpec, entry: Mapping[str, Any], *, stepped: bool
+) -> int:
     """How many steps the parameter has taken; where torch does not count them, whether it has taken one."""
+    name = spec.name
     if entry.get(STEP) is None:
-        if optimizer.arithmetic.counts_steps:
+        if _counts(optimizer, spec):
             _refuse(core, f"{name!r} has no 'step', the number of steps that {optimizer.kind} has taken")
         return int(stepped)
     value = entry[STEP]

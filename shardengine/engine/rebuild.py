@@ -184,8 +184,9 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
-    plan = layout.build(found.specs, core.mesh.ranks, cap, align)
-    footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
+    needs = optimizer.needs
+    plan = layout.build(found.specs, core.mesh.ranks, cap, align, needs.families)
+    footprint = formulas.footprint_of(core, config, needs, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     planned = _Planned(found, plan, homes)
@@ -205,7 +206,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
     """What ``_move`` adds to stores of other tiers than the device."""
-    homes, specs = planned.homes, planned.layout.parameters
+    homes, specs, needs = planned.homes, planned.layout.parameters, optimizer.needs
     for flat_buffer in planned.layout.flat_buffers:
         dtype = getattr(torch, flat_buffer.dtype)
         stepped = any(specs[slot.parameter].is_stepped for slot in flat_buffer.slots)
@@ -215,8 +216,8 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
             master = core.precision.master_dtype(dtype, copied=homes.needs_copy(bucket.index))
             if tier is not None and stepped and master is not None:
                 yield tier, {MASTER: (length, master)}
-            if tier is not None and optimizer.state_names:
-                yield tier, dict.fromkeys(optimizer.state_names, (length, torch.float32))
+            if tier is not None and (names := needs.states.get(flat_buffer.family)):
+                yield tier, dict.fromkeys(names, (length, torch.float32))
             if homes.weights is not None and core.stage.moves_weights:
                 yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
 
@@ -243,7 +244,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     new.pool.clear()
     new.note_stepped()
     if core.mesh.rank == 0:
-        footprint = formulas.footprint_of(new, config, optimizer.state_bytes_per_element)
+        footprint = formulas.footprint_of(new, config, optimizer.needs)
         tell_choice(new.tiers, footprint, planned.homes)
     return new
 
@@ -299,7 +300,7 @@ def _move_states(
             if not core.stage.moves_weights:
                 placing.begin_master(bucket, bucket.full, core.precision)
             if bucket.layout.index >= 0:
-                bucket.begin_states(optimizer.state_names)
+                bucket.begin_states(optimizer.names_in(bucket))
 
     for given in old.buckets():
         taking = dict.fromkeys(bucket for name in given.layout.names for bucket in holding[name])

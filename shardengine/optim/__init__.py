@@ -3,6 +3,8 @@
 arithmetic         how elements are stepped: the seam; what the kernels declare
 elementwise        a class of torch's or of the user's, on slices of parameters
 probe              whether a class can be stepped so
+muon               Muon's arithmetic, which needs whole matrices
+matrices           whole matrices out of slices: owners, batches, messages
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
@@ -20,10 +22,11 @@ Must not know: stages, checkpoints, the engine.
 from __future__ import annotations
 
 from shardengine.optim import lr_schedules
-from shardengine.optim.arithmetic import check_options
+from shardengine.optim.arithmetic import Needs, check_options
 from shardengine.optim.averages import AVERAGE
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
+from shardengine.optim.matrices import Plan as MatrixPlan
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
 from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
@@ -33,6 +36,8 @@ __all__ = [
     "EngineCalls",
     "Lion",
     "LossScaler",
+    "MatrixPlan",
+    "Needs",
     "OptimizerForm",
     "Settings",
     "ShardedOptimizer",

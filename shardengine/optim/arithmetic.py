@@ -7,14 +7,14 @@ Must not know: buckets, which parameters were used, the norm.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Rule, Spans
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Span, Spans
 from shardengine.sharding import Layout
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
@@ -33,6 +33,23 @@ class Action(Protocol):
         ...
 
 
+class OnMatrix(Protocol):
+    """The part of a step that needs a whole matrix, between two that need an element each. What goes to the matrix's
+    owner and what comes back is bf16."""
+
+    def enter(self, flats: Mapping[str, Tensor], span: Span, *, factor: Tensor | None) -> Tensor:
+        """What the owner needs of the elements ``span``. Nothing of ``flats`` is written. factor: as in ``Action``."""
+        ...
+
+    def solve(self, matrix: Tensor) -> Tensor:
+        """Of the whole matrix, with the parameter's shape and strides, what each element gets back."""
+        ...
+
+
+UPDATE = "update"
+"""Among the flats of an action: what came back from the owners."""
+
+
 class Arithmetic:
     """One optimizer's. kind: its name, as checkpoints have it."""
 
@@ -46,10 +63,23 @@ class Arithmetic:
         """What it keeps of each element, in fp32. scheduled: a scheduler may yet change the options of ``groups``."""
         raise NotImplementedError
 
+    def family(self, group: Mapping[str, Any]) -> int:
+        """A number for what is kept of the elements of ``group``: elements of one bucket have the same."""
+        return 0
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Whether torch's class has the engine's count of a parameter's steps among its states of ``group``, as
+        "step"."""
+        return False
+
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """Of step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
         stochastic rounding."""
         raise NotImplementedError
+
+    def on_matrix(self, group: dict[str, Any]) -> OnMatrix | None:
+        """What is done to whole matrices before the actions of ``group``; None: these need an element each."""
+        return None
 
     def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
         """Spans are of this layout from now on. begun: the parameters that were stepped before, by first name; what was
@@ -70,8 +100,6 @@ class Arithmetic:
         """``UsageError`` for an option of ``group`` (number ``index``) that it does not have. what: names the call ·
         first: group 0."""
 
-    counts_steps = False
-    """Whether torch's class has the engine's count of a parameter's steps among its states, as "step"."""
     fact_names: tuple[str, ...] = ()
     """What else its class has there of a parameter as a whole."""
     modes: tuple[str, ...] = ()
@@ -102,6 +130,33 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What an optimizer needs of a layout. families: of each group, as ``Arithmetic.family`` · states: of each family,
+    the names of what is kept of an element, in fp32 · whole: of each group, whether it is stepped by whole matrices.
+    """
+
+    families: tuple[int, ...] = ()
+    states: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    whole: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(
+        cls, arithmetic: Arithmetic, groups: list[dict[str, Any]], beside: Sequence[str], *, scheduled: bool = False
+    ) -> Needs:
+        """beside: the names of what is kept beside the optimizer's states · scheduled: as in ``state_names``."""
+        families = tuple(arithmetic.family(group) for group in groups)
+        states = {}
+        for family in families:
+            alike = [group for group, its in zip(groups, families, strict=True) if its == family]
+            states[family] = (*arithmetic.state_names(alike, scheduled=scheduled), *beside)
+        return cls(families, states, tuple(arithmetic.on_matrix(group) is not None for group in groups))
+
+    def bytes_of(self, family: int) -> int:
+        """Bytes of state per element of ``family``, without master weights."""
+        return 4 * len(self.states.get(family, ()))
+
+
+@dataclass(frozen=True)
 class KernelAction:
     """An update of the kernels."""
 
@@ -121,12 +176,15 @@ class Declared(Arithmetic):
     def __init__(self, kind: str) -> None:
         """kind: a key of STATE_NAMES."""
         self.kind = kind
-        self.counts_steps = kind not in ("SGD", "Lion")
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
         """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
         accelerates = self.kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
         return STATE_NAMES[self.kind] if accelerates else ()
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """See ``Arithmetic``."""
+        return self.kind not in ("SGD", "Lion")
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """See ``Arithmetic``."""

@@ -26,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,14 +38,15 @@ from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import Spans
 from shardengine.offload import HOST
-from shardengine.optim import torch_hooks
-from shardengine.optim.arithmetic import Action, Arithmetic
+from shardengine.optim import matrices, torch_hooks
+from shardengine.optim.arithmetic import Action, Arithmetic, Needs
 from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
+from shardengine.stages import Placement
 
 _log = logging.getLogger(__name__)
 _RATES = (
@@ -88,9 +90,11 @@ class OptimizerForm(NamedTuple):
         """The name of how it steps."""
         return None if self.arithmetic is None else self.arithmetic.kind
 
-    def state_names(self, *, scheduled: bool) -> tuple[str, ...]:
-        """What is kept of each element. scheduled: there is a learning-rate scheduler."""
-        return () if self.arithmetic is None else self.arithmetic.state_names(self.groups, scheduled=scheduled)
+    def needs(self, *, scheduled: bool, averages: bool) -> Needs:
+        """What it needs of a layout. scheduled: there is a learning-rate scheduler · averages: of weights are kept."""
+        beside = [AVERAGE] if averages else []
+        none = self.arithmetic is None
+        return Needs() if none else Needs.of(self.arithmetic, self.groups, beside, scheduled=scheduled)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -141,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def begin(self) -> None:
         """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
         for state in self._reducer.buckets:
-            state.bucket.begin_states(self.state_names)
+            state.bucket.begin_states(self.names_in(state.bucket))
 
     def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
@@ -154,6 +158,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbered = self.settings.seed is not None or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun)
+        state = buckets[0].state if buckets else Placement.REPLICATED
+        self._plan = matrices.Plan(layout, self.needs.whole, state)
         reducer.serve(self)
 
     @property
@@ -192,8 +198,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states that a bucket begins with."""
+        """What is kept of each element, of some group."""
         return self.names_for(*self.param_groups)
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs of a layout."""
+        return Needs.of(self.arithmetic, self.param_groups, [AVERAGE] if self.averages else [])
+
+    def names_in(self, bucket: Bucket) -> tuple[str, ...]:
+        """The states that ``bucket`` begins with."""
+        return self.needs.states.get(bucket.flat_buffer.layout.family, ())
 
     def names_for(self, *groups: dict[str, Any]) -> tuple[str, ...]:
         """What is kept of each element with the options of ``groups``."""
@@ -297,6 +312,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.arithmetic.waits and verdict.applied:
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
+            if self.arithmetic.waits and verdict.applied:
+                self._exchange_matrices(update)
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self._steps[parameter] += 1
@@ -320,6 +337,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # 3. publish
             yield state.bucket
 
+    def _exchange_matrices(self, update: Update) -> None:
+        """What of the step needs whole matrices, done by their owners; collective, where there are any. Nothing is
+        written, and it is done once per update, whoever goes on with that."""
+        if update.returned is not None:
+            return
+        of_group = [self.arithmetic.on_matrix(group) for group in self.param_groups]
+        whole = {n: of_group[self._layout.parameters[n].group] for n in self._plan.specs if n in update.touched}
+        if not (tasks := {number: task for number, task in whole.items() if task is not None}):
+            return
+
+        @contextmanager
+        def read(index: int) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
+            state = self._reducer.buckets[index]
+            store = state.bucket.state_store
+            held = store.check_out()
+            with state.gradient_to_step() as gradient:
+                yield {**held, "gradient": gradient}, update.scalars_on(store.device)["factor"]
+            store.check_in(changed=False)
+
+        def new(index: int) -> Tensor:
+            bucket = self._reducer.buckets[index].bucket
+            length = bucket.layout.elements(bucket.state)
+            return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
+
+        exchange = matrices.Exchange(self._plan, self._reducer.collectives, tasks, read)
+        update.take_returned(exchange.run(new))
+
     def step_early(self, state: GradientBucket) -> None:
         """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
         so that it knows what will be stepped."""
@@ -336,7 +380,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""
-        return set(self.state_names) - bucket.state_store.sizes.keys()
+        return set(self.names_in(bucket)) - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(self._action(label), spans) for label, spans in spans_of.items()]
@@ -408,11 +452,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         firsts = self._averaged(first=True) if self.averages else [{}] * len(segments)
         averaged = self._averaged() if self.averages else firsts
         advance = Advance(self.settings.decay or 0.0)
-        for spans_of, first, all_of in itertools.islice(zip(segments, firsts, averaged, strict=True), begin, None):
+        each = enumerate(zip(segments, firsts, averaged, strict=True))
+        for index, (spans_of, first, all_of) in itertools.islice(each, begin, None):
             for label in spans_of.keys() - actions.keys():
                 actions[label] = self._action(label)
             parts = [(actions[label], spans) for label, spans in spans_of.items()]
-            yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of))
+            given = {} if self.update is None else self.update.given(index)
+            yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of), given)
 
     def _rewrite(self, works: list[Work]) -> Iterator[Bucket]:
         """works: of each bucket, what is done to weights and states without a gradient."""
@@ -553,7 +599,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The names of what torch's dict has of ``parameter``."""
         for group in self.param_groups if isinstance(parameter, Tensor) and parameter.requires_grad else ():
             if any(parameter is each for each in group["params"]):
-                counted = ("step",) if self.arithmetic.counts_steps else self.arithmetic.fact_names
+                counted = ("step",) if self.arithmetic.counts_steps(group) else self.arithmetic.fact_names
                 return (*counted, *self.names_for(group))
         return ()
 
@@ -562,11 +608,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def __getattr__(self, name: str) -> Any:
             """AttributeError says what to call instead of what another engine's optimizer has."""
             return read_from_optimizer(self, name)
-
-    @property
-    def state_bytes_per_element(self) -> int:
-        """Bytes of optimizer state per element, without master weights."""
-        return 4 * len(self.state_names)
 
     def state_bytes(self) -> Counter[str]:
         """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""

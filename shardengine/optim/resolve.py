@@ -18,6 +18,7 @@ from shardengine.offload import CPUAdam
 from shardengine.optim import foreign, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
+from shardengine.optim.muon import Muon
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
 _OWN: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
@@ -34,6 +35,10 @@ def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
+    if type(optimizer) is torch.optim.Muon:
+        if optimizer.state:
+            raise probe.already_stepped(name)
+        return Muon(), ""
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, notice = found
     if kind is None and foreign.is_of_library(optimizer):

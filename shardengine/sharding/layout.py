@@ -2,7 +2,7 @@
 
 Must not know: devices, tensors, process groups. Everything else asks here instead of computing an offset.
 
-    flat buffer   one storage per unit and bucket key (dtype, trainable)
+    flat buffer   one storage per unit and bucket key (dtype, trainable, family: what its optimizer keeps of an element)
     bucket        a range of a flat buffer that is communicated together; its length is a multiple of ranks * alignment
     slot          the place of one parameter in its flat buffer
     slice         rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
@@ -25,7 +25,7 @@ every formula.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -149,7 +149,8 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class FlatBufferLayout:
-    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets."""
+    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets. family: a number
+    for what an optimizer keeps of each element."""
 
     index: int
     unit: int
@@ -158,6 +159,7 @@ class FlatBufferLayout:
     trainable: bool
     slots: tuple[Slot, ...]
     buckets: tuple[BucketLayout, ...]
+    family: int = 0
 
     @cached_property
     def length(self) -> int:
@@ -290,8 +292,16 @@ def alignment(itemsize: int, align_bytes: int = ALIGN_BYTES) -> int:
     return max(ALIGN_ELEMENTS, -(-align_bytes // itemsize))
 
 
-def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int, align_bytes: int = ALIGN_BYTES) -> Layout:
+def build(
+    specs: list[ParameterSpec],
+    ranks: int,
+    bucket_elements: int,
+    align_bytes: int = ALIGN_BYTES,
+    families: Sequence[int] = (),
+) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
+
+    families: of each optimizer group; where nothing is said all are one.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
     is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
@@ -302,9 +312,11 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int, align_by
     for index, spec in enumerate(specs):
         members_of.setdefault(spec.unit, []).append(index)
     for unit, members in sorted(members_of.items(), reverse=True):
-        keys = dict.fromkeys((specs[i].dtype, specs[i].itemsize, specs[i].trainable) for i in members)
-        for dtype, itemsize, trainable in keys:
-            chosen = [i for i in members if (specs[i].dtype, specs[i].trainable) == (dtype, trainable)]
+        by_key: dict[tuple[str, int, bool, int], list[int]] = {}
+        for i in members:
+            family = families[specs[i].group] if families and specs[i].is_stepped else 0
+            by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
+        for (dtype, itemsize, trainable, family), chosen in by_key.items():
             align = alignment(itemsize, align_bytes)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
@@ -316,7 +328,9 @@ def build(specs: list[ParameterSpec], ranks: int, bucket_elements: int, align_by
                 buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names))
                 next_bucket += trainable
             flat_buffers.append(
-                FlatBufferLayout(len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets))
+                FlatBufferLayout(
+                    len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets), family
+                )
             )
     return Layout(tuple(specs), tuple(flat_buffers), ranks)
 
