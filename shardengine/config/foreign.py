@@ -226,10 +226,10 @@ _BY_CLASS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop
 """Of torch.optim, stepped by their own class."""
 
 OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
-    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion", *_BY_CLASS), "states are fp32"),
+    "fp32_optimizer_states": (True, ("AdamW", "Adam", "Lion", "Muon", *_BY_CLASS), "states are fp32"),
     "max_grad_norm": (
         0.0,
-        ("AdamW", "Adam", "SGD", "Lion", *_BY_CLASS),
+        ("AdamW", "Adam", "SGD", "Lion", "Muon", *_BY_CLASS),
         "gradients are clipped by the key gradient_clipping",
     ),
     "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
@@ -238,7 +238,7 @@ OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
 """Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
 
 OPTIMIZERS_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of full matrices"),
+    **dict.fromkeys(("Adafactor", "Shampoo", "SOAP"), "it needs the rows and columns of full matrices"),
     **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each full parameter"),
     "LBFGS": "it needs inner products over all parameters",
     "SparseAdam": "it needs sparse gradients",

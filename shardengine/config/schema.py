@@ -39,6 +39,7 @@ from shardengine.config.kinds import (
     PLACE,
     SIZE,
     TEXT,
+    THREE,
     UNITS,
     FrozenMapping,
     Kind,
@@ -70,8 +71,8 @@ class OptimizerConfig:
     type: str = field(
         metadata={
             "kind": TEXT,
-            "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; or Adadelta, Adagrad, '
-            "Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
+            "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion, Muon (AdamW for '
+            "what is no hidden matrix); or Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
         }
     )
     params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The optimizer's hyper-parameters.")
@@ -447,6 +448,21 @@ OPTIMIZERS: dict[str, Table] = {
         "nesterov": (BOOL, False),
     },
     "Lion": {**_COMMON, "lr": (NOT_NEGATIVE, 1e-4), "betas": (BETAS, (0.9, 0.99)), "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "Muon": {
+        "lr": (NOT_NEGATIVE, 1e-3),
+        "muon_lr": (optional(NOT_NEGATIVE, "lr"), None),
+        "adam_lr": (optional(NOT_NEGATIVE, "lr"), None),
+        "weight_decay": (NOT_NEGATIVE, 0.1),
+        "adam_weight_decay": (optional(NOT_NEGATIVE, "weight_decay"), None),
+        "momentum": (NOT_NEGATIVE, 0.95),
+        "nesterov": (BOOL, True),
+        "ns_coefficients": (THREE, (3.4445, -4.775, 2.0315)),
+        "ns_steps": (integer(1, 99), 5),
+        "ns_eps": (NOT_NEGATIVE, 1e-7),
+        "adjust_lr_fn": (optional(choice("original", "match_rms_adamw"), "original"), None),
+        "betas": (BETAS, (0.9, 0.999)),
+        "eps": (NOT_NEGATIVE, 1e-8),
+    },
     "Adadelta": {**_BY_CLASS, "lr": (NOT_NEGATIVE, 1.0), "rho": (FRACTION, 0.9), "eps": (NOT_NEGATIVE, 1e-6)},
     "Adagrad": {
         **_BY_CLASS,

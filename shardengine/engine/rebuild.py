@@ -141,6 +141,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
         _refuse_known(core, groups, group["params"])
     elif isinstance(group["params"], Tensor):
         _refuse_known(core, groups, [group["params"]])
+    optimizer.arithmetic.complete(group)
     torch.optim.Optimizer.add_param_group(optimizer, group)
     check_owned(model, groups)
     optimizer.arithmetic.check_extended(groups)

@@ -4,6 +4,7 @@ arithmetic         how elements are stepped: the seam; what the kernels declare
 elementwise        a class of torch's or of the user's, on slices of parameters
 probe              whether a class can be stepped so
 muon               Muon's arithmetic, which needs whole matrices
+muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
 matrices           whole matrices out of slices: owners, batches, messages
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
@@ -27,6 +28,7 @@ from shardengine.optim.averages import AVERAGE
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.optim.matrices import Plan as MatrixPlan
+from shardengine.optim.muon_with_adamw import MuonWithAdamW, hidden_matrices
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
 from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
@@ -37,6 +39,7 @@ __all__ = [
     "Lion",
     "LossScaler",
     "MatrixPlan",
+    "MuonWithAdamW",
     "Needs",
     "OptimizerForm",
     "Settings",
@@ -45,6 +48,7 @@ __all__ = [
     "check_options",
     "check_owned",
     "groups_for",
+    "hidden_matrices",
     "lend",
     "lr_schedules",
 ]

@@ -93,6 +93,9 @@ class Arithmetic:
     def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """All of its actions are done."""
 
+    def complete(self, group: dict[str, Any]) -> None:
+        """Give ``group``, a new one, those options that it does not say and that are not the same in all groups."""
+
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """``UsageError`` where the last of ``groups``, a new one, cannot be stepped with the others."""
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardengine.errors import UsageError
 from shardengine.kernels import Noise, Span, Spans, round_stochastically
@@ -34,6 +34,30 @@ USES_MUON = "use_muon"
 def uses_muon(group: Mapping[str, Any]) -> bool:
     """Whether Muon steps ``group``, and not the optimizer of the rest."""
     return bool(group.get(USES_MUON, True))
+
+
+def defaults_of(made_by: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    """The options that groups of one of torch's classes have where nothing is said."""
+    return dict(made_by([nn.Parameter(torch.zeros(1, 1, device="cpu"))]).defaults)
+
+
+def complete(group: dict[str, Any], of_muon: Mapping[str, Any] | None, of_rest: Mapping[str, Any] | None) -> None:
+    """Give ``group`` the options that it does not say. of_muon, of_rest: those of either kind; None: torch's."""
+    given = of_muon if uses_muon(group) else of_rest
+    if given is None:
+        given = defaults_of(torch.optim.Muon if uses_muon(group) else torch.optim.AdamW)
+    for key, value in given.items():
+        group.setdefault(key, value)
+
+
+def check_matrices(group: Mapping[str, Any], what: str) -> None:
+    """``UsageError`` where Muon is to step what is no matrix. what: names the call."""
+    for parameter in group["params"] if uses_muon(group) else ():
+        if parameter.dim() != 2:
+            raise UsageError(
+                f"{what}: Muon steps matrices, got a parameter of shape {tuple(parameter.shape)}: expected it in a "
+                f'group with "{USES_MUON}": False, which AdamW steps'
+            )
 
 
 def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -65,10 +89,16 @@ class Muon(Arithmetic):
     by_parameter = True
     waits = True
 
-    def __init__(self, rest: Declared | None = None) -> None:
-        """rest: AdamW's, where nothing else is said."""
+    def __init__(
+        self,
+        rest: Declared | None = None,
+        of_muon: Mapping[str, Any] | None = None,
+        of_rest: Mapping[str, Any] | None = None,
+    ) -> None:
+        """rest: AdamW's, where nothing else is said · of_muon, of_rest: options of new groups, where not torch's."""
         self.kind = KIND
         self._rest = rest or Declared("AdamW")
+        self._defaults = {True: of_muon, False: of_rest}
         self._numbers: list[int] = []
         self._shapes: list[tuple[int, ...]] = []
 
@@ -103,14 +133,12 @@ class Muon(Arithmetic):
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """See ``Arithmetic``."""
-        new = groups[-1]
-        self.check_options(new, "add_param_group", len(groups) - 1, groups[0])
-        for parameter in new["params"] if uses_muon(new) else ():
-            if parameter.dim() != 2:
-                raise UsageError(
-                    f"add_param_group: Muon steps matrices, got a parameter of shape {tuple(parameter.shape)}: "
-                    f"expected it in a group with {USES_MUON}=False, which {self._rest.kind} steps, or in no group"
-                )
+        self.check_options(groups[-1], "add_param_group", len(groups) - 1, groups[0])
+        check_matrices(groups[-1], "add_param_group")
+
+    def complete(self, group: dict[str, Any]) -> None:
+        """See ``Arithmetic``."""
+        complete(group, self._defaults[True], self._defaults[False])
 
     def check_options(self, group: Mapping[str, Any], what: str, index: int, first: Mapping[str, Any]) -> None:
         """See ``Arithmetic``."""

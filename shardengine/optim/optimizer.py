@@ -93,8 +93,9 @@ class OptimizerForm(NamedTuple):
     def needs(self, *, scheduled: bool, averages: bool) -> Needs:
         """What it needs of a layout. scheduled: there is a learning-rate scheduler · averages: of weights are kept."""
         beside = [AVERAGE] if averages else []
-        none = self.arithmetic is None
-        return Needs() if none else Needs.of(self.arithmetic, self.groups, beside, scheduled=scheduled)
+        if self.arithmetic is None:
+            return Needs()
+        return Needs.of(self.arithmetic, self.groups, beside, scheduled=scheduled)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -15,10 +15,11 @@ from torch import nn
 from shardengine.config import OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
-from shardengine.optim import foreign, probe
+from shardengine.optim import foreign, muon_with_adamw, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
-from shardengine.optim.muon import Muon
+from shardengine.optim.muon import KIND, Muon
+from shardengine.optim.muon_with_adamw import MuonWithAdamW
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
 _OWN: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
@@ -35,7 +36,7 @@ def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
-    if type(optimizer) is torch.optim.Muon:
+    if type(optimizer) in (torch.optim.Muon, MuonWithAdamW):
         if optimizer.state:
             raise probe.already_stepped(name)
         return Muon(), ""
@@ -85,7 +86,7 @@ def groups_for(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
     elif config is not None:
-        optimizer = _class_of(config.type)(chosen, **config.params)
+        optimizer = _made_by_name(config, model, chosen)
     else:
         return OptimizerForm(None, [], {})
     check_owned(model, optimizer.param_groups)
@@ -95,10 +96,12 @@ def groups_for(
     return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
 
 
-def _class_of(name: str) -> type[torch.optim.Optimizer]:
-    """Of the config's ``type``."""
-    made_by: type[torch.optim.Optimizer] = _OWN.get(name) or getattr(torch.optim, name)
-    return made_by
+def _made_by_name(config: OptimizerConfig, model: nn.Module, chosen: list[Any]) -> torch.optim.Optimizer:
+    """What the config's ``type`` names, over ``chosen``."""
+    if config.type == KIND:
+        return muon_with_adamw.from_config(model, chosen, config.params)
+    made_by: type[torch.optim.Optimizer] = _OWN.get(config.type) or getattr(torch.optim, config.type)
+    return made_by(chosen, **config.params)
 
 
 _LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "train", "eval")
