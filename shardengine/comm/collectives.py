@@ -292,8 +292,9 @@ class Collectives:
             parts = enumerate(full.split(list(lengths)))
             return [self.mesh.wire.broadcast(_sendable(p), r, self.mesh.reduce) for r, p in parts if p.numel()]
 
-        sent = full.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
-        return self._issue(self._record(GroupName.REDUCE, "all-gather of parts", what, sent, purpose), call)
+        sent = lengths[self.mesh.rank] * full.element_size() * (self.mesh.ranks - 1)
+        record = self._record(GroupName.REDUCE, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
+        return self._issue(record, call)
 
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
         """Rank 0's ``tensor`` (contiguous) to all; blocks."""

@@ -37,7 +37,7 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
-STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
+STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES)
 
 
 class CollectiveRecord(NamedTuple):

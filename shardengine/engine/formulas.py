@@ -41,9 +41,11 @@ def homes_of(core: Core) -> Homes:
     return next((flat_buffer.homes for unit in core.units for flat_buffer in unit.flat_buffers), Homes())
 
 
-def predicted_traffic(core: Core, micro_batches: int) -> float:
-    """The stage's formula for bytes sent per rank and step, padding included."""
-    sent, once = 0.0, core.schedule.unsharded_once
+def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
+    """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
+    matrices."""
+    matrices = MatrixPlan(core.layout, needs.whole, core.stage.state).bytes_sent(core.mesh.rank)
+    sent, once = float(matrices), core.schedule.unsharded_once
     for flat_buffer in core.layout.flat_buffers:
         wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(

@@ -141,7 +141,7 @@ class Plan:
         elements = 0
         for batch in self.batches:
             if self.replicated:
-                elements += sum(self.specs[m].numel for m in batch) * (self.ranks - 1) // self.ranks
+                elements += sum(self.specs[m].numel for m in batch if self.owners[m] == rank) * (self.ranks - 1)
                 continue
             for owned in (False, True):
                 parts = self.messages(batch, rank, owned=owned)
@@ -190,7 +190,6 @@ class Exchange:
             if answered is not None:
                 self._take(answered, found, new)
             asked, answered = soon, asked
-        self._collectives.barrier()  # [Note: Nothing is written before all is there]
         return found
 
     def _lengths(self, batch: Sequence[int], *, owned: bool) -> list[int]:

@@ -130,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = StatesElsewhere(lambda parameter: self._names_of(parameter))
         self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
-        self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
+        self._lent: list[torch.optim.Optimizer] = []  # the user's own, for which schedulers may have been made
         self._reading: Future[None] | None = None
         self.norm: Tensor | None = None
         self.update: Update | None = None
@@ -191,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def stand_in_for(self, lent: torch.optim.Optimizer) -> None:
         """The user's own optimizer ``lent`` steps when this one does; schedulers may have been made for it."""
-        self._lent = lent
+        self._lent.append(lent)
 
     def let_read(self, reading: Future[None]) -> None:
         """Until ``reading`` is done something else reads the states; see ``await_reader``."""
@@ -303,9 +303,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
-        for each in (self, self._lent):  # torch's schedulers warn where no step came before theirs
-            if each is not None:
-                each.__dict__["_opt_called"] = True
+        for each in self.hooked:  # torch's schedulers warn where no step came before theirs
+            each.__dict__["_opt_called"] = True
         self.await_reader()
         if not begun:
             self.settle()
@@ -364,6 +363,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         exchange = matrices.Exchange(self._plan, self._reducer.collectives, tasks, read)
         update.take_returned(exchange.run(new))
+        self._reducer.collectives.barrier()  # matrices: [Note: Nothing is written before all is there]
 
     def step_early(self, state: GradientBucket) -> None:
         """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
@@ -570,7 +570,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def hooked(self) -> list[torch.optim.Optimizer]:
         """Whose hooks count: its own, and those of the user's optimizer that it stands in for."""
-        return [self] if self._lent is None else [self, self._lent]
+        return [self, *self._lent]
 
     @property
     def has_post_hooks(self) -> bool:

@@ -5,8 +5,9 @@ Must not know: shards, the step.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shardengine.offload import CPUAdam
 from shardengine.optim import foreign, muon_with_adamw, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
-from shardengine.optim.muon import KIND, Muon
+from shardengine.optim.muon import KIND, USES_MUON, Muon
 from shardengine.optim.muon_with_adamw import MuonWithAdamW
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
@@ -68,16 +69,19 @@ def groups_for(
 ) -> OptimizerForm:
     """The optimizer that ``initialize`` was given, in any form.
 
-    given: an optimizer, a function from a list of parameters to one, or None (from ``config``).
+    given: an optimizer, Muon's and AdamW's in a list, a function from a list of parameters to one, or None (from
+    ``config``).
     """
     chosen = (
         list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
     )
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(given, torch.optim.Optimizer | list | tuple):
         if model_parameters is not None:
             raise UsageError(
                 "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups"
             )
+        if not isinstance(given, torch.optim.Optimizer):
+            return _form_of_two(model, given)
         optimizer = given
     elif not chosen and (given is not None or config is not None):
         raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
@@ -89,11 +93,44 @@ def groups_for(
         optimizer = _made_by_name(config, model, chosen)
     else:
         return OptimizerForm(None, [], {})
-    check_owned(model, optimizer.param_groups)
-    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
+    _check_groups(model, optimizer.param_groups)
     arithmetic, notice = arithmetic_of(optimizer)
     return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
+
+
+def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    check_owned(model, groups)
+    if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
+        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
+
+
+def _form_of_two(model: nn.Module, given: Sequence[Any]) -> OptimizerForm:
+    """Of torch's Muon and of the optimizer of the rest, in a list. Their groups, which stay their own, say from now on
+    who steps them."""
+    muons = [each for each in given if type(each) is torch.optim.Muon]
+    others = [each for each in given if type(each) in (torch.optim.AdamW, torch.optim.Adam)]
+    if len(muons) != 1 or len(others) != 1 or len(given) != 2:
+        came = ", ".join(type(each).__name__ for each in given) or "nothing"
+        raise UsageError(
+            f"initialize: expected one optimizer, or [torch.optim.Muon(...), torch.optim.AdamW(...)], got [{came}]: "
+            "one engine has one optimizer, with several groups where that is wanted"
+        )
+    muon, other = muons[0], others[0]
+    (rest, _), _ = arithmetic_of(other), arithmetic_of(muon)
+    if not isinstance(rest, Declared):
+        raise UsageError(
+            f"initialize: beside Muon {name_of(type(other))} is expected without amsgrad, capturable and differentiable"
+        )
+    twice = {id(p) for g in muon.param_groups for p in g["params"]}
+    if any(id(p) in twice for g in other.param_groups for p in g["params"]):
+        raise UsageError("initialize: expected each parameter in one of the two optimizers, got one that is in both")
+    groups = []
+    for each in given:
+        for group in each.param_groups:
+            group[USES_MUON] = each is muon
+            groups.append(group)
+    _check_groups(model, groups)
+    return OptimizerForm(Muon(rest, dict(muon.defaults), dict(other.defaults)), groups, {})
 
 
 def _made_by_name(config: OptimizerConfig, model: nn.Module, chosen: list[Any]) -> torch.optim.Optimizer:
@@ -109,18 +146,60 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 """What torch's schedulers look for on ``optimizer.step``."""
 
 
-def lend(given: torch.optim.Optimizer, to: ShardedOptimizer) -> Callable[[], None]:
-    """The user's optimizer ``given`` does what the engine's, ``to``, does: a loop that was written for it trains.
+def lend(given: Any, to: ShardedOptimizer) -> Callable[[], None]:
+    """The user's optimizer ``given``, or each of several, does what the engine's, ``to``, does: a loop that was written
+    for it trains.
 
-    Its own methods would see no gradients and step nothing. Returns what gives it back.
+    Its own methods would see no gradients and step nothing. Of several the last one steps. Returns what gives it back.
     """
+    if not isinstance(given, list | tuple):
+        return _lend(given, to, {})
+    undo = []
+    for each in given:
+        instead: dict[str, Callable[..., Any]] = {}
+        for name in ("state_dict", "load_state_dict"):
+            instead[name] = functools.partial(_refuse_alone, name)
+        instead["add_param_group"] = functools.partial(_extend, each, to)
+        if each is not given[-1]:
+            instead["step"] = _count_nothing
+        undo.append(_lend(each, to, instead))
+
+    def give_back() -> None:
+        for each in undo:
+            each()
+
+    return give_back
+
+
+def _refuse_alone(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise UsageError(
+        f"{name}() of one of two optimizers, which the engine steps as one: expected engine.optimizer.{name}(), which "
+        "has the states of both"
+    )
+
+
+def _extend(given: torch.optim.Optimizer, to: ShardedOptimizer, group: dict[str, Any]) -> None:
+    group[USES_MUON] = type(given) is torch.optim.Muon
+    to.add_param_group(group)
+    given.param_groups.append(group)
+
+
+def _count_nothing(closure: Callable[[], Any] | None = None) -> Any:
+    """The first of two: its step is the other's."""
+    return None if closure is None else closure()
+
+
+def _lend(
+    given: torch.optim.Optimizer, to: ShardedOptimizer, instead: Mapping[str, Callable[..., Any]]
+) -> Callable[[], None]:
+    """instead: what some of its methods do."""
     before = {name: given.__dict__[name] for name in _LENT if name in given.__dict__}
 
     def method_of(name: str) -> Callable[..., Any]:
         def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if name == "step":
                 optimizer.__dict__["_opt_called"] = True  # for torch's schedulers
-            return getattr(to, name)(*args, **kwargs)
+            return (instead.get(name) or getattr(to, name))(*args, **kwargs)
 
         call.__name__, call.__doc__ = name, getattr(to, name).__doc__
         if hasattr(before.get(name), _SCHEDULED):

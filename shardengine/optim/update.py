@@ -123,8 +123,9 @@ class Update:
         return applied
 
     def clip_to(self, max_norm: float) -> None:
-        """Clip this one to ``max_norm``."""
+        """Clip this one to ``max_norm``; what was made of the gradient before is void."""
         self.max_norm = max_norm
+        self.returned = None
 
     def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
         """The scalars where a bucket is stepped: moved once, because that waits for the other device."""

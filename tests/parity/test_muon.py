@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import shardengine
+from tests import oracle
+from tests.engine import test_recovery
 from tests.support import cases, muon_cases
-from tests.support.comparing import assert_equal_to_truth
+from tests.support.comparing import assert_equal_to_truth, assert_same, expected_state
 from tests.support.covering import covering
 from tests.support.ranks import RankPool
 
@@ -56,3 +59,147 @@ def test_muon_on_slices_equals_torchs_on_whole_matrices(
     results = pools(ranks).run(train, form, config)
     expected = muon_cases.truth(form, ranks, micros, cases.LETTER[stage], **({"low": low} if low else {}))
     assert_equal_to_truth(results, expected, form)
+
+
+def train_odd(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    network = muon_cases.make_odd()
+    engine = shardengine.initialize(
+        network, config, optimizer=muon_cases.make_both(network), mesh=cases.mesh_of_this_process()
+    )
+    result = cases.run_steps(engine, steps, muon_cases.odd_loss)
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "low", "bucket"),
+    [("0", 2, None, 4096), ("1", 3, torch.bfloat16, 1024), ("2", 4, None, 256), ("3k", 2, None, 1024),
+     ("3", 3, None, 512)],
+)  # fmt: skip
+def test_unused_and_transposed_matrices_and_a_skipped_step(
+    pools: Pools, stage: str, ranks: int, low: torch.dtype | None, bucket: int
+) -> None:
+    options: dict[str, Any] = {"bf16": {"enabled": True}} if low else {}
+    config = cases.config_of(stage, zero={"reduce_bucket_size": bucket}, **options)
+    results = pools(ranks).run(train_odd, config, 6)
+    network = muon_cases.make_odd()
+    matrices, rest = muon_cases.split(network)
+    precision: dict[str, Any] = {"low": low} if low else {}
+    expected = oracle.train(
+        network, muon_cases.odd_loss, ranks=ranks, steps=6, clip=cases.CLIP, made=muon_cases.MADE,
+        groups=[{"params": matrices}, {"params": rest, **muon_cases.ADAMW}], **precision,
+    )  # fmt: skip
+    assert expected.skipped == [3]
+    assert_equal_to_truth(results, expected, stage)
+
+
+# From one run to the next
+
+
+def train_in_two(stages: tuple[str, str], folder: str, part: int) -> dict[str, Any]:
+    """Steps 0 to 2 and a checkpoint, or from there on."""
+    engine = muon_cases.engine_of("both", cases.config_of(stages[part], zero={"reduce_bucket_size": 512}))
+    if part:
+        engine.load_checkpoint(folder)
+    losses = [[cases.run_micro_batch(engine, cases.loss_of, step, 0)] for step in range(3 * part, 3 + 2 * part)]
+    if not part:
+        engine.save_checkpoint(folder)
+    found = {"losses": losses, "state": cases.local_state(engine), "steps": cases.steps_of(engine)}
+    engine.close()
+    return found
+
+
+def loaded(stage: str, folder: str) -> Any:
+    engine = muon_cases.engine_of("both", cases.config_of(stage))
+    engine.load_checkpoint(folder)
+    found = cases.local_state(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stages", [("1", "3"), ("3", "0"), ("0", "2")])
+def test_training_goes_on_at_another_stage(pools: Pools, tmp_path: Any, stages: tuple[str, str]) -> None:
+    """At the same number of ranks, bit for bit; and what is kept is there at another one."""
+    before = pools(2).run(train_in_two, stages, str(tmp_path), 0)
+    results = pools(2).run(train_in_two, stages, str(tmp_path), 1)
+    expected = muon_cases.truth("both", 2, 1, "full")
+    for rank, result in enumerate(results):
+        assert result["losses"] == [row[rank] for row in expected.losses[3:]]
+        assert set(result["steps"]) == {5}
+    third = pools(3).run(loaded, stages[1], str(tmp_path))
+    assert cases.digest(third) == cases.digest([each["state"] for each in before])
+
+
+def finished(stage: str, place: str, failing: int) -> dict[str, Any]:
+    """A failure of one rank in the second step; then as if nothing had happened."""
+    config = cases.config_of(stage, zero={"reduce_bucket_size": 512}, timeout_s=20)
+    network = cases.make_mlp()
+    engine = shardengine.initialize(network, config, optimizer=muon_cases.make_both(network))  # a mesh of its own
+    optimizer: Any = engine.optimizer
+
+    def go_wrong(engine: Any) -> None:
+        if engine.rank != failing:
+            return
+        if place == "between two buckets":
+            test_recovery.stop_after_buckets(optimizer, 2)
+        else:
+            test_recovery.fail_once(engine._core.collectives, "deliver", 1)
+
+    def recover(engine: Any, error: Exception) -> None:
+        engine.reset()
+
+    with test_recovery.listening_closely():
+        return test_recovery.train_through(engine, go_wrong, recover)
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [("1", "between two buckets"), ("3", "between two buckets"), ("0", "between two buckets"), ("2", "on the way")],
+)
+def test_an_interrupted_update_is_finished_or_dropped(pools: Pools, stage: str, place: str) -> None:
+    results = pools(2).run(finished, stage, place, 1)
+    assert_equal_to_truth(results, muon_cases.truth("both", 2, 1, "full", test_recovery.STEPS), place)
+
+
+def extended(stage: str) -> dict[str, Any]:
+    """A matrix and its bias join between two steps, in a group of each kind."""
+    network: Any = cases.make_mlp()
+    late = network.blocks[1][0]
+    late.requires_grad_(False)
+    engine = shardengine.initialize(
+        network, cases.config_of(stage), optimizer=muon_cases.make_both(network), mesh=cases.mesh_of_this_process()
+    )
+    losses = [[cases.run_micro_batch(engine, cases.loss_of, step, 0)] for step in range(2)]
+    late.requires_grad_(True)
+    assert engine.optimizer is not None
+    engine.optimizer.add_param_group({"params": [late.weight], "use_muon": True, **muon_cases.MUON})
+    said = ""
+    try:
+        engine.optimizer.add_param_group({"params": [late.bias], "use_muon": True})
+    except Exception as error:
+        said = str(error)
+    engine.optimizer.add_param_group({"params": [late.bias], "use_muon": False, **muon_cases.ADAMW})
+    losses += [[cases.run_micro_batch(engine, cases.loss_of, step, 0)] for step in range(2, 4)]
+    state = cases.local_state(engine)
+    engine.close()
+    return {"losses": losses, "state": state, "said": said}
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_groups_of_either_kind_join(pools: Pools, stage: str) -> None:
+    def loss_of(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+        for parameter in model.blocks[1][0].parameters():
+            parameter.requires_grad_(step > 1)
+        return cases.loss_of(model, step, rank, micro)
+
+    network = cases.make_mlp()
+    matrices, rest = muon_cases.split(network)
+    expected = oracle.train(
+        network, loss_of, ranks=2, steps=4, clip=cases.CLIP, made=muon_cases.MADE,
+        groups=[{"params": matrices}, {"params": rest, **muon_cases.ADAMW}],
+    )  # fmt: skip
+    results = pools(2).run(extended, stage)
+    for rank, result in enumerate(results):
+        assert "Muon steps matrices, got a parameter of shape (29,)" in result["said"]
+        assert result["losses"] == [row[rank] for row in expected.losses]
+    assert_same(cases.assemble([result["state"] for result in results]), expected_state(expected))

@@ -61,3 +61,33 @@ def truth(form: str, ranks: int, micros: int, order: str, steps: int = STEPS, **
         network, cases.loss_of, ranks=ranks, micros=micros, steps=steps, made=made, groups=groups,
         order=order if micros > 1 else "full", clip=cases.CLIP, **options,
     )  # fmt: skip
+
+
+class Odd(nn.Module):
+    """A matrix whose columns lie together in memory, one that is larger than many buckets, one that is not used in
+    some steps, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(40, 23).t() / 6)
+        self.large = nn.Linear(40, 67)
+        self.sometimes = nn.Linear(67, 67, bias=False)
+        self.frozen = nn.Linear(67, 11).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, branch: bool) -> torch.Tensor:
+        x = self.large(x @ self.turned)
+        return self.frozen(self.sometimes(x).tanh() if branch else x.tanh())
+
+
+def make_odd() -> nn.Module:
+    torch.manual_seed(21)
+    return Odd()
+
+
+def odd_loss(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+    """Its gradient is not finite in step 3, and rank 0 alone uses the branch in step 4."""
+    torch.manual_seed(cases.seed_of(step, rank, micro))
+    bare: Any = getattr(model, "module", model)
+    x = torch.randn(5, 23).to(bare.turned.dtype)
+    loss = model(x, branch=step in (0, 1, 5) or (step == 4 and rank == 0)).square().mean()
+    return loss * float("inf") if step == 3 else loss
