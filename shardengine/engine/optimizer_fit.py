@@ -171,7 +171,7 @@ def _find_facts(
     core: Core, optimizer: ShardedOptimizer, name: str, entry: Mapping[str, Any], found: Fit, *, stepped: bool
 ) -> None:
     """What the class keeps of the parameter as a whole, as JSON."""
-    if not optimizer.arithmetic.by_parameter or not stepped:
+    if not optimizer.arithmetic.keeps_facts or not stepped:
         return
     facts = {key: entry[key] for key in optimizer.arithmetic.fact_names if key in entry}
     for key, value in facts.items():

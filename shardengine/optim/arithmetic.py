@@ -56,6 +56,8 @@ class Arithmetic:
     kind: str
     by_parameter = False
     """Whether an action needs spans that are of single parameters, with their numbers."""
+    keeps_facts = False
+    """Whether it keeps something of parameters as a whole, or would."""
     waits = False
     """Whether the host must know before a step whether it is applied."""
 

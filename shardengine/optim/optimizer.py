@@ -123,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if settings.in_backward and form.arithmetic.waits:
             raise UsageError(
                 f"offload_optimizer.step_in_backward: expected AdamW, Adam, SGD or Lion, got {form.kind}, which is "
-                "stepped by its own class, after the backward; set that key to false"
+                "stepped after the backward; set that key to false"
             )
         self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
