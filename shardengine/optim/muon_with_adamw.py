@@ -51,7 +51,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             groups = [group for group in self.param_groups if uses_muon(group) is wanted]
             if groups:
                 worker = made_by([dict(group) for group in groups])
-                worker.param_groups, worker.state = groups, self.state
+                vars(worker).update(param_groups=groups, state=self.state)
                 worker.step()
         return loss
 
