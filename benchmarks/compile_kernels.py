@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.reporting import RESULTS, table
-from shardengine.kernels import STATE_NAMES, Compressed, Noise, Rule, Spans
+from shardengine.kernels import STATE_NAMES, Compressed, Noise, Rule, Spans, state_forms
 from shardengine.kernels import triton as operations
 from shardengine.kernels.triton import compressing, copies, launching, sums, updating
 
@@ -109,12 +109,15 @@ def _sums() -> Iterator[tuple[str, Call]]:
 
 def _updates() -> Iterator[tuple[str, Call]]:
     def step(rule: Rule, weight: torch.dtype = FP32, gradient: torch.dtype = FP32, low: torch.dtype | None = None,
-             noise: bool = False, start: int = 0) -> None:  # fmt: skip
-        flats = {"weight": _flat(weight), "gradient": _flat(gradient)} | {name: _flat() for name in rule.states}
+             noise: bool = False, start: int = 0, kept_in: str = "fp32") -> None:  # fmt: skip
+        forms = state_forms(rule.states, kept_in)
+        flats = {name: torch.empty(form.length(LENGTH), dtype=form.dtype) for name, form in forms.items()}
+        flats |= {"weight": _flat(weight), "gradient": _flat(gradient)}
         if low is not None:
             flats["low"] = _flat(low)
         operations.update(flats, Spans([(start, LENGTH)]), rule, factor=torch.ones(()),
-                          skip=torch.zeros((), dtype=torch.bool), noise=Noise(0, 0) if noise else None)  # fmt: skip
+                          skip=torch.zeros((), dtype=torch.bool), noise=Noise(0, 0) if noise else None,
+                          state_noise=None if kept_in == "fp32" else Noise(0, 0))  # fmt: skip
 
     for kind in STATE_NAMES:
         adam_like = kind != "Adam"
@@ -123,6 +126,8 @@ def _updates() -> Iterator[tuple[str, Call]]:
         yield f"{kind} fp32", partial(step, rule)
         yield f"{kind} fp32, low bf16, gradient bf16", partial(step, rule, gradient=BF16, low=BF16)
         yield f"{kind} bf16, noise", partial(step, rule, BF16, BF16, noise=True)
+        yield f"{kind} states 8bit", partial(step, rule, gradient=BF16, low=BF16, kept_in="8bit")
+        yield f"{kind} states bf16", partial(step, rule, gradient=BF16, low=BF16, kept_in="bf16")
     plain = Rule("AdamW", 0.5, 0.5, keep=0.5, take=0.5, keep_square=0.5, take_square=0.5, epsilon=0.5)
     yield "AdamW fp32, low bf16", partial(step, plain, low=BF16)
     yield "AdamW fp32, low fp16, gradient fp16", partial(step, plain, gradient=FP16, low=FP16)

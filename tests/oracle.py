@@ -27,6 +27,8 @@ set of parameters and adds their gradients up in the declared order:
   step that is applied, e = e + (w - e) · (1 - decay), of every parameter that was ever stepped
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
   on the seed, the parameter's step and the element's number among all elements of all parameters (in memory order)
+- states in bf16 or 8 bits ("kept_in"): rounded stochastically after each step, the first state with the lower, the
+  second with the upper half of a random word of each element, see ``kept``
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
 """
 
@@ -167,29 +169,82 @@ def mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
+GOLDEN = 0x9E3779B9
+
+
+def random_words(number: Tensor, seed: int, step: int) -> Tensor:
+    """32 random bits for each element with these numbers."""
+    k0 = mix(mix(mix((seed & 0xFFFFFFFF) + GOLDEN) ^ (seed >> 32)) ^ mix(step + GOLDEN))
+    return mix(mix((number & 0xFFFFFFFF) ^ k0) + (number >> 32) * GOLDEN + mix(k0 + GOLDEN))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The elements in the order in which they lie in memory, a view that can be written to."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])).view(-1)
+
+
+def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 → bf16 (as fp32): 16 random bits are added, the upper half is kept."""
+    return ((x.view(torch.int32).long() + bits) & 0xFFFF0000).to(torch.int32).view(torch.float32)
+
+
 def round_stochastically(w: Tensor, seed: int, step: int, first: int) -> Tensor:
     """fp32 → bf16. ``first``: the number of the first element."""
-    golden = 0x9E3779B9
-    k0 = mix(mix(mix((seed & 0xFFFFFFFF) + golden) ^ (seed >> 32)) ^ mix(step + golden))
-    number = torch.empty_like(w, dtype=torch.int64)
-    strides = w.stride()
-    in_memory = number.permute(sorted(range(w.dim()), key=lambda dimension: -strides[dimension]))
-    in_memory.copy_(torch.arange(first, first + w.numel()).view(in_memory.shape))
-    word = mix(mix((number & 0xFFFFFFFF) ^ k0) + (number >> 32) * golden + mix(k0 + golden))
-    bits = (w.contiguous().view(torch.int32).long() + (word & 0xFFFF)) & 0xFFFF0000
-    return bits.to(torch.int32).view(torch.float32).bfloat16()
+    new = torch.empty_like(w)
+    words = random_words(torch.arange(first, first + w.numel()), seed, step)
+    in_memory(new).copy_(to_bf16(in_memory(w), words & 0xFFFF))
+    return new.bfloat16()
+
+
+def to_8_bits(x: Tensor, bits: Tensor, *, signed: bool) -> Tensor:
+    """What is left of fp32 in 8 bits, blocks of 256 with their largest magnitude as scale: per block and element a
+    multiple of it from a table of 128 sizes and a sign, or of 256 sizes without one."""
+    cut, count, least = (2.0**-8, 128, 0) if signed else (2.0**-16, 256, 1)
+    base = torch.tensor(cut).view(torch.int32) + (least << 19)
+    number = (base + (torch.arange(count, dtype=torch.int32) << 19)).view(torch.float32) - cut
+    table = number * (1 / number[-1])  # from 0, or the least step, to 1
+    left = []
+    for block, noise in zip(x.split(256), bits.split(256), strict=True):
+        scale = block.abs().max()
+        if scale < 2.0**-100:
+            left.append(torch.zeros_like(block))
+            continue
+        place = (block.abs() * (number[-1] / scale) + cut).view(torch.int32) + 8 * noise.int() + 4 - base
+        left.append(table[(place >> 19).clamp(0, count - 1)] * scale * (block.sign() if signed else 1))
+    return torch.cat(left)
+
+
+def kept(states: dict[str, Tensor], kept_in: str, noise: tuple[int, int], step: int) -> dict[str, Tensor]:
+    """What is left of ``states`` after step ``step``. noise: a seed, and the number of the first element. An element's
+    word is drawn for its row of 256 and then mixed with its place in that."""
+    left = {name: torch.empty_like(state) for name, state in states.items()}
+    for index, (name, state) in enumerate(states.items()):
+        number = torch.arange(noise[1], noise[1] + state.numel())
+        words = mix(random_words(number >> 8, noise[0] ^ 0x57415445, step) + (number & 255) * GOLDEN)
+        bits = (words >> (16 * index)) & 0xFFFF
+        flat = in_memory(state)
+        signed = name != "exp_avg_sq"
+        in_memory(left[name]).copy_(to_bf16(flat, bits) if kept_in == "bf16" else to_8_bits(flat, bits, signed=signed))
+    return left
 
 
 class Optimizer:
     """AdamW, Adam, SGD or Lion over fp32 tensors; ``masters`` are the weights of parameters that are not fp32.
 
     noise: (seed, number of each parameter's first element) where weights without master are rounded stochastically.
+    narrow: ("bf16" or "8bit", seed, these numbers) where states are not kept in fp32.
     """
 
     def __init__(
-        self, kind: str, groups: list[dict[str, Any]], masters: dict[Tensor, Tensor], noise: Any = None
+        self,
+        kind: str,
+        groups: list[dict[str, Any]],
+        masters: dict[Tensor, Tensor],
+        noise: Any = None,
+        narrow: Any = None,
     ) -> None:
-        self.kind, self.groups, self.noise = kind, groups, noise
+        self.kind, self.groups, self.noise, self.narrow = kind, groups, noise, narrow
         self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": m} for p, m in masters.items()}
         self.state_names: tuple[str, ...] = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(
             kind, ("exp_avg", "exp_avg_sq")
@@ -211,6 +266,8 @@ class Optimizer:
         tensors = {name: state.get(name, torch.zeros_like(old)) for name in self.state_names}
         state["step"] += 1
         new, tensors = new_values(self.kind, old, g, tensors, group, state["step"])
+        if self.narrow is not None:
+            tensors = kept(tensors, self.narrow[0], (self.narrow[1], self.narrow[2][p]), state["step"])
         state |= tensors
         if "master" in state:
             state["master"] = new
@@ -247,13 +304,18 @@ class MadeOptimizer(Optimizer):
 class SeveralOptimizers(Optimizer):
     """One optimizer per group, in order; a string is the kind of a declared one."""
 
-    def __init__(self, made: list[Made | str], groups: list[Any], masters: dict[Tensor, Tensor]) -> None:
+    def __init__(
+        self, made: list[Made | str], groups: list[Any], masters: dict[Tensor, Tensor], narrow: Any = None
+    ) -> None:
         self.groups, self.state = groups, {}
         self.parts: list[Optimizer] = []
         self.part_of: dict[Tensor, Optimizer] = {}
         for each, group in zip(made, groups, strict=True):
             own = {p: masters[p] for p in group["params"] if p in masters}
-            part = Optimizer(each, [group], own) if isinstance(each, str) else MadeOptimizer(each, [group], own)
+            if isinstance(each, str):
+                part = Optimizer(each, [group], own, None, narrow)
+            else:
+                part = MadeOptimizer(each, [group], own)
             self.parts.append(part)
             self.part_of |= dict.fromkeys(group["params"], part)
             self.state |= part.state
@@ -309,6 +371,7 @@ def train(
     low: torch.dtype | None = None,
     keeps_masters: bool = True,
     seed: int | None = None,
+    kept_in: tuple[str, int] | None = None,
     scaler: Scaler | None = None,
     own_buffers: bool = False,
     skips: bool = True,
@@ -322,6 +385,7 @@ def train(
     list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
+    kept_in: "bf16" or "8bit" states, and the seed of their rounding.
     made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``. A list:
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
@@ -338,10 +402,12 @@ def train(
     for parameter in model.parameters() if low else ():
         parameter.data = parameter.data.to(low)
     trace = earlier or Trace()
-    optimizer = Optimizer(kind, groups, masters, None if seed is None else (seed, numbers))
-    if made is not None:
-        kinds: Any = SeveralOptimizers if isinstance(made, list) else MadeOptimizer
-        optimizer = kinds(made, groups, masters)
+    narrow = None if kept_in is None else (*kept_in, numbers)
+    optimizer = Optimizer(kind, groups, masters, None if seed is None else (seed, numbers), narrow)
+    if isinstance(made, list):
+        optimizer = SeveralOptimizers(made, groups, masters, narrow)
+    elif made is not None:
+        optimizer = MadeOptimizer(made, groups, masters)
     if trace.optimizer is not None:
         optimizer.state |= trace.optimizer.state
     trace.optimizer = optimizer

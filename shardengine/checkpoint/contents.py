@@ -62,9 +62,9 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
             if rank == 0 or own_buffers:
                 yield part
             continue
-        count = part.values.numel()
+        count = part.values.numel() * part.per
         shares = slices.get(part.name, [(count * rank // ranks, count * (rank + 1) // ranks)])
-        for own in (part.cut(*share) for share in shares):
+        for own in (part.share(*share) for share in shares):
             if own.values.numel() or (count == 0 and rank == 0):
                 yield own
 

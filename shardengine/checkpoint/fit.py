@@ -205,8 +205,15 @@ def _compare_optimizers(
     if optimizer is None or kinds[0] != kinds[1]:
         return
     _match_groups(there, optimizer, core, found, sources, strict=strict)
-    states = set(optimizer.state_names)
-    if states != there.states and strict:
+    states = set(optimizer.forms)
+    kept = [any(name.endswith("_scale") for name in names) for names in (there.states, states)]
+    if kept[0] != kept[1]:
+        words = ["8 bits" if each else "fp32 or bf16" for each in kept]
+        found.problems.append(
+            f"optimizer: its states are of {words[0]} in the checkpoint, of {words[1]} here: set "
+            "data_types.optimizer_state_dtype as it was, or take the weights alone (weights_only=True)"
+        )
+    elif states != there.states and strict:
         texts = [" and ".join(sorted(names)) or "no state" for names in (there.states, states)]
         found.problems.append(f"optimizer: {kinds[0]} has {texts[0]} in the checkpoint, {texts[1]} here")
     schedulers = _compare_schedulers(there, engine, found, strict=strict)

@@ -38,6 +38,7 @@ from shardengine.config.kinds import (
     PART,
     PLACE,
     SIZE,
+    STATE_DTYPE,
     TEXT,
     THREE,
     UNITS,
@@ -71,8 +72,9 @@ class OptimizerConfig:
     type: str = field(
         metadata={
             "kind": TEXT,
-            "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion, Muon (AdamW for '
-            "what is no hidden matrix); or Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
+            "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; AdamW8bit and Lion8bit, '
+            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; or Adadelta, Adagrad, Adamax, ASGD, "
+            "NAdam, RAdam, RMSprop, Rprop.",
         }
     )
     params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The optimizer's hyper-parameters.")
@@ -204,13 +206,19 @@ class Fp16Config:
 
 @dataclass(frozen=True)
 class TypesConfig:
-    """Dtypes of gradients on the way."""
+    """Dtypes of gradients on the way, and of the optimizer's states."""
 
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32", optional(DTYPE, "fp32"), "The dtype in which gradients wait for later micro-batches."
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32", optional(DTYPE, "fp32"), "The dtype to which each sum over ranks is rounded."
+    )
+    optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = key(
+        "fp32",
+        optional(STATE_DTYPE, "fp32"),
+        "In what AdamW, Adam, SGD and Lion keep their states: 8bit is in blocks of 256 elements with a scale each; "
+        "bf16 and 8bit are rounded stochastically.",
     )
 
 
@@ -462,6 +470,13 @@ OPTIMIZERS: dict[str, Table] = {
         "adjust_lr_fn": (optional(choice("original", "match_rms_adamw"), "original"), None),
         "betas": (BETAS, (0.9, 0.999)),
         "eps": (NOT_NEGATIVE, 1e-8),
+    },
+    "AdamW8bit": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
+    "Lion8bit": {
+        **_COMMON,
+        "lr": (NOT_NEGATIVE, 1e-4),
+        "betas": (BETAS, (0.9, 0.99)),
+        "weight_decay": (NOT_NEGATIVE, 0.0),
     },
     "Adadelta": {**_BY_CLASS, "lr": (NOT_NEGATIVE, 1.0), "rho": (FRACTION, 0.9), "eps": (NOT_NEGATIVE, 1e-6)},
     "Adagrad": {

@@ -121,7 +121,10 @@ def build(
         hierarchical=on_nccl if config.hierarchical_reduce is None else config.hierarchical_reduce,
         reduce_dtype=which.reduce,
     )
-    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups)
+    by_kernel = [groups[number] for number in needs.by_kernel]
+    trial = KernelTrial.of(
+        config, _rules(config, stage, mesh.ranks), collectives, needs.kernel or kind, by_kernel, needs.of_kernel
+    )
 
     found, offer = run_on_all_ranks(
         collectives,
@@ -133,7 +136,14 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
-    plan = layout.build(found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment, needs.families)
+    plan = layout.build(
+        found.specs,
+        mesh.ranks,
+        zero.reduce_bucket_size,
+        mesh.platform.alignment,
+        align_elements=needs.block,
+        families=needs.families,
+    )
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:

@@ -160,7 +160,7 @@ class Engine(Inspection):
             check_free(self.module)
             monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
-            form = groups_for(self.module, resolved.optimizer, optimizer, parameters)
+            form = groups_for(self.module, resolved, optimizer, parameters)
             return resolved, form, Source.of(self.module, weights)
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)

@@ -217,7 +217,10 @@ def full_optimizer_state(
         with torch.no_grad():
             core.schedule.reshard_all()
             optimizer.await_reader()
-            _write(core, sources(writable=True), full)  # a backward inside may have fetched some
+            written = sources(writable=True)
+            _write(core, written, full)  # a backward inside may have fetched some
+            for source in written:
+                optimizer.keep(source.bucket, source.held)
         chosen_steps = torch.tensor([entry["step"] for entry in entries.values()], dtype=torch.int64)
         rank0 = core.collectives.exchange(chosen_steps.view(torch.uint8), "step counts")[0].contiguous()
         for name, step in zip(entries, rank0.view(torch.int64).tolist(), strict=True):

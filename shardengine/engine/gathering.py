@@ -24,17 +24,20 @@ def gathered(
 ) -> Iterator[Iterator[FlatSlice]]:
     """All elements of ``bucket``'s ``tensors`` by key, which are placed so, in ``dtype``; valid inside the ``with``.
 
-    Collective: one all-gather for all of them, none where this rank has everything.
+    They are of one length. Collective: one all-gather for all of them, none where this rank has everything.
     """
     plan, layout = core.layout, bucket.layout
     if layout.elements(placement) == layout.length:
         found = slices_of(plan, layout, layout.interval(placement, bucket.rank), tensors)
-        yield (FlatSlice(part.name, part.key, part.first, part.values.to(dtype)) for part in found)
+        yield (part._replace(values=part.values.to(dtype)) for part in found)
         return
-    length = layout.length * len(tensors)
-    lent = len(tensors) == 1  # a buffer as long as the step's; one of another length would stay in the pool for good
+    count = next(iter(tensors.values())).numel()
+    length = count * layout.ranks * len(tensors)
+    lent = (
+        length == layout.length
+    )  # a buffer as long as the step's; one of another length would stay in the pool for good
     full = core.pool.take(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
-    slices = full.view(layout.ranks, len(tensors), layout.slice_length)
+    slices = full.view(layout.ranks, len(tensors), count)
     for own, tensor in zip(slices[bucket.rank], tensors.values(), strict=True):
         own.copy_(tensor)
     core.collectives.move(full, placement, Placement.REPLICATED, layout, purpose).wait()

@@ -9,7 +9,7 @@ that is ended early, clipping by hand, parameters that are unfrozen), and a slic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardengine import kernels
 from shardengine.comm import Collectives
 from shardengine.config import Config
 from shardengine.ddp import Rules
-from shardengine.kernels import Noise, Spans
+from shardengine.kernels import Noise, Spans, StateForm
 from shardengine.sharding import ParameterSpec, Precision, precision
 
 _FEW = 16
@@ -34,7 +34,8 @@ class KernelTrial:
     """What decides the kernels of one engine.
 
     is_direct, nodes: of ``Collectives`` · several: micro-batches in a window · leaves: gradients may be
-    summed for another device · clips: gradients are multiplied in the update · options: of each optimizer group.
+    summed for another device · clips: gradients are multiplied in the update · options: of each optimizer group ·
+    states: what the optimizer stores of each element.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class KernelTrial:
     clips: bool
     kind: str | None
     options: Sequence[dict[str, Any]]
+    states: Mapping[str, StateForm]
 
     @classmethod
     def of(
@@ -57,15 +59,16 @@ class KernelTrial:
         collectives: Collectives,
         kind: str | None,
         groups: Sequence[dict[str, Any]],
+        states: Mapping[str, StateForm],
     ) -> KernelTrial:
-        """kind: the optimizer's name, None for none."""
+        """kind: the optimizer's name, None for none · states: what it stores of each element."""
         mesh = collectives.mesh
         which = precision.of(config)
         leaves = config.zero_optimization.offload_optimizer.device != "none" and mesh.platform.is_apart
         clips = bool(config.gradient_clipping) or which.scales_loss
         several = (config.gradient_accumulation_steps or 1) > 1
         summed = (collectives.is_direct, collectives.nodes)
-        return cls(mesh.device, mesh.ranks, *summed, rules, which, several, leaves, clips, kind, groups)
+        return cls(mesh.device, mesh.ranks, *summed, rules, which, several, leaves, clips, kind, groups, states)
 
     def run(self, specs: Iterable[ParameterSpec]) -> None:
         """Launch them. specs: the model's parameters."""
@@ -125,17 +128,17 @@ class KernelTrial:
         which, kind = self.precision, self.kind or ""
         master = which.master_dtype(dtype)
         flats = {"weight": self._zeros(master or dtype), "gradient": self._zeros(gradient)}
-        flats |= {name: self._zeros(torch.float32) for name in kernels.STATE_NAMES[kind]}
+        flats |= {name: self._zeros(form.dtype) for name, form in self.states.items()}
         if master is not None:
             flats["low"] = self._zeros(dtype)
         noise = None if which.seed is None else Noise(which.seed, 1)
-        ends = (_FEW,) if noise is None else (_FEW, _FEW - 1)  # numbered elements are stepped by parameter
+        rounds = any(form.dtype is not torch.float32 for form in self.states.values())
+        drawn = Noise(0, 1) if rounds else None
+        ends = (_FEW,) if noise is drawn is None else (_FEW, _FEW - 1)  # numbered elements are stepped by parameter
         factor = torch.ones((), device=self.device) if self.clips else None
         skip = None if which.scaling is None else torch.zeros((), dtype=torch.bool, device=self.device)
         rules = [kernels.rule_for(kind, group, step) for group in self.options for step in (1, 2)]
         forms = {(rule.l2 != 0, rule.keep != 0, rule.maximize, rule.nesterov, rule.first): rule for rule in rules}
         for rule in forms.values():
-            held = {name: flat for name, flat in flats.items() if name not in kernels.STATE_NAMES[kind]}
-            held |= {name: flats[name] for name in rule.states}
             for end in ends:
-                kernels.update(held, Spans([(0, end)]), rule, factor=factor, skip=skip, noise=noise)
+                kernels.update(flats, Spans([(0, end)]), rule, factor=factor, skip=skip, noise=noise, state_noise=drawn)

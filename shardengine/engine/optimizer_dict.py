@@ -87,7 +87,7 @@ def _entries(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[in
     """Number of each parameter that has an entry → its keys, in torch's order ([Note: Beside torch's])."""
     found: dict[int, list[str]] = {}
     arithmetic = optimizer.arithmetic
-    numbered = optimizer.settings.seed is not None and STEP not in arithmetic.fact_names
+    numbered = optimizer.rounds_at_random and STEP not in arithmetic.fact_names
     for number, spec in enumerate(core.layout.parameters):
         if not spec.is_stepped:
             continue
@@ -181,6 +181,7 @@ def _write(core: Core, optimizer: ShardedOptimizer, fit: Fit) -> None:
                 before = bucket.state_interval[0]
                 start = bucket.layout.start
                 own[first - before : end - before].copy_(full[first - start : end - start])
+        optimizer.keep(bucket, held)
 
 
 def _places(core: Core, bucket: Bucket, numbers: set[int]) -> Iterator[tuple[int, int]]:

@@ -186,7 +186,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
     cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
     needs = optimizer.needs
-    plan = layout.build(found.specs, core.mesh.ranks, cap, align, needs.families)
+    plan = layout.build(found.specs, core.mesh.ranks, cap, align, align_elements=needs.block, families=needs.families)
     footprint = formulas.footprint_of(core, config, needs, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
@@ -217,8 +217,8 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
             master = core.precision.master_dtype(dtype, copied=homes.needs_copy(bucket.index))
             if tier is not None and stepped and master is not None:
                 yield tier, {MASTER: (length, master)}
-            if tier is not None and (names := needs.states.get(flat_buffer.family)):
-                yield tier, dict.fromkeys(names, (length, torch.float32))
+            if tier is not None and (forms := needs.forms.get(flat_buffer.family)):
+                yield tier, {name: (form.length(length), form.dtype) for name, form in forms.items()}
             if homes.weights is not None and core.stage.moves_weights:
                 yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
 
@@ -301,7 +301,7 @@ def _move_states(
             if not core.stage.moves_weights:
                 placing.begin_master(bucket, bucket.full, core.precision)
             if bucket.layout.index >= 0:
-                bucket.begin_states(optimizer.names_in(bucket))
+                bucket.begin_states(optimizer.forms_in(bucket))
 
     for given in old.buckets():
         taking = dict.fromkeys(bucket for name in given.layout.names for bucket in holding[name])

@@ -1,13 +1,22 @@
 """Pure functions of tensors: the arithmetic of the library, each operation declared once.
 
 Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
-``reference``, ``reference_update``, ``compression``, ``random_bits``, ``checksums`` are the readable implementations,
-``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for tensors without data.
-``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them. ``threads`` says how
-many the native kernels start.
+``reference``, ``reference_update``, ``moments``, ``compression``, ``random_bits``, ``checksums`` are the readable
+implementations, ``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for tensors
+without data. ``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them. ``threads``
+says how many the native kernels start.
 """
 
 from shardengine.kernels.compression import Compressed
+from shardengine.kernels.moments import (
+    KEPT_IN,
+    StateForm,
+    block_of,
+    bytes_per_element,
+    narrow_state,
+    state_forms,
+    widened_state,
+)
 from shardengine.kernels.operations import (
     Offer,
     Offers,
@@ -31,6 +40,7 @@ from shardengine.kernels.spans import Span, Spans
 from shardengine.kernels.threads import use_threads
 
 __all__ = [
+    "KEPT_IN",
     "STATE_NAMES",
     "Compressed",
     "Noise",
@@ -39,21 +49,27 @@ __all__ = [
     "Rule",
     "Span",
     "Spans",
+    "StateForm",
+    "block_of",
+    "bytes_per_element",
     "compress",
     "crc32",
     "decompress",
     "flatten",
     "gradient_factor",
+    "narrow_state",
     "norm_from_squares",
     "offer",
     "ordered_sum",
     "random_bits",
     "round_stochastically",
     "rule_for",
+    "state_forms",
     "sum_of_squares",
     "unflatten",
     "update",
     "use_threads",
     "wanted",
+    "widened_state",
     "withdraw",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardengine.kernels.compression import FLOATS, Compressed
+from shardengine.kernels.moments import BLOCK, KEPT_IN, SCALE
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
@@ -67,16 +68,29 @@ def update(
     factor: Tensor | None = None,
     skip: Tensor | None = None,
     noise: Noise | None = None,
+    state_noise: Noise | None = None,
 ) -> None:
     """See ``operations.update``."""
     missing = {"weight", "gradient", *rule.states} - flats.keys()
     if missing:
         raise ValueError(f"update: expected {', '.join(sorted(missing))} among the tensors, got {sorted(flats)}")
-    _require("update", flats, flat=tuple(flats))
-    _require_lengths("update", flats)
+    coded = {name for name in rule.states if flats[name].dtype is torch.uint8}
+    scales = {name + SCALE for name in coded}
+    if missing := scales - flats.keys():
+        raise ValueError(f"update: expected {', '.join(sorted(missing))} among the tensors, got {sorted(flats)}")
+    floating = {name: flat for name, flat in flats.items() if name not in coded}
+    _require("update", floating, flat=tuple(floating))
+    _require_lengths("update", {name: flat for name, flat in flats.items() if name not in scales})
     for name in rule.states:
-        if flats[name].dtype is not torch.float32:
-            raise ValueError(f"update: expected {name} in fp32, got {flats[name].dtype}")
+        if flats[name].dtype not in KEPT_IN.values():
+            raise ValueError(f"update: expected {name} in fp32, bf16 or uint8, got {flats[name].dtype}")
+    blocks = -(-flats["weight"].numel() // BLOCK)
+    for name in scales:
+        if flats[name].numel() != blocks:
+            raise ValueError(f"update: expected {name} to have {blocks} elements, got {flats[name].numel()}")
+    for span in spans if coded else ():
+        if span.start % BLOCK:
+            raise ValueError(f"update: expected spans that begin at multiples of {BLOCK} elements, got {span}")
     if spans and spans[-1].end > flats["weight"].numel():
         raise ValueError(f"update: expected spans inside of {flats['weight'].numel()} elements, got {spans[-1]}")
     _require_scalar("update", "factor", factor, torch.float32)

@@ -8,6 +8,9 @@ A counter-based generator: no state, every element asks for its own 32 bits. [No
                     k1 = mix(k0 + GOLDEN)
     bits(i)         mix(mix(low(i) ^ k0) + high(i) · GOLDEN + k1)
 
+[Note: Random bits in a row] Where every element needs bits in every step, half of the work: elements come in rows of
+256 by their number, and bits_in_row(i) = mix(bits(i // 256) + (i modulo 256) · GOLDEN).
+
 GOLDEN = 0x9E3779B9; low and high are the 32-bit halves of a 64-bit number; all sums and products are modulo 2^32.
 """
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 _MASK = 0xFFFFFFFF
+ROW = 256
 
 
 class Noise(NamedTuple):
@@ -43,6 +47,14 @@ def random_bits(noise: Noise, first: int, count: int, device: torch.device | Non
     low = index.to(torch.int32)  # modulo 2^32
     high = (index >> 32).to(torch.int32)
     return _mix_tensor(_mix_tensor(low ^ k0) + high * _signed(GOLDEN) + k1)
+
+
+def random_bits_in_rows(noise: Noise, first: int, count: int, device: torch.device | None = None) -> Tensor:
+    """As ``random_bits``: [Note: Random bits in a row]."""
+    begin = first % ROW
+    rows = random_bits(noise, first // ROW, -(-(begin + count) // ROW), device)
+    steps = torch.arange(ROW, dtype=torch.int32, device=device) * _signed(GOLDEN)
+    return _mix_tensor((rows.unsqueeze(1) + steps).view(-1)[begin : begin + count].clone())
 
 
 def _mix(word: int) -> int:

@@ -21,7 +21,8 @@ multiply-add, correctly rounded division and square root, in this order. The let
 
 A weight that is bf16 itself is widened when it is read, and rounded when it is written: to nearest, or with ``noise``
 stochastically: the 16 low bits of a random word (random_bits: [Note: Random bits]) are added to the 32 bits of w, and
-the upper 16 are kept; what is not finite is rounded to nearest.
+the upper 16 are kept; what is not finite is rounded to nearest. A state that is not fp32 is widened when it is read,
+and narrowed when it is written (``moments``), stochastically with ``state_noise``.
 
 [Note: Square roots] torch takes fp32 roots on a CPU from a vector library, which gives the neighbour of the correctly
 rounded root for one number in six. A root taken in fp64 and rounded to fp32 is correctly rounded: no root of an fp32
@@ -35,6 +36,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardengine.kernels import moments
 from shardengine.kernels.random_bits import Noise, random_bits
 from shardengine.kernels.reference import chunks
 from shardengine.kernels.rules import Rule
@@ -49,6 +51,7 @@ def update(
     factor: Tensor | None = None,
     skip: Tensor | None = None,
     noise: Noise | None = None,
+    state_noise: Noise | None = None,
 ) -> None:
     """See ``operations.update``."""
     if skip is not None and bool(skip):
@@ -56,8 +59,14 @@ def update(
     scale = None if factor is None else factor.item()
     for span in spans:
         for part in chunks(span.end - span.start):
-            cut = slice(span.start + part.start, span.start + part.stop)
-            _update({name: flat[cut] for name, flat in flats.items()}, rule, scale, noise, span.first + part.start)
+            at = moments.cut(flats, span.start + part.start, span.start + part.stop)
+            first = span.first + part.start
+            narrow = [name for name in rule.states if at[name].dtype is not torch.float32]
+            wide = {name: moments.widened_state(at, name) for name in narrow}
+            _update({**at, **wide}, rule, scale, noise, first)
+            words = moments.words_of(rule.states, state_noise if narrow else None, first, at["weight"])
+            for name in narrow:
+                moments.narrow_state(wide[name], at, name, words[name])
 
 
 def _update(at: dict[str, Tensor], rule: Rule, scale: float | None, noise: Noise | None, first: int) -> None:
@@ -105,7 +114,4 @@ def _momentum(at: dict[str, Tensor], gradient: Tensor, rule: Rule, scratch: Tens
 
 def round_stochastically(values: Tensor, noise: Noise, first: int) -> Tensor:
     """fp32 → bf16, up or down with probabilities that keep the mean. first: the number of the first element."""
-    words = random_bits(noise, first, values.numel(), values.device) & 0xFFFF
-    words += values.view(torch.int32)
-    words &= -0x10000
-    return torch.where(torch.isfinite(values), words.view(torch.float32), values).bfloat16()
+    return moments.rounded(values, random_bits(noise, first, values.numel(), values.device) & 0xFFFF)

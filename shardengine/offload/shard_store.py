@@ -12,7 +12,7 @@ whoever is given the tensors next waits for it, but for a reader who says that i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -53,8 +53,8 @@ class ShardStore(ABC):
         """Keep copies of ``tensors``, too: flat, of one length, new names."""
 
     @abstractmethod
-    def add_zeros(self, names: Sequence[str], length: int) -> None:
-        """Keep fp32 zeros, too."""
+    def add_zeros(self, forms: Forms) -> None:
+        """Keep zeros, too: new names."""
 
     @abstractmethod
     def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
@@ -133,9 +133,9 @@ class MemoryStore(ShardStore):
             self._tensors[name] = self._new(tensor.numel(), tensor.dtype).copy_(tensor)
         self._count(tensors)
 
-    def add_zeros(self, names: Sequence[str], length: int) -> None:
+    def add_zeros(self, forms: Forms) -> None:
         """See ``ShardStore``."""
-        zeros = {name: self._new(length, torch.float32).zero_() for name in names}
+        zeros = {name: self._new(length, dtype).zero_() for name, (length, dtype) in forms.items()}
         self._tensors |= zeros
         self._count(zeros)
 

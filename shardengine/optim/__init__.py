@@ -3,6 +3,7 @@
 arithmetic         how elements are stepped: the seam; what the kernels declare
 elementwise        a class of torch's or of the user's, on slices of parameters
 probe              whether a class can be stepped so
+needs              what an optimizer needs of a layout
 muon               Muon's arithmetic, which needs whole matrices
 muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
 matrices           whole matrices out of slices: owners, batches, messages
@@ -23,12 +24,13 @@ Must not know: stages, checkpoints, the engine.
 from __future__ import annotations
 
 from shardengine.optim import lr_schedules
-from shardengine.optim.arithmetic import Needs, check_options
+from shardengine.optim.arithmetic import check_options
 from shardengine.optim.averages import AVERAGE
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.optim.matrices import Plan as MatrixPlan
 from shardengine.optim.muon_with_adamw import MuonWithAdamW, hidden_matrices
+from shardengine.optim.needs import Needs
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
 from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict

@@ -7,18 +7,19 @@ Must not know: buckets, which parameters were used, the norm.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Rule, Span, Spans
+from shardengine.kernels import STATE_NAMES, Noise, Rule, Span, Spans, StateForm, state_forms
 from shardengine.sharding import Layout
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
 """Options of torch's classes that the kernels do not have."""
+_OF_STATES = 0x5741_5445  # so that what rounds states has other random bits than what rounds weights
 DECOUPLED = "decoupled_weight_decay"
 """The option of torch's Adam and AdamW that says how weights decay."""
 
@@ -58,11 +59,13 @@ class Arithmetic:
     """Whether an action needs spans that are of single parameters, with their numbers."""
     keeps_facts = False
     """Whether it keeps something of parameters as a whole, or would."""
+    draws = False
+    """Whether its states are rounded with random bits, for which spans are of single parameters, with their numbers."""
     waits = False
     """Whether the host must know before a step whether it is applied."""
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
-        """What it keeps of each element, in fp32. scheduled: a scheduler may yet change the options of ``groups``."""
+        """What it keeps of each element. scheduled: a scheduler may yet change the options of ``groups``."""
         raise NotImplementedError
 
     def family(self, group: Mapping[str, Any]) -> int:
@@ -73,6 +76,14 @@ class Arithmetic:
         """Whether torch's class has the engine's count of a parameter's steps among its states of ``group``, as
         "step"."""
         return False
+
+    def kernel_of(self, group: Mapping[str, Any]) -> str | None:
+        """The kind of the kernels' update that steps ``group``; None: another class does."""
+        return None
+
+    def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
+        """What is stored for those ``states``, by name."""
+        return state_forms(states, "fp32")
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """Of step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
@@ -135,52 +146,31 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What an optimizer needs of a layout. families: of each group, as ``Arithmetic.family`` · states: of each family,
-    the names of what is kept of an element, in fp32 · whole: of each group, whether it is stepped by whole matrices.
-    """
-
-    families: tuple[int, ...] = ()
-    states: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    whole: tuple[bool, ...] = ()
-
-    @classmethod
-    def of(
-        cls, arithmetic: Arithmetic, groups: list[dict[str, Any]], beside: Sequence[str], *, scheduled: bool = False
-    ) -> Needs:
-        """beside: the names of what is kept beside the optimizer's states · scheduled: as in ``state_names``."""
-        families = tuple(arithmetic.family(group) for group in groups)
-        states = {}
-        for family in families:
-            alike = [group for group, its in zip(groups, families, strict=True) if its == family]
-            states[family] = (*arithmetic.state_names(alike, scheduled=scheduled), *beside)
-        return cls(families, states, tuple(arithmetic.on_matrix(group) is not None for group in groups))
-
-    def bytes_of(self, family: int) -> int:
-        """Bytes of state per element of ``family``, without master weights."""
-        return 4 * len(self.states.get(family, ()))
-
-
-@dataclass(frozen=True)
 class KernelAction:
-    """An update of the kernels."""
+    """An update of the kernels. noise, state_noise: as in ``kernels.update``."""
 
     rule: Rule
     noise: Noise | None
+    state_noise: Noise | None = None
 
     def __call__(
         self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
         """See ``Action``."""
-        kernels.update(flats, spans, self.rule, noise=self.noise, factor=factor, skip=skip)
+        kernels.update(
+            flats, spans, self.rule, noise=self.noise, state_noise=self.state_noise, factor=factor, skip=skip
+        )
 
 
 class Declared(Arithmetic):
     """The kernels': AdamW, Adam, SGD and Lion."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: a key of STATE_NAMES."""
+    def __init__(self, kind: str, kept_in: str = "fp32", seed: int = 0) -> None:
+        """kind: a key of STATE_NAMES · kept_in: in what states are kept, a key of KEPT_IN · seed: of their rounding."""
         self.kind = kind
+        self.kept_in = kept_in
+        self._seed = seed ^ _OF_STATES
+        self.draws = kept_in != "fp32"
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
         """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
@@ -191,10 +181,19 @@ class Declared(Arithmetic):
         """See ``Arithmetic``."""
         return self.kind not in ("SGD", "Lion")
 
+    def kernel_of(self, group: Mapping[str, Any]) -> str | None:
+        """See ``Arithmetic``."""
+        return self.kind
+
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """See ``Arithmetic``."""
         noise = None if seed is None else Noise(seed, step)
-        return KernelAction(kernels.rule_for(self.kind, group, step), noise)
+        state_noise = Noise(self._seed, step) if self.draws else None
+        return KernelAction(kernels.rule_for(self.kind, group, step), noise, state_noise)
+
+    def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
+        """See ``Arithmetic``."""
+        return state_forms(states, self.kept_in)
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """See ``Arithmetic``."""

@@ -2,10 +2,10 @@
 
 Known by the name of their class; nothing of them is imported. Must not know: shards, the step.
 
-[Note: The same arithmetic] AdamW with states of 8 bits is AdamW with fewer digits: it is stepped with fp32 states,
-which take 8 bytes per parameter over all ranks together instead of 2 on each. What these libraries call Adam decays
-weights as Adam does in some of them and as AdamW in others: it is known without weight decay alone, or where its
-``adam_w_mode`` says which of the two it is.
+[Note: The same arithmetic] AdamW with states of 8 bits is AdamW with fewer digits: it is stepped with states of 8 bits
+in the engine's own code, whose bits no stage changes (``kernels.moments``); with 4 bits or fp8, in fp32. What these
+libraries call Adam decays weights as Adam does in some of them and as AdamW in others: it is known without weight decay
+alone, or where its ``adam_w_mode`` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engin
 _MATRICES = "it looks at whole matrices, of which a rank has slices"
 _ADVICE = {
     "Adafactor": f"{_MATRICES}: use AdamW with offload_optimizer, which needs no more memory on the device",
-    "Muon": f"{_MATRICES}: use torch.optim.Muon", "Shampoo": _MATRICES, "SOAP": _MATRICES, "GaLoreAdamW": _MATRICES, "GaLoreAdamW8bit": _MATRICES,
+    "Muon": f"{_MATRICES}: use torch.optim.Muon",
+    "Shampoo": _MATRICES, "SOAP": _MATRICES, "GaLoreAdamW": _MATRICES, "GaLoreAdamW8bit": _MATRICES,
     "APOLLOAdamW": _MATRICES, "LBFGS": "it evaluates the loss several times per step",
     "LOMO": "it steps while backward runs: use SGD, with offload_optimizer if memory is short",
     "AdaLomo": "it steps while backward runs: use AdamW with offload_optimizer",
 }  # fmt: skip
 
 
-def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
-    """(the kind whose arithmetic it has, a sentence of what is different); None: it is not known, or has another."""
+def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str, str] | None:
+    """(the kind whose arithmetic it has, in what it keeps states, a sentence of what is different); None: it is not
+    known, or has another."""
     made_by, name = type(optimizer), type(optimizer).__name__
     library, groups = made_by.__module__.split(".")[0], optimizer.param_groups
     if library not in _LIBRARIES or not all(group.get("bias_correction", True) for group in groups):
@@ -55,10 +57,13 @@ def recognise(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
         kind = "Adam"
     else:
         return None
-    states = _STATES.get(name, "its states")
-    return kind, (
-        f"optimizer {library}.{name} is stepped as {kind} in the engine's own kernels; {states} are kept in fp32, "
-        "sharded"
+    states, kept_in = _STATES.get(name, "its states"), "8bit" if name.endswith("8bit") else "fp32"
+    kept = "in 8 bits of the engine's own code" if kept_in == "8bit" else "in fp32"
+    return (
+        kind,
+        kept_in,
+        f"optimizer {library}.{name} is stepped as {kind} in the engine's own kernels; {states} are kept {kept}, "
+        "sharded",
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.errors import UsageError
-from shardengine.kernels import Noise, Span, Spans, round_stochastically
+from shardengine.kernels import Noise, Span, Spans, StateForm, round_stochastically, state_forms
 from shardengine.optim.arithmetic import UPDATE, Action, Arithmetic, Declared, OnMatrix
 from shardengine.sharding import Layout
 
@@ -98,6 +98,7 @@ class Muon(Arithmetic):
         """rest: AdamW's, where nothing else is said · of_muon, of_rest: options of new groups, where not torch's."""
         self.kind = KIND
         self._rest = rest or Declared("AdamW")
+        self.draws = self._rest.draws
         self._defaults = {True: of_muon, False: of_rest}
         self._numbers: list[int] = []
         self._shapes: list[tuple[int, ...]] = []
@@ -115,6 +116,16 @@ class Muon(Arithmetic):
     def counts_steps(self, group: Mapping[str, Any]) -> bool:
         """See ``Arithmetic``. Muon keeps none."""
         return not uses_muon(group) and self._rest.counts_steps(group)
+
+    def kernel_of(self, group: Mapping[str, Any]) -> str | None:
+        """See ``Arithmetic``."""
+        return None if uses_muon(group) else self._rest.kind
+
+    def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
+        """See ``Arithmetic``. Momentum is kept in fp32, whatever is said of the rest."""
+        names = list(states)
+        found = state_forms([MOMENTUM], "fp32") if MOMENTUM in names else {}
+        return found | self._rest.forms(name for name in names if name != MOMENTUM)
 
     def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
         """See ``Arithmetic``."""

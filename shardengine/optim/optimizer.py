@@ -36,12 +36,13 @@ from torch import Tensor
 from shardengine import kernels
 from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import Spans
+from shardengine.kernels import Spans, StateForm, narrow_state, widened_state
 from shardengine.offload import HOST
 from shardengine.optim import matrices, torch_hooks
-from shardengine.optim.arithmetic import Action, Arithmetic, Needs
+from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
+from shardengine.optim.needs import Forms, Needs, stored_forms
 from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
@@ -92,10 +93,9 @@ class OptimizerForm(NamedTuple):
 
     def needs(self, *, scheduled: bool, averages: bool) -> Needs:
         """What it needs of a layout. scheduled: there is a learning-rate scheduler · averages: of weights are kept."""
-        beside = [AVERAGE] if averages else []
         if self.arithmetic is None:
             return Needs()
-        return Needs.of(self.arithmetic, self.groups, beside, scheduled=scheduled)
+        return Needs.of(self.arithmetic, self.groups, averages=averages, scheduled=scheduled)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def begin(self) -> None:
         """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
         for state in self._reducer.buckets:
-            state.bucket.begin_states(self.names_in(state.bucket))
+            state.bucket.begin_states(self.forms_in(state.bucket))
 
     def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._steps = steps
         buckets = [state.bucket for state in reducer.buckets]
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
-        numbered = self.settings.seed is not None or self.arithmetic.by_parameter
+        numbered = self.rounds_at_random or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun)
         state = buckets[0].state if buckets else Placement.REPLICATED
@@ -205,11 +205,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def needs(self) -> Needs:
         """What it needs of a layout."""
-        return Needs.of(self.arithmetic, self.param_groups, [AVERAGE] if self.averages else [])
+        return Needs.of(self.arithmetic, self.param_groups, averages=self.averages)
 
-    def names_in(self, bucket: Bucket) -> tuple[str, ...]:
-        """The states that ``bucket`` begins with."""
-        return self.needs.states.get(bucket.flat_buffer.layout.family, ())
+    def forms_in(self, bucket: Bucket) -> Forms:
+        """What ``bucket`` stores of each element, by name."""
+        return self.needs.forms.get(bucket.flat_buffer.layout.family, {})
 
     def names_for(self, *groups: dict[str, Any]) -> tuple[str, ...]:
         """What is kept of each element with the options of ``groups``."""
@@ -381,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""
-        return set(self.names_in(bucket)) - bucket.state_store.sizes.keys()
+        return set(self.forms_in(bucket)) - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(self._action(label), spans) for label, spans in spans_of.items()]
@@ -610,6 +610,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             """AttributeError says what to call instead of what another engine's optimizer has."""
             return read_from_optimizer(self, name)
 
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether a step of a parameter draws random bits, which its step count is part of the key of."""
+        return self.settings.seed is not None or self.arithmetic.draws
+
+    @property
+    def forms(self) -> dict[str, StateForm]:
+        """How ``state_names`` are stored, by the names of what is stored."""
+        return stored_forms(self.arithmetic, self.state_names)
+
     def state_bytes(self) -> Counter[str]:
         """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
         found: Counter[str] = Counter()
@@ -662,19 +672,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scheduler.optimizer._opt_called = True
 
     def held(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
-        """What this rank steps of ``bucket``: "weight" (the master, where there is one) and the states.
+        """What this rank steps of ``bucket``: "weight" (the master, where there is one) and the states, in fp32.
 
-        writable: to be written to, too; otherwise that may be lost.
+        writable: to be written to, too, and then given to ``keep``; otherwise that may be lost.
         """
+        stored = self.stored(bucket, writable=writable)
+        return {
+            name: flat if name in (WEIGHT, AVERAGE) else widened_state(stored, name)
+            for name, flat in stored.items()
+            if name in (WEIGHT, *self.state_names)
+        }
+
+    def keep(self, bucket: Bucket, held: Mapping[str, Tensor]) -> None:
+        """What was written to a bucket's ``held`` is kept; states that are not kept in fp32 are rounded to nearest."""
+        stored = self.stored(bucket, writable=True)
+        for name in held.keys() - {WEIGHT, AVERAGE}:
+            if stored[name] is not held[name]:
+                narrow_state(held[name], stored, name)
+
+    def stored(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
+        """As ``held``, but states as they are stored, by the names in ``forms``."""
         states = dict(bucket.state_store.tensors(writable=writable))
         if bucket.has_master:
             return {WEIGHT: states.pop(MASTER), **states}
         return {WEIGHT: bucket.stepped_weights(writable=writable), **states}
 
     def parameter_state(self, *, writable: bool = False) -> Iterator[FlatSlice]:
-        """What this rank holds of every bucket, as ``held``."""
+        """What this rank holds of every bucket, as ``stored``."""
         for bucket in (state.bucket for state in self._reducer.buckets):
-            held = self.held(bucket, writable=writable)
+            held = self.stored(bucket, writable=writable)
             yield from slices_of(self._layout, bucket.layout, bucket.state_interval, held)
 
     def _counted(self, parameter: int) -> int | None:

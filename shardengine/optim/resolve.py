@@ -13,36 +13,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardengine.config import OptimizerConfig
+from shardengine.config import Config, OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
 from shardengine.optim import foreign, muon_with_adamw, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
-from shardengine.optim.muon import KIND, USES_MUON, Muon
+from shardengine.optim.muon import KIND, USES_MUON, Muon, uses_muon
 from shardengine.optim.muon_with_adamw import MuonWithAdamW
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
+_IN_8_BITS = "8bit"
+"""What names in a config end with of optimizers that keep their states so."""
 _OWN: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
 _DECLARED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", Lion: "Lion", CPUAdam: "AdamW",
 }  # fmt: skip
 
 
-def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
+def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed: int = 0) -> tuple[Arithmetic, str]:
     """How ``optimizer``'s elements are stepped, and what is different about it, a sentence, "" where nothing is.
 
     By the declared arithmetic where that is its, otherwise by its own class, which is tried first: ``UsageError`` where
-    it cannot work on slices of parameters.
+    it cannot work on slices of parameters. kept_in, seed: of states, as in ``Declared``.
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
     if type(optimizer) in (torch.optim.Muon, MuonWithAdamW):
         if optimizer.state:
             raise probe.already_stepped(name)
-        return Muon(), ""
+        if kept_in != "fp32" and all(map(uses_muon, optimizer.param_groups)):
+            raise UsageError(
+                f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose momentum is kept in fp32, got '
+                f'"{kept_in}"'
+            )
+        return Muon(Declared("AdamW", kept_in, seed)), _told(kept_in)
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
-        kind, notice = found
+        kind, own, notice = found
+        kept_in = own if kept_in == "fp32" else kept_in
     if kind is None and foreign.is_of_library(optimizer):
         reason = foreign.advice_for(optimizer) or "with its options, or at all, it is none that the engine knows"
         raise UsageError(
@@ -50,12 +58,17 @@ def arithmetic_of(optimizer: torch.optim.Optimizer) -> tuple[Arithmetic, str]:
             f"each element from that element alone; {reason}"
         )
     if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
+        if kept_in != "fp32":
+            raise UsageError(
+                f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose class keeps its states itself, '
+                f'got "{kept_in}"; AdamW, Adam, SGD with momentum and Lion have their states in fewer bytes'
+            )
         return probe.elementwise(optimizer, name, foreign.advice_for(optimizer)), ""
     if optimizer.state:
         raise probe.already_stepped(name)
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
-    return Declared(kind), notice
+    return Declared(kind, kept_in, seed), notice
 
 
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:
@@ -64,14 +77,13 @@ def name_of(made_by: type[torch.optim.Optimizer]) -> str:
     return f"torch.optim.{made_by.__name__}" if public else f"{made_by.__module__}.{made_by.__qualname__}"
 
 
-def groups_for(
-    model: nn.Module, config: OptimizerConfig | None, given: Any, model_parameters: Iterable[Any] | None
-) -> OptimizerForm:
+def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: Iterable[Any] | None) -> OptimizerForm:
     """The optimizer that ``initialize`` was given, in any form.
 
     given: an optimizer, Muon's and AdamW's in a list, a function from a list of parameters to one, or None (from
     ``config``).
     """
+    named = config.optimizer
     chosen = (
         list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
     )
@@ -81,20 +93,21 @@ def groups_for(
                 "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups"
             )
         if not isinstance(given, torch.optim.Optimizer):
-            return _form_of_two(model, given)
+            return _form_of_two(model, given, config)
         optimizer = given
-    elif not chosen and (given is not None or config is not None):
+    elif not chosen and (given is not None or named is not None):
         raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
     elif given is not None:
         optimizer = given(chosen)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
-    elif config is not None:
-        optimizer = _made_by_name(config, model, chosen)
+    elif named is not None:
+        optimizer = _made_by_name(named, model, chosen)
     else:
         return OptimizerForm(None, [], {})
     _check_groups(model, optimizer.param_groups)
-    arithmetic, notice = arithmetic_of(optimizer)
+    by_name = "8bit" if given is None and named is not None and named.type.endswith(_IN_8_BITS) else None
+    arithmetic, notice = arithmetic_of(optimizer, by_name or config.data_types.optimizer_state_dtype, config.seed)
     return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
 
 
@@ -104,7 +117,7 @@ def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
 
 
-def _form_of_two(model: nn.Module, given: Sequence[Any]) -> OptimizerForm:
+def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> OptimizerForm:
     """Of torch's Muon and of the optimizer of the rest, in a list. Their groups, which stay their own, say from now on
     who steps them."""
     muons = [each for each in given if type(each) is torch.optim.Muon]
@@ -116,7 +129,8 @@ def _form_of_two(model: nn.Module, given: Sequence[Any]) -> OptimizerForm:
             "one engine has one optimizer, with several groups where that is wanted"
         )
     muon, other = muons[0], others[0]
-    (rest, _), _ = arithmetic_of(other), arithmetic_of(muon)
+    kept_in = config.data_types.optimizer_state_dtype
+    (rest, _), _ = arithmetic_of(other, kept_in, config.seed), arithmetic_of(muon)
     if not isinstance(rest, Declared):
         raise UsageError(
             f"initialize: beside Muon {name_of(type(other))} is expected without amsgrad, capturable and differentiable"
@@ -130,14 +144,20 @@ def _form_of_two(model: nn.Module, given: Sequence[Any]) -> OptimizerForm:
             group[USES_MUON] = each is muon
             groups.append(group)
     _check_groups(model, groups)
-    return OptimizerForm(Muon(rest, dict(muon.defaults), dict(other.defaults)), groups, {})
+    return OptimizerForm(Muon(rest, dict(muon.defaults), dict(other.defaults)), groups, {}, _told(kept_in))
+
+
+def _told(kept_in: str) -> str:
+    """What is different where states of AdamW are kept in another dtype."""
+    return "" if kept_in == "fp32" else f'Muon: its momentum is kept in fp32, what AdamW keeps beside it in "{kept_in}"'
 
 
 def _made_by_name(config: OptimizerConfig, model: nn.Module, chosen: list[Any]) -> torch.optim.Optimizer:
     """What the config's ``type`` names, over ``chosen``."""
     if config.type == KIND:
         return muon_with_adamw.from_config(model, chosen, config.params)
-    made_by: type[torch.optim.Optimizer] = _OWN.get(config.type) or getattr(torch.optim, config.type)
+    name = config.type.removesuffix(_IN_8_BITS)
+    made_by: type[torch.optim.Optimizer] = _OWN.get(name) or getattr(torch.optim, name)
     return made_by(chosen, **config.params)
 
 

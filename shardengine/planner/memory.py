@@ -40,7 +40,7 @@ class Footprint:
     layout: Layout
     precision: Precision
     rules: Rules
-    state: Callable[[int], int]
+    state: Callable[[int], float]
     micro_batches: int
     prefetch: int
     outside: int

@@ -9,11 +9,12 @@ backward. It is replaced where it must be left to somebody else: to a view outsi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from shardengine.kernels import StateForm
 from shardengine.offload import Done, Homes, MemoryStore, Platform, ShardStore, Tier, host_copy
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, ParameterSpec
 from shardengine.sharding.poison import Elsewhere, hide, poison
@@ -87,9 +88,10 @@ class Bucket:
         stepped = full if self.state is Placement.REPLICATED else self.own_slice(full)
         self.state_store.add({MASTER: stepped.to(dtype)})
 
-    def begin_states(self, names: Sequence[str]) -> None:
+    def begin_states(self, forms: Mapping[str, StateForm]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""
-        self.state_store.add_zeros(names, self.layout.elements(self.state))
+        count = self.layout.elements(self.state)
+        self.state_store.add_zeros({name: (form.length(count), form.dtype) for name, form in forms.items()})
 
     def own_slice(self, full: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's full length."""

@@ -24,13 +24,15 @@ class FlatSlice(NamedTuple):
     """Elements [first, end) of a tensor of parameter ``name``, in memory order. values: a view of them, flat.
 
     key: which of its tensors, "weight", "gradient", "master" or the name of an optimizer state; "buffer" for one of a
-    module's, which alone keeps its shape and is never cut.
+    module's, which alone keeps its shape and is never cut · per: elements of the parameter for each of these elements,
+    which is more than 1 for the scales of blocks.
     """
 
     name: str
     key: str
     first: int
     values: Tensor
+    per: int = 1
 
     @property
     def end(self) -> int:
@@ -40,17 +42,27 @@ class FlatSlice(NamedTuple):
     def cut(self, first: int, end: int) -> FlatSlice:
         """Those of its elements that lie in [first, end): there may be none."""
         first, end = max(first, self.first), min(end, self.end)
-        return FlatSlice(self.name, self.key, first, self.values[first - self.first : max(end - self.first, 0)])
+        values = self.values[first - self.first : max(end - self.first, 0)]
+        return FlatSlice(self.name, self.key, first, values, self.per)
+
+    def share(self, first: int, end: int) -> FlatSlice:
+        """What belongs to elements [first, end) of the parameter, of which no block is cut."""
+        return self.cut(first // self.per, -(-end // self.per))
 
 
 def slices_of(
     layout: Layout, bucket: BucketLayout, interval: tuple[int, int], tensors: Mapping[str, Tensor]
 ) -> Iterator[FlatSlice]:
-    """What ``tensors`` by key hold, each of which lies in ``interval`` (flat buffer coordinates) of ``bucket``."""
+    """What ``tensors`` by key hold, each of which lies in ``interval`` (flat buffer coordinates) of ``bucket``; of one
+    that has fewer elements, each is for so many of them."""
+    whole = interval[1] - interval[0]
+    pers = {key: whole // max(flat.numel(), 1) for key, flat in tensors.items()}
     for piece in layout.pieces_within(bucket, interval):
         start, end = piece.start - interval[0], piece.end - interval[0]
+        name = layout.parameters[piece.parameter].name
         for key, flat in tensors.items():
-            yield FlatSlice(layout.parameters[piece.parameter].name, key, piece.offset, flat[start:end])
+            per = pers[key]
+            yield FlatSlice(name, key, piece.offset // per, flat[start // per : -(-end // per)], per)
 
 
 class Targets:

@@ -18,8 +18,9 @@ Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elemen
 [Note: Alignment] Every parameter, slice and bucket starts at a multiple of 16 elements, and of as many bytes as the
 device's libraries look at in an address (``Platform.alignment``: 64 on a CPU). Fused CPU optimizer kernels and small
 matrix products give other bits in their scalar tails and at other offsets, and cuBLAS may choose another algorithm, so
-alignment is what makes results independent of the layout. Padding is zero, belongs to the layout, and is counted in
-every formula.
+alignment is what makes results independent of the layout. Where states are kept in blocks of 256 elements with a scale
+each, what is trainable starts at multiples of 256, so that no cut goes through a block. Padding is zero, belongs to the
+layout, and is counted in every formula.
 """
 
 from __future__ import annotations
@@ -297,6 +298,7 @@ def build(
     ranks: int,
     bucket_elements: int,
     align_bytes: int = ALIGN_BYTES,
+    align_elements: int = ALIGN_ELEMENTS,
     families: Sequence[int] = (),
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
@@ -305,6 +307,7 @@ def build(
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
     is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
+    align_elements: what is trainable starts at multiples of so many, where states are kept in blocks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
@@ -317,7 +320,7 @@ def build(
             family = families[specs[i].group] if families and specs[i].is_stepped else 0
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
-            align = alignment(itemsize, align_bytes)
+            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]

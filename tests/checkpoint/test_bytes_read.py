@@ -112,7 +112,7 @@ def loads(folder: str, stage: str, trained: bool) -> dict[str, Any]:
     reads: dict[str, list[Read]] = {}
     with listening(reads):
         engine.load_checkpoint(folder)
-    held = [values for *_, values in engine.optimizer.parameter_state()]
+    held = [part.values for part in engine.optimizer.parameter_state()]
     found = {"reads": reads, "stepped": sum(values.nbytes for values in held)}
     engine.close()
     return found
@@ -205,8 +205,8 @@ def costs(folder: str, stage: str, what: str) -> int:
     config = cases.config_of(stage, zero={"reduce_bucket_size": bucket}, **low)
     engine = cases.make_engine(Tower(WIDTH, LAYERS), config, None if what == "convert" else "AdamW")
     with torch.no_grad():
-        for *_, values in () if engine.optimizer is None else engine.optimizer.parameter_state():
-            values.fill_(0.5)  # so that their memory is there
+        for part in () if engine.optimizer is None else engine.optimizer.parameter_state():
+            part.values.fill_(0.5)  # so that their memory is there
     if what == "save":
         found = growth(lambda: engine.save_checkpoint(folder))
     else:

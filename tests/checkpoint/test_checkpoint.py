@@ -146,13 +146,13 @@ def saves(folder: str, stage: str = "3", count: int = 1) -> None:
 def refusal(folder: str, stage: str = "3", model: str = "mlp", kind: str = "AdamW") -> tuple[str, bool]:
     """The message of a load that fails, and whether the engine was left as it was."""
     engine = make(model, kind, stage)
-    before = [values.clone() for *_, values in engine.optimizer.parameter_state()]
+    before = [part.values.clone() for part in engine.optimizer.parameter_state()]
     try:
         engine.load_checkpoint(folder)
         text = "no error"
     except ShardEngineError as error:
         text = str(error)
-    same = all(torch.equal(a, b) for a, (*_, b) in zip(before, engine.optimizer.parameter_state(), strict=True))
+    same = all(torch.equal(a, b.values) for a, b in zip(before, engine.optimizer.parameter_state(), strict=True))
     engine.close()
     return text, same
 

@@ -25,7 +25,8 @@ FROZEN = {
         activation_checkpointing.cpu_offload activation_checkpointing.enabled
         bf16.auto_cast bf16.enabled bf16.master_weights bf16.stochastic_rounding broadcast_buffers checkpoint.async_save
         checkpoint.keep_last ema.decay
-        communication_data_type data_types.grad_accum_dtype data_types.reduce_dtype debug
+        communication_data_type data_types.grad_accum_dtype data_types.optimizer_state_dtype data_types.reduce_dtype
+        debug
         fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
         fp16.loss_scale_window fp16.min_loss_scale
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op

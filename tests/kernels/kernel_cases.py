@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.kernels import Noise, Rule, Spans, compression, reference, reference_update
+from shardengine.kernels import Noise, Rule, Spans, compression, moments, reference, reference_update
 from shardengine.kernels import triton as kernels
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -180,6 +180,8 @@ class Step:
     noise: Noise | None = None
     special: bool = True
     offset: int = 0
+    states: torch.dtype = FP32
+    state_noise: Noise | None = None
 
 
 def check_update(device: torch.device, case: Step) -> None:
@@ -192,23 +194,31 @@ def check_update(device: torch.device, case: Step) -> None:
     flats |= {name: numbers(length, 3 + i, special=case.special) for i, name in enumerate(case.rule.states)}
     if "exp_avg_sq" in flats:
         flats["exp_avg_sq"].abs_()
+    for name in case.rule.states if case.states is not FP32 else ():
+        values, flats[name] = flats[name], torch.zeros(length, dtype=case.states)
+        if case.states is torch.uint8:
+            flats[name + moments.SCALE] = torch.zeros(-(-length // moments.BLOCK))
+        moments.narrow_state(values, flats, name)
     if case.low is not None:
         flats["low"] = numbers(length, 8, case.low)
     before = {name: flat.clone() for name, flat in flats.items()}
     there = {name: placed(flat, device, case.offset) for name, flat in flats.items()}
     factor = None if case.factor is None else torch.tensor(case.factor)
     skip = None if case.skip is None else torch.tensor(case.skip)
-    reference_update.update(flats, case.spans, case.rule, factor=factor, skip=skip, noise=case.noise)
+    reference_update.update(
+        flats, case.spans, case.rule, factor=factor, skip=skip, noise=case.noise, state_noise=case.state_noise
+    )
     kernels.update(
         there, case.spans, case.rule, factor=None if factor is None else factor.to(device),
-        skip=None if skip is None else skip.to(device), noise=case.noise,
+        skip=None if skip is None else skip.to(device), noise=case.noise, state_noise=case.state_noise,
     )  # fmt: skip
     outside = torch.ones(length, dtype=torch.bool)
     for span in case.spans:
         outside[span.start : span.end] = False
     for name, expected in flats.items():
         assert_same(there[name], expected, (name, case))
-        assert_same(there[name].cpu()[outside], before[name][outside], (f"{name} outside of the spans", case))
+        if not name.endswith(moments.SCALE):
+            assert_same(there[name].cpu()[outside], before[name][outside], (f"{name} outside of the spans", case))
         assert (around(there[name], case.offset) == 7).all()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardengine.kernels import Noise, Rule, Spans, reference_update, rule_for
+from shardengine.kernels import Noise, Rule, Spans, moments, reference_update, rule_for
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -84,6 +85,22 @@ def some_case(seed: int, length: int, kind: str | None = None) -> Case:
     if dtypes["weight"] is torch.bfloat16 and chance.random() < 0.6:
         options["noise"] = Noise(chance.randrange(2**63), chance.randrange(2**40))
     return Case(flats, some_spans(chance, length), rule, options)
+
+
+def narrowed(case: Case, dtype: torch.dtype, *, at_random: bool) -> Case:
+    """The same with states in ``dtype``, bf16 or uint8, and spans that begin where blocks do."""
+    flats = dict(case.flats)
+    length = flats["weight"].numel()
+    for name in case.rule.states:
+        values, flats[name] = flats[name], torch.empty(length, dtype=dtype)
+        if dtype is torch.uint8:
+            flats[name + moments.SCALE] = torch.empty(-(-length // moments.BLOCK))
+        moments.narrow_state(values, flats, name)
+    edges = sorted({edge - edge % moments.BLOCK for span in case.spans for edge in span[:2]} | {length})
+    first = case.spans[0].first - case.spans[0].start if case.spans else 0
+    spans = Spans((start, end, first + start) for start, end in itertools.pairwise(edges))
+    noise = {"state_noise": Noise(11, 3)} if at_random else {}
+    return Case(flats, spans if dtype is torch.uint8 else case.spans, case.rule, case.options | noise)
 
 
 def plain_case(kind: str, length: int) -> Case:

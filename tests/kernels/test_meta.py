@@ -102,6 +102,7 @@ def test_a_call_on_meta_has_the_results_of_a_real_one(number: int) -> None:
 
 X, Y, SHORT = torch.ones(8), torch.ones(8, device=META), torch.ones(4, device=META)
 ALL = {name: torch.ones(8, device=META) for name in ("weight", "gradient", *STATES)}
+CODED = ALL | {"exp_avg": Y.byte(), "exp_avg_scale": Y[:1].clone()}
 WHOLE = Spans([(0, 8)])
 
 
@@ -119,7 +120,10 @@ WHOLE = Spans([(0, 8)])
         (lambda: kernels.sum_of_squares(Y.view(2, 4)), "tensor to be a flat"),
         (lambda: kernels.update({"weight": Y, "gradient": Y}, WHOLE, ADAM), "expected exp_avg, exp_avg_sq among"),
         (lambda: kernels.update(ALL | {"gradient": SHORT}, WHOLE, ADAM), "tensors of one length"),
-        (lambda: kernels.update(ALL | {"exp_avg": Y.bfloat16()}, WHOLE, ADAM), "exp_avg in fp32"),
+        (lambda: kernels.update(ALL | {"exp_avg": Y.half()}, WHOLE, ADAM), "exp_avg in fp32, bf16 or uint8"),
+        (lambda: kernels.update(ALL | {"exp_avg": Y.byte()}, WHOLE, ADAM), "expected exp_avg_scale among"),
+        (lambda: kernels.update(CODED | {"exp_avg_scale": Y}, WHOLE, ADAM), "exp_avg_scale to have 1 elements"),
+        (lambda: kernels.update(CODED, Spans([(1, 8)]), ADAM), "begin at multiples of 256"),
         (lambda: kernels.update(ALL, Spans([(4, 9)]), ADAM), "spans inside of 8 elements"),
         (lambda: kernels.update(ALL, WHOLE, ADAM, skip=Y), "skip to be 0-dim"),
         (lambda: kernels.compress(Y, "int8", saturated=torch.ones((), device=META)), "saturated to be 0-dim"),

@@ -20,6 +20,7 @@ from tests.kernels.native_cases import (
     SPECIAL_BITS,
     Case,
     drawn,
+    narrowed,
     plain_case,
     referred,
     same,
@@ -99,6 +100,28 @@ def test_an_update_with_any_options_dtypes_values_and_spans_has_the_bits_of_the_
 ) -> None:
     for seed in range(start, start + 100):
         check_update(some_case(seed, 1300 + seed % 37))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("start", range(0, 120, 40))
+def test_states_in_fewer_bytes_have_the_bits_of_the_reference(forced: str, dtype: torch.dtype, start: int) -> None:
+    for seed in range(start, start + 40):
+        check_update(narrowed(some_case(seed, 1300 + seed % 37), dtype, at_random=seed % 4 != 0))
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_threads_change_no_bit_of_states_in_blocks(forced: str, threads: Any, kind: str) -> None:
+    """Where the work of a thread ends within a block, the block is the other one's."""
+    case = narrowed(plain_case(kind, LONG), torch.uint8, at_random=True)
+    case = case._replace(spans=Spans([(0, 256 * 7 + 5, 9), (256 * 8, LONG - 3, 2**32 - 77)]))
+    results = []
+    for count in (1, 2, 4):
+        threads(count)
+        flats = {name: flat.clone() for name, flat in case.flats.items()}
+        native.update(flats, case.spans, case.rule, **case.options)
+        results.append(flats)
+    for flats in results[1:]:
+        assert all(same(flats[name], results[0][name]) for name in flats)
 
 
 def test_the_cases_reach_every_option() -> None:

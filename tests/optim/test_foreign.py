@@ -31,9 +31,10 @@ def made(place: str, model: Any, **options: Any) -> torch.optim.Optimizer:
     return Foreign(model.parameters())
 
 
-def trained(optimizer: Any) -> list[Any]:
+def trained(optimizer: Any, kept_in: str = "fp32") -> list[Any]:
     model = cases.make_mlp()
-    engine = shardengine.initialize(model, cases.config_of("2"), optimizer=optimizer(model))
+    config = cases.config_of("2", data_types={"optimizer_state_dtype": kept_in})
+    engine = shardengine.initialize(model, config, optimizer=optimizer(model))
     kind = engine.optimizer.kind if engine.optimizer is not None else ""
     for step in range(2):
         engine.backward(cases.loss_of(engine, step, 0, 0))
@@ -74,12 +75,14 @@ def test_it_is_stepped_as_what_it_computes(
         return of_torch(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=decay)
 
     with caplog.at_level(logging.WARNING, logger="shardengine"):
-        found, expected = trained(foreign), trained(own)
+        kept_in = "8bit" if place.endswith("8bit") else "fp32"
+        found, expected = trained(foreign), trained(own, kept_in)
     assert found[0] == expected[0] == kind
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
     told = [record.getMessage() for record in caplog.records if "is stepped as" in record.getMessage()]
     name = f"{place.split('.')[0]}.{place.rpartition('.')[2]}"
-    assert len(told) == 1 and told[0].startswith(f"optimizer {name} is stepped as {kind}") and "fp32" in told[0]
+    assert len(told) == 1 and told[0].startswith(f"optimizer {name} is stepped as {kind}")
+    assert kept_in.replace("b", " b") in told[0]
 
 
 @pytest.mark.parametrize(

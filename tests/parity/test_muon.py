@@ -93,6 +93,16 @@ def test_unused_and_transposed_matrices_and_a_skipped_step(
     assert_equal_to_truth(results, expected, stage)
 
 
+@pytest.mark.parametrize(("stage", "ranks", "kept_in"), [("2", 3, "8bit"), ("3", 2, "bf16")])
+def test_what_adamw_keeps_may_take_fewer_bytes(pools: Pools, stage: str, ranks: int, kept_in: str) -> None:
+    options: dict[str, Any] = {"data_types": {"optimizer_state_dtype": kept_in}, "seed": 5}
+    results = pools(ranks).run(train, "both", cases.config_of(stage, zero={"reduce_bucket_size": 1024}, **options))
+    expected = muon_cases.truth("both", ranks, 1, "full", kept_in=(kept_in, 5))
+    for rank, result in enumerate(results):
+        assert result["losses"] == [row[rank] for row in expected.losses], stage
+    assert_same(results[0]["weights"], expected.shown, stage)
+
+
 # From one run to the next
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardengine
 from shardengine.comm import mesh as mesh_module
 from shardengine.optim.lion import Lion
+from shardengine.sharding import slices_of
 from tests import oracle
 
 LossOf = Callable[[Any, int, int, int], Any]
@@ -165,8 +166,13 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
     """(parameter name, state name, first element, values) of everything this rank's optimizer holds."""
     optimizer = engine.optimizer
     assert optimizer is not None
-    held = optimizer.parameter_state()
-    return [(name, key, first, copy_out(values).float().numpy()) for name, key, first, values in held]
+    core = engine._core
+    held = (
+        part
+        for bucket in (state.bucket for state in core.reducer.buckets)
+        for part in slices_of(core.layout, bucket.layout, bucket.state_interval, optimizer.held(bucket))
+    )
+    return [(part.name, part.key, part.first, copy_out(part.values).float().numpy()) for part in held]
 
 
 def steps_of(engine: shardengine.Engine) -> list[int]:

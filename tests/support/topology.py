@@ -153,7 +153,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
         names = engine._core.partition.first_names()
         specs = zip(engine._core.layout.parameters, engine.optimizer.steps, strict=True)
         pieces = engine.optimizer.parameter_state()
-        found["state"] = [(name, key, at, values.float().clone().numpy()) for name, key, at, values in pieces]
+        found["state"] = [(part.name, part.key, part.first, part.values.float().clone().numpy()) for part in pieces]
         found["steps"] = {spec.name: steps for spec, steps in specs if spec.trainable}
         found["groups"] = {
             tuple(names[id(p)] for p in group["params"]): {k: v for k, v in group.items() if k != "params"}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardengine.errors import InternalError
 from shardengine.kernels import checksums, reference, reference_update
+from shardengine.kernels.moments import BLOCK, SCALE
 from shardengine.kernels.native.library import Library, SumArguments, UpdateArguments, load
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
@@ -21,6 +22,7 @@ from shardengine.kernels.spans import Spans
 from shardengine.kernels.threads import threads
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 3}
 _KINDS = {"Adam": 0, "AdamW": 0, "SGD": 1, "Lion": 2}
 _CPU = torch.device("cpu")
 _WHOLE = 1 << 62
@@ -35,30 +37,37 @@ def update(
     factor: Tensor | None = None,
     skip: Tensor | None = None,
     noise: Noise | None = None,
+    state_noise: Noise | None = None,
 ) -> None:
     """See ``operations.update``."""
     library = _library()
     weight, gradient, low = flats["weight"], flats["gradient"], flats.get("low")
     states = [flats[name] for name in rule.states]
-    tensors = [weight, gradient, *states] if low is None else [weight, gradient, low, *states]
+    coded = [name for name, state in zip(rule.states, states, strict=True) if state.dtype is torch.uint8]
+    scales = [flats[name + SCALE] for name in coded]
     length = weight.numel()
     if not (
-        all(_plain(tensor, length) for tensor in tensors)
-        and all(state.dtype is torch.float32 for state in states)
+        all(_plain(tensor, length) for tensor in ([weight, gradient] if low is None else [weight, gradient, low]))
+        and all(_is_flat(state, length) and state.dtype in _STATE_TYPES for state in states)
+        and len({state.dtype for state in states}) < 2
+        and all(_plain(scale, -(-length // BLOCK)) and scale.dtype is torch.float32 for scale in scales)
+        and not (scales and any(span.start % BLOCK for span in spans))
         and _inside(spans, length)
         and (factor is None or (factor.dtype is torch.float32 and factor.is_cpu))
         and (skip is None or (skip.dtype is torch.bool and skip.is_cpu))
         and not (noise is not None and weight.dtype is torch.float16)
     ):
-        reference_update.update(flats, spans, rule, factor=factor, skip=skip, noise=noise)
+        reference_update.update(flats, spans, rule, factor=factor, skip=skip, noise=noise, state_noise=state_noise)
         return
     table = spans.table(_CPU, _WHOLE)[0]
-    key_0, key_1 = (0, 0) if noise is None else noise.key
+    keys = [(0, 0) if each is None else each.key for each in (noise, state_noise)]
     arguments = UpdateArguments(
         weight.data_ptr(),
         gradient.data_ptr(),
         states[0].data_ptr() if states else None,
         states[1].data_ptr() if len(states) > 1 else None,
+        scales[0].data_ptr() if scales else None,
+        scales[1].data_ptr() if len(scales) > 1 else None,
         None if low is None else low.data_ptr(),
         None if factor is None else factor.data_ptr(),
         None if skip is None else skip.data_ptr(),
@@ -72,9 +81,11 @@ def update(
         _TYPES[weight.dtype],
         _TYPES[gradient.dtype],
         0 if low is None else _TYPES[low.dtype],
+        _STATE_TYPES[states[0].dtype] if states else 0,
         noise is not None,
-        key_0,
-        key_1,
+        state_noise is not None,
+        *keys[0],
+        *keys[1],
     )
     library.update(library.instruction_set, threads(), arguments)
 
@@ -156,7 +167,11 @@ def _library() -> Library:
 
 def _plain(tensor: Tensor, length: int) -> bool:
     """Whether the library may be given the tensor's address."""
-    return tensor.numel() == length and tensor.dtype in _TYPES and tensor.is_cpu and tensor.is_contiguous()
+    return tensor.dtype in _TYPES and _is_flat(tensor, length)
+
+
+def _is_flat(tensor: Tensor, length: int) -> bool:
+    return tensor.numel() == length and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _inside(spans: Spans, length: int) -> bool:

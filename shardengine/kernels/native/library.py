@@ -25,14 +25,16 @@ class UpdateArguments(ctypes.Structure):
     """One call of ``shardengine_update``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "gradient", "average", "square", "low")),
+        *((name, ctypes.c_void_p) for name in ("weight", "gradient", "average", "square")),
+        *((name, ctypes.c_void_p) for name in ("average_scale", "square_scale", "low")),
         *((name, ctypes.c_void_p) for name in ("factor", "skip", "spans")),
         ("span_count", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("rate", "decay", "l2", "keep", "take")),
         *((name, ctypes.c_float) for name in ("keep_square", "take_square", "epsilon")),
         *((name, ctypes.c_int32) for name in ("kind", "maximize", "nesterov", "first_step")),
-        *((name, ctypes.c_int32) for name in ("weight_type", "gradient_type", "low_type", "stochastic")),
-        *((name, ctypes.c_uint32) for name in ("key_0", "key_1")),
+        *((name, ctypes.c_int32) for name in ("weight_type", "gradient_type", "low_type", "state_type")),
+        *((name, ctypes.c_int32) for name in ("stochastic", "state_stochastic")),
+        *((name, ctypes.c_uint32) for name in ("key_0", "key_1", "state_key_0", "state_key_1")),
     )
 
 

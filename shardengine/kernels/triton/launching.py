@@ -42,7 +42,7 @@ DTYPES = {
 GRANULE = tl.constexpr(16)
 """Elements. What begins and ends at multiples of it is read and written 16 bytes at a time in every dtype."""
 
-_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+STEP, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
 
 def launch(kernel: Any, programs: int, on: Tensor, *arguments: Any, num_warps: int, **constants: Any) -> None:
@@ -119,7 +119,8 @@ def is_finite(values: Value) -> Value:
 
 
 @triton.jit
-def _mix(words: Value) -> Value:
+def mix(words: Value) -> Value:
+    """The mix of random_bits: [Note: Random bits]."""
     words = (words ^ (words >> 16)) * _MIX_1
     words = (words ^ (words >> 13)) * _MIX_2
     return words ^ (words >> 16)
@@ -132,4 +133,4 @@ def random_words(numbers: Value, k0: Value, k1: Value) -> Value:
     k1 = tl.cast(k1, tl.int32).to(tl.uint32, bitcast=True)
     low = numbers.to(tl.uint32)
     high = (numbers >> 32).to(tl.uint32)
-    return _mix(_mix(low ^ k0) + high * _GOLDEN + k1)
+    return mix(mix(low ^ k0) + high * STEP + k1)

@@ -14,10 +14,12 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language import tensor as Value
 
+from shardengine.kernels.moments import SCALE
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 from shardengine.kernels.triton.launching import GRANULE, is_finite, launch, nearest, random_words, signed, wide
+from shardengine.kernels.triton.states import read_state, words_in_rows, write_state
 
 BLOCK, WARPS = 1024, 8
 """Four elements per thread: 16 bytes of every fp32 tensor. With more, a bf16 one would want eight neighbours in a
@@ -32,31 +34,27 @@ def update(
     factor: Tensor | None = None,
     skip: Tensor | None = None,
     noise: Noise | None = None,
+    state_noise: Noise | None = None,
 ) -> None:
     """See ``operations.update``. Its numbers are arguments of the kernel: a new step compiles nothing."""
     weight = flats["weight"]
     rows, blocks = spans.table(weight.device, BLOCK)
     states = [flats[name] for name in rule.states]
     first, second = [*states, None, None][:2]
-    k0, k1 = (signed(word) for word in noise.key) if noise is not None else (0, 0)
-    launch(_update_kernel, len(blocks), weight, weight, flats["gradient"], first, second, flats.get("low"), rows,
-           blocks, factor, None if skip is None else skip.view(torch.uint8), rule.rate, rule.decay, rule.l2, rule.keep,
-           rule.take, rule.keep_square, rule.take_square, rule.epsilon, k0, k1,
+    first_scale, second_scale = [*(flats.get(name + SCALE) for name in rule.states), None, None][:2]
+    keys = [signed(word) for each in (noise, state_noise) for word in ((0, 0) if each is None else each.key)]
+    launch(_update_kernel, len(blocks), weight, weight, flats["gradient"], first, second, first_scale, second_scale,
+           flats.get("low"), rows, blocks, factor, None if skip is None else skip.view(torch.uint8), *rule[1:9], *keys,
            KIND="Adam" if rule.kind == "AdamW" else rule.kind, L2=rule.l2 != 0, MAXIMIZE=rule.maximize,
-           NESTEROV=rule.nesterov, FIRST=rule.first, NOISE=noise is not None, ALIGNED=spans.aligned, BLOCK=BLOCK,
-           num_warps=WARPS)  # fmt: skip
+           NESTEROV=rule.nesterov, FIRST=rule.first, NOISE=noise is not None, STATE_NOISE=state_noise is not None,
+           ALIGNED=spans.aligned, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
 
 
 @triton.jit
 def _momentum(
-    gradient: Value,
-    buffer: Value,
-    mask: Value,
-    keep: Value,
-    take: Value,
-    FIRST: constexpr,
-    NESTEROV: constexpr,
-) -> Value:
+    gradient: Value, buffer: Value, scale: Value, place: Value, mask: Value, words: Value, keep: Value, take: Value,
+    FIRST: constexpr, NESTEROV: constexpr,
+) -> Value:  # fmt: skip
     """SGD's direction; its buffer is read and written. ``buffer`` is None without momentum."""
     if buffer is None:
         return gradient
@@ -64,8 +62,8 @@ def _momentum(
         if FIRST:
             average = gradient
         else:
-            average = tl.load(buffer, mask=mask) * keep + gradient * take
-        tl.store(buffer, average, mask=mask)
+            average = read_state(buffer, scale, place, mask, True) * keep + gradient * take
+        write_state(buffer, scale, place, mask, average, words, True)
         if NESTEROV:
             return gradient + average * keep
         else:
@@ -74,25 +72,26 @@ def _momentum(
 
 @triton.jit
 def _lion(
-    gradient: Value, first: Value, mask: Value, keep: Value, take: Value, keep_square: Value, take_square: Value
+    gradient: Value, first: Value, scale: Value, place: Value, mask: Value, words: Value, keep: Value, take: Value,
+    keep_square: Value, take_square: Value,
 ) -> Value:  # fmt: skip
     """Lion's direction, a sign; its average is read and written."""
-    average = tl.load(first, mask=mask)
+    average = read_state(first, scale, place, mask, True)
     mean = average * keep + gradient * take
-    tl.store(first, average * keep_square + gradient * take_square, mask=mask)
+    write_state(first, scale, place, mask, average * keep_square + gradient * take_square, words, True)
     return (mean > 0).to(tl.float32) - (mean < 0).to(tl.float32)
 
 
 @triton.jit
 def _adam(
-    gradient: Value, first: Value, second: Value, mask: Value, keep: Value, take: Value,
-    keep_square: Value, take_square: Value, epsilon: Value,
+    gradient: Value, first: Value, second: Value, first_scale: Value, second_scale: Value, place: Value, mask: Value,
+    words: Value, keep: Value, take: Value, keep_square: Value, take_square: Value, epsilon: Value,
 ) -> Value:  # fmt: skip
     """Adam's direction; both averages are read and written."""
-    average = tl.load(first, mask=mask) * keep + gradient * take
-    square = tl.load(second, mask=mask) * keep_square + (gradient * take_square) * gradient
-    tl.store(first, average, mask=mask)
-    tl.store(second, square, mask=mask)
+    average = read_state(first, first_scale, place, mask, True) * keep + gradient * take
+    square = read_state(second, second_scale, place, mask, False) * keep_square + (gradient * take_square) * gradient
+    write_state(first, first_scale, place, mask, average, words, True)
+    write_state(second, second_scale, place, mask, square, None if words is None else words >> 16, False)
     return tl.div_rn(average, tl.sqrt_rn(square) + epsilon)
 
 
@@ -104,13 +103,13 @@ def _stochastically(values: Value, numbers: Value, k0: Value, k1: Value) -> Valu
     return tl.where(is_finite(values), moved, wide(nearest(values, tl.bfloat16)))
 
 
-@triton.jit(do_not_specialize=["k0", "k1"])
+@triton.jit(do_not_specialize=["k0", "k1", "state_k0", "state_k1"])
 def _update_kernel(
-    weight: Value, gradient: Value, first: Value, second: Value, low: Value, spans: Value, blocks: Value,
-    factor: Value, skip: Value, rate: Value, decay: Value, l2: Value, keep: Value, take: Value,
-    keep_square: Value, take_square: Value, epsilon: Value, k0: Value, k1: Value,
-    KIND: constexpr, L2: constexpr, MAXIMIZE: constexpr, NESTEROV: constexpr, FIRST: constexpr, NOISE: constexpr,
-    ALIGNED: constexpr, BLOCK: constexpr,
+    weight: Value, gradient: Value, first: Value, second: Value, first_scale: Value, second_scale: Value, low: Value,
+    spans: Value, blocks: Value, factor: Value, skip: Value, rate: Value, decay: Value, l2: Value, keep: Value,
+    take: Value, keep_square: Value, take_square: Value, epsilon: Value, k0: Value, k1: Value, state_k0: Value,
+    state_k1: Value, KIND: constexpr, L2: constexpr, MAXIMIZE: constexpr, NESTEROV: constexpr, FIRST: constexpr,
+    NOISE: constexpr, STATE_NOISE: constexpr, ALIGNED: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     if skip is not None:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
         if tl.load(skip) != 0:
@@ -132,12 +131,14 @@ def _update_kernel(
     w = wide(tl.load(weight + place, mask=mask)) * decay  # 1 changes nothing, and comes and goes with the rate
     if L2:
         g = g + w * l2
+    words = words_in_rows(tl.load(span + 2) + within, state_k0, state_k1) if STATE_NOISE else None
     if KIND == "SGD":
-        g = _momentum(g, first if first is None else first + place, mask, keep, take, FIRST, NESTEROV)
+        g = _momentum(g, first, first_scale, place, mask, words, keep, take, FIRST, NESTEROV)
     elif KIND == "Lion":
-        g = _lion(g, first + place, mask, keep, take, keep_square, take_square)
+        g = _lion(g, first, first_scale, place, mask, words, keep, take, keep_square, take_square)
     else:
-        g = _adam(g, first + place, second + place, mask, keep, take, keep_square, take_square, epsilon)
+        g = _adam(g, first, second, first_scale, second_scale, place, mask, words, keep, take, keep_square,
+                  take_square, epsilon)  # fmt: skip
     w = w - g * rate
 
     if low is not None:

@@ -210,10 +210,10 @@ class FileStore(ShardStore):
         self._tier.file.write(part.extent, memory).wait()
         self._count(tensors)
 
-    def add_zeros(self, names: Sequence[str], length: int) -> None:
+    def add_zeros(self, forms: Forms) -> None:
         """See ``ShardStore``. A new extent holds zeros."""
-        self._new_part(dict.fromkeys(names, (length, torch.float32)))
-        self._count({name: torch.empty(length, device="meta") for name in names})
+        self._new_part(forms)
+        self._count({name: torch.empty(length, dtype=dtype, device="meta") for name, (length, dtype) in forms.items()})
 
     def tensors(self, *, writable: bool = False) -> dict[str, Tensor]:
         """See ``ShardStore``: the file as memory, once it is verified."""

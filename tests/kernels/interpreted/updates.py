@@ -65,6 +65,19 @@ def test_every_size(kind: str, size: int) -> None:
     cases.check_update(CPU, Step(rule(kind), Spans([(0, size), (size + 1, 2 * size + 1)]), offset=1))
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("states", [BF16, torch.uint8])
+def test_states_in_fewer_bytes(kind: str, states: torch.dtype) -> None:
+    spans = Spans([(0, 300, FIRST), (512, 512 + BLOCK + 70), (2048, 2049, 5)])
+    for drawn in (cases.ONE, None):
+        case = Step(rule(kind), spans, factor=0.37, states=states, state_noise=drawn)
+        cases.check_update(CPU, case)
+        cases.check_update(CPU, dataclasses.replace(case, gradient=BF16, low=BF16, special=False, offset=1))
+        cases.check_update(CPU, dataclasses.replace(case, weight=BF16, noise=cases.ONE))
+    cases.check_update(CPU, Step(rule("SGD", 1, nesterov=True, dampening=0.0), spans, states=states))
+    cases.check_update(CPU, Step(rule(kind), spans, states=states, skip=True))
+
+
 def test_aligned_spans_with_gaps() -> None:
     spans = Spans([(16, 16 + BLOCK), (48 + BLOCK, 64 + BLOCK), (80 + BLOCK, 96 + 3 * BLOCK, FIRST)])
     for kind in OPTIONS:

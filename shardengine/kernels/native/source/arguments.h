@@ -3,22 +3,23 @@
 #pragma once
 #include <stdint.h>
 
-enum Type : int32_t { FP32, BF16, FP16 };
+enum Type : int32_t { FP32, BF16, FP16, CODES };
 enum Kind : int32_t { ADAM, SGD, LION };
 
 struct UpdateArguments {
     void *weight;
     const void *gradient;
-    float *average, *square;  // the first and the second moment, null where the rule has none
+    void *average, *square;  // the first and the second moment, null where the rule has none
+    float *average_scale, *square_scale;  // of moments in codes, else null
     void *low;                // null: not wanted
     const float *factor;      // null: none
     const uint8_t *skip;      // null: never
     const int64_t *spans;     // rows (start, end, first)
     int64_t span_count;
     float rate, decay, l2, keep, take, keep_square, take_square, epsilon;
-    int32_t kind, maximize, nesterov, first_step, weight_type, gradient_type, low_type;
-    int32_t stochastic;
-    uint32_t key_0, key_1;
+    int32_t kind, maximize, nesterov, first_step, weight_type, gradient_type, low_type, state_type;
+    int32_t stochastic, state_stochastic;
+    uint32_t key_0, key_1, state_key_0, state_key_1;
 };
 
 struct SumArguments {

@@ -5,6 +5,7 @@
 
 namespace BODY {
 #include "conversions.h"
+#include "moments.h"
 #include "sums.h"
 #include "updates.h"
 

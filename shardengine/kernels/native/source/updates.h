@@ -51,30 +51,9 @@ FUNCTION void add_l2(const float *gradient, const float *weight, float *out, int
     for (int64_t i = 0; i < count; i++) out[i] = gradient[i] * n.scale + (weight[i] * n.decay) * n.l2;
 }
 
-INLINE uint32_t mixed(uint32_t word) {  // random_bits.py: [Note: Random bits]
-    word = (word ^ word >> 16) * 0x85EBCA6B;
-    word = (word ^ word >> 13) * 0xC2B2AE35;
-    return word ^ word >> 16;
-}
-
-FUNCTION void round_stochastically(const float *__restrict from, uint16_t *__restrict to, int64_t count,
-                                   uint64_t first, uint32_t key_0, uint32_t key_1) {
-    const uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t own = low + static_cast<uint32_t>(i), above = high + (own < low ? 1u : 0u);
-        const uint32_t noise = mixed(mixed(own ^ key_0) + above * 0x9E3779B9u + key_1);
-        const uint32_t bits = bits_of(from[i]);
-        const bool finite = (bits & 0x7F800000) != 0x7F800000;
-        to[i] = static_cast<uint16_t>(finite ? (bits + (noise & 0xFFFF)) >> 16 : bf16_of(from[i]));
-    }
-}
-
-// Small, so that the conversions of one tile still run while the memory of the next is on its way: measured.
-constexpr int64_t UPDATE_TILE = 256;
-
 FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, int64_t at, int64_t first,
                           int64_t count) {
-    float wide_gradient[UPDATE_TILE], wide_weight[UPDATE_TILE];
+    float wide_gradient[UPDATE_TILE], wide_weight[UPDATE_TILE], wide_average[UPDATE_TILE], wide_square[UPDATE_TILE];
     const float *gradient = widened(a.gradient_type, a.gradient, at, wide_gradient, count);
     float *weight = const_cast<float *>(widened(a.weight_type, a.weight, at, wide_weight, count));
     if (a.l2 != 0.0f) {  // a pass of its own: few ask for it
@@ -82,12 +61,23 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
         gradient = wide_gradient;
         numbers.scale = 1.0f;
     }
-    step(weight, gradient, a.average ? a.average + at : nullptr, a.square ? a.square + at : nullptr, count, numbers);
-    if (a.stochastic && a.weight_type == BF16)
-        round_stochastically(weight, static_cast<uint16_t *>(a.weight) + at, count, static_cast<uint64_t>(first),
-                             a.key_0, a.key_1);
-    else
+    float *average = widened_state<true>(a.state_type, a.average, a.average_scale, at, wide_average, count);
+    float *square = widened_state<false>(a.state_type, a.square, a.square_scale, at, wide_square, count);
+    step(weight, gradient, average, square, count, numbers);
+    uint32_t words[UPDATE_TILE];
+    if (a.state_type != FP32) {
+        if (a.state_stochastic) draw_in_rows(words, count, static_cast<uint64_t>(first), a.state_key_0, a.state_key_1);
+        const uint32_t *drawn = a.state_stochastic ? words : nullptr;
+        narrow_state<true>(a.state_type, average, a.average, a.average_scale, at, drawn, 0, count);
+        narrow_state<false>(a.state_type, square, a.square, a.square_scale, at, drawn, 16, count);
+    }
+    if (a.stochastic && a.weight_type == BF16) {
+        draw(words, count, static_cast<uint64_t>(first), a.key_0, a.key_1);
+        for (int64_t i = 0; i < count; i++) words[i] &= 0xFFFF;
+        narrow_bf16_with(weight, words, static_cast<uint16_t *>(a.weight) + at, count);
+    } else {
         narrow(a.weight_type, weight, a.weight, at, count);
+    }
     if (a.low) narrow(a.low_type, weight, a.low, at, count);
 }
 
@@ -102,8 +92,10 @@ FUNCTION void update(const UpdateArguments &a, int64_t begin, int64_t end) {
         const int64_t start = a.spans[3 * i], length = a.spans[3 * i + 1] - start, first = a.spans[3 * i + 2];
         int64_t at = begin > passed ? begin - passed : 0;
         const int64_t until = end - passed < length ? end - passed : length;
+        const bool whole = a.state_type == CODES;  // a block belongs to the part in which it begins
+        if (whole) at = (at + UPDATE_TILE - 1) / UPDATE_TILE * UPDATE_TILE;
         for (; at < until; at += UPDATE_TILE) {
-            const int64_t count = until - at < UPDATE_TILE ? until - at : UPDATE_TILE;
+            const int64_t left = (whole ? length : until) - at, count = left < UPDATE_TILE ? left : UPDATE_TILE;
             update_tile(a, numbers, step, start + at, first + at, count);
         }
         passed += length > 0 ? length : 0;

@@ -1,0 +1,181 @@
+"""Optimizer states in fewer bytes than fp32: bf16, or codes of 8 bits in blocks with a scale: the declared arithmetic.
+
+Owns: how a state is widened for an update and narrowed after it. Must not know: the update itself, buckets.
+
+[Note: States of 8 bits] A parameter's elements are cut into blocks of 256, from its first one on. Of each block an fp32
+scale is kept, the block's largest magnitude, and of each element a code: a size in steps that grow with it, as those of
+a floating-point number with 4 bits of mantissa do, plus a sign where the state has one (momentum and first moments).
+With the bits of an fp32 number read as an integer, per element,
+
+    value of a code     ((number with the bits base + (size << 19)) - cut) · unit · scale
+    size of a value     ((bits of (|value| · (top / scale) + cut)) + noise - base) >> 19, from 0 to ``most``
+
+where every operation is fp32 and rounded on its own, top is the largest code's number and unit = 1 / top. A signed
+state has cut = 2^-8 and sizes from 0 to 127: 8 octaves, below them equal steps of 2^-12 of the scale. A second moment,
+which is never negative, has cut = 2^-16 and sizes from 0 to 255: 16 octaves, then steps of 2^-20. Its size 0 is not
+zero but the first step, because an update divides by its root: what was rounded to zero would blow up the next update.
+
+noise = 2^18 rounds to nearest. In an update it is (r << 3) + 4 with 16 random bits r: up or down with probabilities
+that keep the mean, because the second moment of AdamW moves by a thousandth per step, a fiftieth of the distance
+between two codes, and would stand still for ever. r is the lower half of the element's random word (random_bits:
+[Note: Random bits in a row]) for a rule's first state, the upper half for its second. The largest element of a block
+always has the largest code, so that narrowing what was widened, to nearest, gives the same codes and the same scale.
+
+A block whose largest magnitude is below 2^-100 has scale 0 and is zero. One that holds what is not finite has scale NaN
+and comes back as NaN; its codes are 0.
+
+[Note: States in bf16] They are widened exactly, and narrowed as weights are that are rounded stochastically
+(``reference_update``), with the same halves of the random word.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardengine.kernels.random_bits import Noise, random_bits_in_rows
+
+BLOCK = 256
+"""Elements with one scale."""
+SCALE = "_scale"
+"""What the name of a state's scales ends with."""
+SHIFT = 19
+_NEVER_NEGATIVE = frozenset({"exp_avg_sq"})
+_INFINITE, _NEAREST = 0x7F800000, 1 << (SHIFT - 1)
+
+
+def _bits(value: float) -> int:
+    found: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return found
+
+
+def _fp32(value: float) -> float:
+    found: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return found
+
+
+_LEAST = _bits(2.0**-100)
+
+
+class StateForm(NamedTuple):
+    """How something that is kept of each element is stored. per: elements of a parameter that share one value."""
+
+    dtype: torch.dtype = torch.float32
+    per: int = 1
+
+    def length(self, elements: int) -> int:
+        """Values for ``elements`` elements, a multiple of ``per``."""
+        return elements // self.per
+
+
+KEPT_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+"""In what states may be kept."""
+
+
+def state_forms(states: Iterable[str], kept_in: str) -> dict[str, StateForm]:
+    """What is stored for ``states``, kept in a key of ``KEPT_IN``: by name, scales included."""
+    dtype = KEPT_IN[kept_in]
+    stored = {name: StateForm(dtype) for name in states}
+    return stored | {name + SCALE: StateForm(per=BLOCK) for name in stored if dtype is torch.uint8}
+
+
+def bytes_per_element(forms: Mapping[str, StateForm]) -> float:
+    """Bytes of what is stored so, per element; exact, because a power of two of them share a value."""
+    return sum(form.dtype.itemsize / form.per for form in forms.values())
+
+
+def block_of(forms: Mapping[str, StateForm]) -> int:
+    """Elements between two places where what is stored so may be cut."""
+    return max((form.per for form in forms.values()), default=1)
+
+
+class Code(NamedTuple):
+    """One of the two codes of [Note: States of 8 bits]; its letters."""
+
+    signed: bool
+    base: int
+    cut: float
+    top: float
+    unit: float
+    most: int
+
+    def widened(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """uint8 [n], fp32 [⌈n / 256⌉] → fp32 [n]."""
+        sizes = torch.arange(self.most + 1, dtype=torch.int32, device=codes.device)
+        numbers = ((sizes << SHIFT) + self.base).view(torch.float32)
+        values = ((numbers - self.cut) * self.unit)[(codes & self.most).to(torch.int32)]
+        values *= scales.repeat_interleave(BLOCK)[: values.numel()]
+        return torch.where(codes > self.most, -values, values) if self.signed else values
+
+    def narrowed(self, values: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The opposite. words: 16 random bits of each element, int32 [n]; None: to nearest."""
+        count = values.numel()
+        padded = torch.cat([values, values.new_zeros(-count % BLOCK)]).view(-1, BLOCK)
+        bits = padded.view(torch.int32)
+        largest = (bits & 0x7FFFFFFF).amax(dim=1)
+        empty, finite = largest < _LEAST, largest < _INFINITE
+        scales = largest.view(torch.float32).masked_fill(empty, 0.0)
+        parts = torch.full((), self.top, dtype=torch.float32, device=values.device) / scales
+        numbers = (padded.abs() * parts.unsqueeze(1)).add_(self.cut).view(-1)[:count].view(torch.int32)
+        noise = _NEAREST if words is None else (words << 3) + 4
+        sizes = ((numbers + noise - self.base) >> SHIFT).clamp_(0, self.most)
+        if self.signed:
+            sizes |= (bits.view(-1)[:count] >> 24) & 128
+        void = (empty | ~finite).repeat_interleave(BLOCK)[:count]
+        return sizes.masked_fill_(void, 0).to(torch.uint8), scales.masked_fill(~finite, torch.nan)
+
+
+_SIGNED = Code(True, _bits(2.0**-8), 2.0**-8, 247 / 256, _fp32(256 / 247), 127)
+_UNSIGNED = Code(False, _bits(2.0**-16) + (1 << SHIFT), 2.0**-16, 65535 / 65536, _fp32(65536 / 65535), 255)
+
+
+def code_of(state: str) -> Code:
+    """The code that state ``state`` has in 8 bits."""
+    return _UNSIGNED if state in _NEVER_NEGATIVE else _SIGNED
+
+
+def widened_state(flats: Mapping[str, Tensor], state: str) -> Tensor:
+    """State ``state``, of whatever dtype, in fp32: where it lies if it is that already. Codes: from a block's start."""
+    stored = flats[state]
+    if stored.dtype is torch.uint8:
+        return code_of(state).widened(stored, flats[state + SCALE])
+    return stored.float()
+
+
+def narrow_state(values: Tensor, flats: Mapping[str, Tensor], state: str, words: Tensor | None = None) -> None:
+    """State ``state`` becomes ``values`` (fp32), rounded. words: as in ``Code.narrowed``."""
+    stored = flats[state]
+    if stored.dtype is torch.uint8:
+        codes, scales = code_of(state).narrowed(values, words)
+        stored.copy_(codes)
+        flats[state + SCALE].copy_(scales)
+    elif stored is not values:
+        stored.copy_(values if words is None or stored.dtype is not torch.bfloat16 else rounded(values, words))
+
+
+def rounded(values: Tensor, words: Tensor) -> Tensor:
+    """fp32 → bf16, up or down with probabilities that keep the mean. words: 16 random bits of each, int32."""
+    bits = (words + values.view(torch.int32)) & -0x10000
+    return torch.where(torch.isfinite(values), bits.view(torch.float32), values).bfloat16()
+
+
+def words_of(states: Sequence[str], noise: Noise | None, first: int, like: Tensor) -> dict[str, Tensor | None]:
+    """The random bits of a rule's ``states``, for elements from number ``first`` on, as many as in ``like``."""
+    if noise is None:
+        return dict.fromkeys(states)
+    words = random_bits_in_rows(noise, first, like.numel(), like.device)
+    halves = (words & 0xFFFF, (words >> 16) & 0xFFFF)
+    return dict(zip(states, halves, strict=False))
+
+
+def cut(flats: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+    """Elements [start, end) of tensors that an update is given; ValueError where that cuts a block of a state."""
+    scales = {name for name in flats if name.endswith(SCALE)}
+    if scales and start % BLOCK:
+        raise ValueError(f"update: expected spans that begin at multiples of {BLOCK} elements, got {start}")
+    blocks = slice(start // BLOCK, -(-end // BLOCK))
+    return {name: flat[blocks if name in scales else slice(start, end)] for name, flat in flats.items()}
