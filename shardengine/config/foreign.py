@@ -179,7 +179,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "leaf_module": "`units` says which modules are gathered as one",
         "mics_hierarchical_params_gather": "a gather sends the fewest bytes",
         "pipeline_loading_checkpoint": "a checkpoint is read bucket by bucket",
-        "save_muon_momentum_buffer_in_memory": "Muon is not available",
+        "save_muon_momentum_buffer_in_memory": "Muon's momentum is kept with the other states",
         "stage3_allgather_sequential": "a unit's buckets are gathered in order, ahead of their use",
         "cpu_offload_use_pin_memory": "`offload_optimizer.pin_memory` says it",
     },
