@@ -160,6 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun)
         state = buckets[0].state if buckets else Placement.REPLICATED
+        self._families = self.needs.families
         self._plan = matrices.Plan(layout, self.needs.whole, state)
         reducer.serve(self)
 
@@ -301,6 +302,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.stepped_early.require_same(
                 lambda index: [self._action(label) for label in self._segments_ahead()[index]]
             )
+        if self.needs.families != self._families:
+            raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
         for each in self.hooked:  # torch's schedulers warn where no step came before theirs

@@ -6,6 +6,7 @@ The arithmetic at every stage is compared in ``tests/parity/test_muon.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 import shardengine
+from shardengine.app.cli import main
 from shardengine.errors import ConfigError, UsageError
 from shardengine.muon import MuonWithAdamW, hidden_matrices
 from shardengine.optim import MatrixPlan
 from shardengine.optim.muon import adjusted_rate, orthogonalized
 from shardengine.sharding import layout
 from shardengine.stages import Placement
+from tests.interchange import test_export_elsewhere as elsewhere
 from tests.stages.test_traffic import counted
 from tests.support import cases, muon_cases, parts
 from tests.support.ranks import RankPool
@@ -347,7 +350,52 @@ def test_the_dict_of_both_has_what_each_class_keeps() -> None:
     engine.close()
 
 
+def test_plain_torch_goes_on_from_an_export(tmp_path: Path) -> None:
+    """In the form of torch.distributed.checkpoint."""
+    engine = muon_cases.engine_of("both", config("2"))
+    for step in range(2):
+        cases.run_micro_batch(engine, cases.loss_of, step, 0)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    kept = {(name, key): values for name, key, _, values in cases.local_state(engine)}
+    weights, optimizer = engine.state_dict(), muon_cases.make_both(network := cases.make_mlp())
+    engine.close()
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--format", "dcp"]) == 0
+    elsewhere.loaded(str(tmp_path / "out"), network, optimizer, False)
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, weights[name])
+        for key, value in optimizer.state[parameter].items():
+            if key != "step":
+                assert torch.equal(value.reshape(-1), torch.from_numpy(kept[name, key])), (name, key)
+    plain(network, [optimizer], 2, 3)
+
+
 # Refusals
+
+
+def test_who_steps_a_group_stays(tmp_path: Path) -> None:
+    def made(*, muon: bool) -> shardengine.Engine:
+        network = muon_cases.alone(cases.make_mlp())
+        options = muon_cases.MUON if muon else muon_cases.ADAMW
+        groups = [{"params": muon_cases.split(network)[0], "use_muon": muon, **options}]
+        return shardengine.initialize(network, config(), optimizer=MuonWithAdamW(groups))
+
+    first = made(muon=True)
+    assert first.optimizer is not None
+    cases.run_steps(first, 1)
+    first.save_checkpoint(str(tmp_path))
+    states = first.optimizer.state_dict()
+    second = made(muon=False)
+    assert second.optimizer is not None
+    for strict in (True, False):
+        with pytest.raises(UsageError, match=r"group 0: its parameters are stepped by another optimizer.*use_muon"):
+            second.load_checkpoint(str(tmp_path), strict=strict)
+    with pytest.raises(UsageError, match="use_muon"):
+        second.optimizer.load_state_dict(states)
+    second.optimizer.param_groups[0]["use_muon"] = True
+    with pytest.raises(UsageError, match="use_muon of a group was changed after initialize"):
+        cases.run_steps(second, 1)
+    first.close()
+    second.close()
 
 
 def test_what_cannot_be_is_said_in_a_sentence() -> None:

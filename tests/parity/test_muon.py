@@ -93,6 +93,30 @@ def test_unused_and_transposed_matrices_and_a_skipped_step(
     assert_equal_to_truth(results, expected, stage)
 
 
+def under(settings: list[dict[str, Any]], stage: str) -> list[dict[str, Any]]:
+    zero = {"reduce_bucket_size": 512}
+    return [
+        train("both", cases.config_of(stage, **{**each, "zero": {**zero, **each.get("zero", {})}})) for each in settings
+    ]
+
+
+def test_other_settings_change_no_bit(pools: Pools) -> None:
+    """Averages, collectives that are compared, or not overlapped; and weights without masters, rounded at random, which
+    must be the same at every stage."""
+    plain: list[dict[str, Any]] = [{"debug": True}, {"zero": {"overlap_comm": False}}]
+    without = {"bf16": {"enabled": True, "master_weights": False, "stochastic_rounding": True}, "seed": 5}
+    digests = set()
+    for stage in ("1", "3"):
+        rows = pools(2).run(under, [*plain, {"ema": {"decay": 0.9}}, without], stage)
+        for number in range(3):
+            options: dict[str, Any] = {"ema": 0.9} if number == 2 else {}
+            results = [row[number] for row in rows]
+            assert_equal_to_truth(results, muon_cases.truth("both", 2, 1, "full", **options), number)
+        digests.add(cases.digest([row[3]["state"] for row in rows]))
+        assert len(set(map(str, rows[0][3]["losses"]))) == muon_cases.STEPS
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize(("stage", "ranks", "kept_in"), [("2", 3, "8bit"), ("3", 2, "bf16")])
 def test_what_adamw_keeps_may_take_fewer_bytes(pools: Pools, stage: str, ranks: int, kept_in: str) -> None:
     options: dict[str, Any] = {"data_types": {"optimizer_state_dtype": kept_in}, "seed": 5}
