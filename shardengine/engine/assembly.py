@@ -136,14 +136,7 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
-    plan = layout.build(
-        found.specs,
-        mesh.ranks,
-        zero.reduce_bucket_size,
-        mesh.platform.alignment,
-        align_elements=needs.block,
-        families=needs.families,
-    )
+    plan = lay_out(config, mesh, found, needs)
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
@@ -156,6 +149,13 @@ def build(
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
         unfinished.pop_all()
     return core
+
+
+def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
+    """The layout of the parameters ``found``."""
+    cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
+    block, families = needs.block, needs.families
+    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families)
 
 
 def _assemble(

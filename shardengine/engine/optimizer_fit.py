@@ -258,6 +258,10 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
     packed = []
     for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         options = {key: value for key, value in theirs.items() if key != "params"}
+        if optimizer.arithmetic.family({**group, **options}) != optimizer.arithmetic.family(group):
+            _refuse(
+                core, f"group {index} is stepped by another optimizer in the dict (use_muon): expected the same one"
+            )
         for key in _TELLING:
             if (key in group) != (key in options):
                 has, lacks = ("the engine's", "the dict's") if key in group else ("the dict's", "the engine's")
@@ -280,10 +284,6 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
             value = options[key]
             if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
                 _refuse(core, f"group {index}: expected {key!r} to be a number, got {value!r}")
-        if optimizer.arithmetic.family({**group, **options}) != optimizer.arithmetic.family(group):
-            _refuse(
-                core, f"group {index} is stepped by another optimizer in the dict (use_muon): expected the same one"
-            )
         merged = optimizer.names_for({**group, **options})
         if missing := set(merged) - set(optimizer.state_names):
             _refuse(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
 from shardengine.engine import formulas
-from shardengine.engine.assembly import sent, succeed
+from shardengine.engine.assembly import lay_out, sent, succeed
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
@@ -43,7 +43,6 @@ from shardengine.sharding import (
     Partition,
     Targets,
     in_memory_order,
-    layout,
     partition,
     slices_of,
 )
@@ -184,9 +183,8 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
     needs = optimizer.needs
-    plan = layout.build(found.specs, core.mesh.ranks, cap, align, align_elements=needs.block, families=needs.families)
+    plan = lay_out(config, core.mesh, found, needs)
     footprint = formulas.footprint_of(core, config, needs, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)

@@ -302,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.stepped_early.require_same(
                 lambda index: [self._action(label) for label in self._segments_ahead()[index]]
             )
-        if self.needs.families != self._families:
+        if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
             raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
