@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.reporting import RESULTS, table
-from shardengine.kernels import STATE_NAMES, Compressed, Noise, Rule, Spans, state_forms
+from shardengine.kernels import REMAINDER, STATE_NAMES, Compressed, Noise, Rule, Spans, state_forms
 from shardengine.kernels import triton as operations
 from shardengine.kernels.triton import compressing, copies, launching, sums, updating
 
@@ -109,12 +109,15 @@ def _sums() -> Iterator[tuple[str, Call]]:
 
 def _updates() -> Iterator[tuple[str, Call]]:
     def step(rule: Rule, weight: torch.dtype = FP32, gradient: torch.dtype = FP32, low: torch.dtype | None = None,
-             noise: bool = False, start: int = 0, kept_in: str = "fp32") -> None:  # fmt: skip
+             noise: bool = False, start: int = 0, kept_in: str = "fp32",
+             split: bool = False) -> None:  # fmt: skip
         forms = state_forms(rule.states, kept_in)
         flats = {name: torch.empty(form.length(LENGTH), dtype=form.dtype) for name, form in forms.items()}
         flats |= {"weight": _flat(weight), "gradient": _flat(gradient)}
         if low is not None:
             flats["low"] = _flat(low)
+        if split:
+            flats[REMAINDER] = _flat(torch.int8)
         operations.update(flats, Spans([(start, LENGTH)]), rule, factor=torch.ones(()),
                           skip=torch.zeros((), dtype=torch.bool), noise=Noise(0, 0) if noise else None,
                           state_noise=None if kept_in == "fp32" else Noise(0, 0))  # fmt: skip
@@ -132,6 +135,7 @@ def _updates() -> Iterator[tuple[str, Call]]:
     yield "AdamW fp32, low bf16", partial(step, plain, low=BF16)
     yield "AdamW fp32, low fp16, gradient fp16", partial(step, plain, gradient=FP16, low=FP16)
     yield "AdamW bf16", partial(step, plain, BF16, BF16)
+    yield "AdamW states 8bit, remainders", partial(step, plain, BF16, BF16, kept_in="8bit", split=True)
     yield "AdamW fp32, unaligned", partial(step, plain, start=1)
     yield "SGD without momentum", partial(step, Rule("SGD", 0.5, l2=0.5, maximize=True))
     yield "SGD nesterov", partial(step, Rule("SGD", 0.5, keep=0.5, take=0.5, nesterov=True))

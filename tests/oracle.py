@@ -215,14 +215,31 @@ def to_8_bits(x: Tensor, bits: Tensor, *, signed: bool) -> Tensor:
     return torch.cat(left)
 
 
+def to_24_bits(w: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 → a bf16 weight and its remainder of 8 bits: 8 random bits are added, the upper 24 are kept, of which the
+    weight is the upper 16, rounded to nearest even."""
+    upper = (w.view(torch.int32).long() + bits) >> 8
+    weight = (upper << 8).to(torch.int32).view(torch.float32).bfloat16()
+    remainder = (upper - (weight.view(torch.int16).long() << 8) + 2**23) % 2**24 - 2**23  # signs aside
+    return weight, remainder.clamp(max=127)
+
+
+def from_24_bits(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The opposite."""
+    return (((weight.view(torch.int16).int() << 8) + remainder.int()) << 8).view(torch.float32)
+
+
+def words_in_rows(count: int, noise: tuple[int, int], step: int) -> Tensor:
+    """Random bits of elements from number noise[1] on: a word is drawn for a row of 256 and mixed with the place."""
+    number = torch.arange(noise[1], noise[1] + count)
+    return mix(random_words(number >> 8, noise[0] ^ 0x57415445, step) + (number & 255) * GOLDEN)
+
+
 def kept(states: dict[str, Tensor], kept_in: str, noise: tuple[int, int], step: int) -> dict[str, Tensor]:
-    """What is left of ``states`` after step ``step``. noise: a seed, and the number of the first element. An element's
-    word is drawn for its row of 256 and then mixed with its place in that."""
+    """What is left of ``states`` after step ``step``. noise: a seed, and the number of the first element."""
     left = {name: torch.empty_like(state) for name, state in states.items()}
     for index, (name, state) in enumerate(states.items()):
-        number = torch.arange(noise[1], noise[1] + state.numel())
-        words = mix(random_words(number >> 8, noise[0] ^ 0x57415445, step) + (number & 255) * GOLDEN)
-        bits = (words >> (16 * index)) & 0xFFFF
+        bits = (words_in_rows(state.numel(), noise, step) >> (16 * index)) & 0xFFFF
         flat = in_memory(state)
         signed = name != "exp_avg_sq"
         in_memory(left[name]).copy_(to_bf16(flat, bits) if kept_in == "bf16" else to_8_bits(flat, bits, signed=signed))
@@ -233,7 +250,8 @@ class Optimizer:
     """AdamW, Adam, SGD or Lion over fp32 tensors; ``masters`` are the weights of parameters that are not fp32.
 
     noise: (seed, number of each parameter's first element) where weights without master are rounded stochastically.
-    narrow: ("bf16" or "8bit", seed, these numbers) where states are not kept in fp32.
+    narrow: ("bf16" or "8bit", seed, these numbers) where states are not kept in fp32, ("… split", …) where bf16 weights
+    have remainders.
     """
 
     def __init__(
@@ -245,10 +263,15 @@ class Optimizer:
         narrow: Any = None,
     ) -> None:
         self.kind, self.groups, self.noise, self.narrow = kind, groups, noise, narrow
+        self.splits = narrow is not None and narrow[0].endswith(" split")
+        if self.splits:
+            self.narrow = (narrow[0].removesuffix(" split"), *narrow[1:])
         self.state: dict[Tensor, dict[str, Any]] = {p: {"step": 0, "master": m} for p, m in masters.items()}
         self.state_names: tuple[str, ...] = {"SGD": ("momentum_buffer",), "Lion": ("exp_avg",)}.get(
             kind, ("exp_avg", "exp_avg_sq")
         )
+        self.moments = self.state_names
+        self.state_names += ("remainder",) if self.splits else ()
 
     def names_of(self, p: Tensor) -> tuple[str, ...]:
         """What is kept of each element of ``p``."""
@@ -263,12 +286,25 @@ class Optimizer:
     def _step_one(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state = self.state.setdefault(p, {"step": 0})
         old = state.get("master", p.detach()).float()
-        tensors = {name: state.get(name, torch.zeros_like(old)) for name in self.state_names}
+        if self.splits:
+            joined = torch.empty_like(old)
+            in_memory(joined).copy_(
+                from_24_bits(in_memory(p.detach()), in_memory(state.get("remainder", torch.zeros_like(old))))
+            )
+            old = joined
+        tensors = {name: state.get(name, torch.zeros_like(old)) for name in self.moments}
         state["step"] += 1
         new, tensors = new_values(self.kind, old, g, tensors, group, state["step"])
-        if self.narrow is not None:
+        if self.narrow is not None and self.narrow[0] != "fp32":
             tensors = kept(tensors, self.narrow[0], (self.narrow[1], self.narrow[2][p]), state["step"])
         state |= tensors
+        if self.splits:
+            words = words_in_rows(new.numel(), (self.narrow[1], self.narrow[2][p]), state["step"])
+            weight, remainder = to_24_bits(in_memory(new), mix(words + GOLDEN) & 0xFF)
+            state["remainder"] = torch.empty_like(new)
+            in_memory(state["remainder"]).copy_(remainder)
+            in_memory(p.detach()).copy_(weight)
+            return
         if "master" in state:
             state["master"] = new
         if self.noise is not None and p.dtype is torch.bfloat16 and "master" not in state:

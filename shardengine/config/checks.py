@@ -103,11 +103,12 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
 def _check_ema(config: TopLevel, reader: Reader) -> None:
     if config.ema.decay is None:
         return
-    if config.bf16.enabled and not config.bf16.master_weights and reader.usable("bf16.master_weights"):
+    keeps_masters = config.bf16.master_weights and not config.bf16.split_masters
+    if config.bf16.enabled and not keeps_masters and reader.usable("bf16.master_weights"):
         reader.problem(
             "ema.decay",
-            "expected bf16.master_weights true beside it: averages are fp32, and weights that are bf16 alone would "
-            "lose their bits; set that, or leave this out",
+            "expected bf16.master_weights true and split_masters false beside it: averages are fp32, and without fp32 "
+            "master weights they would lose their bits; set that, or leave this out",
         )
     if config.zero_optimization.offload_optimizer.step_in_backward:
         reader.problem(

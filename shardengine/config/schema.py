@@ -181,6 +181,11 @@ class Bf16Config:
     enabled: bool = switch(False, "Cast fp32 parameters to bf16; optimizers step fp32 master weights.")
     auto_cast: bool = switch(True, "Cast the model's floating-point inputs to bf16, in containers, too.")
     master_weights: bool = switch(True, "Step fp32 master weights, not the bf16 weights themselves.")
+    split_masters: bool = switch(
+        False,
+        "Keep of master weights only 8 bits of mantissa that bf16 weights do not have: 1 byte instead of 4. A step "
+        "rounds them stochastically, to 16 bits of mantissa.",
+    )
     stochastic_rounding: bool = switch(
         False, "Round stepped bf16 weights up or down at random; without master weights."
     )

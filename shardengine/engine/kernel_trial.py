@@ -129,6 +129,8 @@ class KernelTrial:
         master = which.master_dtype(dtype)
         flats = {"weight": self._zeros(master or dtype), "gradient": self._zeros(gradient)}
         flats |= {name: self._zeros(form.dtype) for name, form in self.states.items()}
+        if master is None and dtype is not torch.bfloat16:
+            flats.pop(kernels.REMAINDER, None)
         if master is not None:
             flats["low"] = self._zeros(dtype)
         noise = None if which.seed is None else Noise(which.seed, 1)

@@ -10,6 +10,8 @@ says how many the native kernels start.
 from shardengine.kernels.compression import Compressed
 from shardengine.kernels.moments import (
     KEPT_IN,
+    REMAINDER,
+    REMAINDER_FORM,
     StateForm,
     block_of,
     bytes_per_element,
@@ -41,6 +43,8 @@ from shardengine.kernels.threads import use_threads
 
 __all__ = [
     "KEPT_IN",
+    "REMAINDER",
+    "REMAINDER_FORM",
     "STATE_NAMES",
     "Compressed",
     "Noise",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardengine.kernels.compression import FLOATS, Compressed
-from shardengine.kernels.moments import BLOCK, KEPT_IN, SCALE
+from shardengine.kernels.moments import BLOCK, KEPT_IN, REMAINDER, SCALE
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
@@ -78,7 +78,12 @@ def update(
     scales = {name + SCALE for name in coded}
     if missing := scales - flats.keys():
         raise ValueError(f"update: expected {', '.join(sorted(missing))} among the tensors, got {sorted(flats)}")
-    floating = {name: flat for name, flat in flats.items() if name not in coded}
+    floating = {name: flat for name, flat in flats.items() if name not in {*coded, REMAINDER}}
+    if REMAINDER in flats and (flats["weight"].dtype is not torch.bfloat16 or flats[REMAINDER].dtype is not torch.int8):
+        came = f"{flats['weight'].dtype} and {flats[REMAINDER].dtype}"
+        raise ValueError(f"update: expected a weight in bf16 and its remainder in int8, got {came}")
+    if REMAINDER in flats and "low" in flats:
+        raise ValueError("update: expected low or remainder, got both")
     _require("update", floating, flat=tuple(floating))
     _require_lengths("update", {name: flat for name, flat in flats.items() if name not in scales})
     for name in rule.states:

@@ -1,6 +1,6 @@
-"""Optimizer states in fewer bytes than fp32: bf16, or codes of 8 bits in blocks with a scale: the declared arithmetic.
+"""Optimizer states and master weights in fewer bytes than fp32: the declared arithmetic.
 
-Owns: how a state is widened for an update and narrowed after it. Must not know: the update itself, buckets.
+Owns: how they are widened for an update and narrowed after it. Must not know: the update itself, buckets.
 
 [Note: States of 8 bits] A parameter's elements are cut into blocks of 256, from its first one on. Of each block an fp32
 scale is kept, the block's largest magnitude, and of each element a code: a size in steps that grow with it, as those of
@@ -26,6 +26,13 @@ and comes back as NaN; its codes are 0.
 
 [Note: States in bf16] They are widened exactly, and narrowed as weights are that are rounded stochastically
 (``reference_update``), with the same halves of the random word.
+
+[Note: Remainders] Instead of an fp32 master, beside a bf16 weight 8 more bits of its mantissa may be kept, an int8 that
+is added to the upper 24 bits of the fp32 number: those are weight · 2^8 + remainder, of integers. After an update the
+fp32 weight is rounded to 24 bits, with 8 random bits that keep the mean: the lower ones of mix(word + GOLDEN), word
+being the one of the states; the weight is that, rounded to nearest even, and the remainder what is left. A tie that
+goes down would leave 128, which an int8 does not hold: there it is 127. Of a weight that is not finite, and below a
+zero, the remainder counts as 0, so that whoever writes weights gets these, with the remainders that were there.
 """
 
 from __future__ import annotations
@@ -37,13 +44,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardengine.kernels.random_bits import Noise, random_bits_in_rows
+from shardengine.kernels.random_bits import GOLDEN, Noise, mix_words, random_bits_in_rows, signed_word
 
 BLOCK = 256
 """Elements with one scale."""
 SCALE = "_scale"
 """What the name of a state's scales ends with."""
 SHIFT = 19
+REMAINDER = "remainder"
+"""The name of what is kept of master weights beside bf16 weights."""
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq"})
 _INFINITE, _NEAREST = 0x7F800000, 1 << (SHIFT - 1)
 
@@ -72,6 +81,7 @@ class StateForm(NamedTuple):
         return elements // self.per
 
 
+REMAINDER_FORM = StateForm(torch.int8)
 KEPT_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 """In what states may be kept."""
 
@@ -149,7 +159,9 @@ def widened_state(flats: Mapping[str, Tensor], state: str) -> Tensor:
 def narrow_state(values: Tensor, flats: Mapping[str, Tensor], state: str, words: Tensor | None = None) -> None:
     """State ``state`` becomes ``values`` (fp32), rounded. words: as in ``Code.narrowed``."""
     stored = flats[state]
-    if stored.dtype is torch.uint8:
+    if stored.dtype is torch.int8:
+        stored.copy_(values.round().clamp(-128, 127))
+    elif stored.dtype is torch.uint8:
         codes, scales = code_of(state).narrowed(values, words)
         stored.copy_(codes)
         flats[state + SCALE].copy_(scales)
@@ -164,12 +176,35 @@ def rounded(values: Tensor, words: Tensor) -> Tensor:
 
 
 def words_of(states: Sequence[str], noise: Noise | None, first: int, like: Tensor) -> dict[str, Tensor | None]:
-    """The random bits of a rule's ``states``, for elements from number ``first`` on, as many as in ``like``."""
+    """The random bits of a rule's ``states`` and of remainders, for elements from number ``first`` on, as many as in
+    ``like``."""
     if noise is None:
-        return dict.fromkeys(states)
+        return dict.fromkeys((*states, REMAINDER))
     words = random_bits_in_rows(noise, first, like.numel(), like.device)
     halves = (words & 0xFFFF, (words >> 16) & 0xFFFF)
-    return dict(zip(states, halves, strict=False))
+    return {**dict(zip(states, halves, strict=False)), REMAINDER: mix_words(words + signed_word(GOLDEN)) & 0xFF}
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """bf16 weights and their remainders, int8 → fp32."""
+    bits = weight.view(torch.int16).to(torch.int32)
+    size = bits & 0x7FFF
+    kept = remainder.to(torch.int32)
+    kept = kept.masked_fill((size >= 0x7F80) | ((size == 0) & (kept < 0)), 0)
+    return (((bits << 8) + kept) << 8).view(torch.float32)
+
+
+def split(values: Tensor, weight: Tensor, remainder: Tensor, words: Tensor | None) -> None:
+    """The opposite, rounded. words: 8 random bits of each element, int32; None: to nearest."""
+    bits = values.view(torch.int32)
+    rounded_up = bits + (0x7F + ((bits >> 8) & 1) if words is None else words)
+    upper = (rounded_up >> 8) & 0xFFFFFF
+    high = (upper + 0x7F + ((upper >> 8) & 1)) >> 8
+    left = (upper - (high << 8)).clamp_(max=127)
+    finite = torch.isfinite(values)
+    high = torch.where(high >= 0x8000, high - 0x10000, high).to(torch.int16).view(torch.bfloat16)
+    weight.copy_(torch.where(finite, high, values.bfloat16()))
+    remainder.copy_(left.masked_fill_(~finite, 0))
 
 
 def cut(flats: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:

@@ -237,10 +237,11 @@ def update(
     flats: tensors of one length: "weight" (fp32, or bf16 where there is no master weight), "gradient" (fp32, bf16 or
     fp16; left as it is), ``rule.states`` and, if wanted, "low", which takes the weight rounded to its dtype. A state is
     fp32, bf16, or uint8 with its scales (fp32, one for 256 elements) under its name + ``moments.SCALE``: then spans are
-    of single parameters, begin at multiples of 256 and end at such or with their parameter.
+    of single parameters, begin at multiples of 256 and end at such or with their parameter. Beside a bf16 "weight" may
+    be its "remainder", int8 (moments: [Note: Remainders]); then there is no "low".
     factor: 0-dim fp32, what the gradient is multiplied with · skip: 0-dim bool; where True nothing is written, decided
-    on the device · noise, state_noise: round a bf16 weight, and states that are not fp32, stochastically; elements are
-    numbered by ``Span.first``.
+    on the device · noise, state_noise: round a bf16 weight, and states that are not fp32 and remainders,
+    stochastically; elements are numbered by ``Span.first``.
     """
     device = flats["weight"].device
     _require_one_device("update", device, (factor, skip, *flats.values()))

@@ -42,19 +42,19 @@ class Noise(NamedTuple):
 
 def random_bits(noise: Noise, first: int, count: int, device: torch.device | None = None) -> Tensor:
     """32 random bits for each of the elements first, first + 1, …: int32 [count]."""
-    k0, k1 = (_signed(word) for word in noise.key)
+    k0, k1 = (signed_word(word) for word in noise.key)
     index = torch.arange(first, first + count, dtype=torch.int64, device=device)
     low = index.to(torch.int32)  # modulo 2^32
     high = (index >> 32).to(torch.int32)
-    return _mix_tensor(_mix_tensor(low ^ k0) + high * _signed(GOLDEN) + k1)
+    return mix_words(mix_words(low ^ k0) + high * signed_word(GOLDEN) + k1)
 
 
 def random_bits_in_rows(noise: Noise, first: int, count: int, device: torch.device | None = None) -> Tensor:
     """As ``random_bits``: [Note: Random bits in a row]."""
     begin = first % ROW
     rows = random_bits(noise, first // ROW, -(-(begin + count) // ROW), device)
-    steps = torch.arange(ROW, dtype=torch.int32, device=device) * _signed(GOLDEN)
-    return _mix_tensor((rows.unsqueeze(1) + steps).view(-1)[begin : begin + count].clone())
+    steps = torch.arange(ROW, dtype=torch.int32, device=device) * signed_word(GOLDEN)
+    return mix_words((rows.unsqueeze(1) + steps).view(-1)[begin : begin + count].clone())
 
 
 def _mix(word: int) -> int:
@@ -64,16 +64,17 @@ def _mix(word: int) -> int:
     return word ^ word >> 16
 
 
-def _mix_tensor(words: Tensor) -> Tensor:
-    """``_mix`` of int32 words, in place. A right shift keeps the sign, so what it draws in is masked."""
+def mix_words(words: Tensor) -> Tensor:
+    """The mix of [Note: Random bits], of int32 words in place. A right shift keeps the sign: what it draws in is
+    masked."""
     words ^= (words >> 16) & 0xFFFF
-    words *= _signed(MIX_1)
+    words *= signed_word(MIX_1)
     words ^= (words >> 13) & 0x7FFFF
-    words *= _signed(MIX_2)
+    words *= signed_word(MIX_2)
     words ^= (words >> 16) & 0xFFFF
     return words
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """A 32-bit word as the signed number with the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word

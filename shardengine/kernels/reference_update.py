@@ -22,7 +22,8 @@ multiply-add, correctly rounded division and square root, in this order. The let
 A weight that is bf16 itself is widened when it is read, and rounded when it is written: to nearest, or with ``noise``
 stochastically: the 16 low bits of a random word (random_bits: [Note: Random bits]) are added to the 32 bits of w, and
 the upper 16 are kept; what is not finite is rounded to nearest. A state that is not fp32 is widened when it is read,
-and narrowed when it is written (``moments``), stochastically with ``state_noise``.
+and narrowed when it is written (``moments``), stochastically with ``state_noise``; so is a bf16 weight with a
+remainder.
 
 [Note: Square roots] torch takes fp32 roots on a CPU from a vector library, which gives the neighbour of the correctly
 rounded root for one number in six. A root taken in fp64 and rounded to fp32 is correctly rounded: no root of an fp32
@@ -63,10 +64,15 @@ def update(
             first = span.first + part.start
             narrow = [name for name in rule.states if at[name].dtype is not torch.float32]
             wide = {name: moments.widened_state(at, name) for name in narrow}
+            remainder = at.get(moments.REMAINDER)
+            if remainder is not None:
+                wide["weight"] = moments.joined(at["weight"], remainder)
             _update({**at, **wide}, rule, scale, noise, first)
-            words = moments.words_of(rule.states, state_noise if narrow else None, first, at["weight"])
+            words = moments.words_of(rule.states, state_noise if wide else None, first, at["weight"])
             for name in narrow:
                 moments.narrow_state(wide[name], at, name, words[name])
+            if remainder is not None:
+                moments.split(wide["weight"], at["weight"], remainder, words[moments.REMAINDER])
 
 
 def _update(at: dict[str, Tensor], rule: Rule, scale: float | None, noise: Noise | None, first: int) -> None:

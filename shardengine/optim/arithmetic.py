@@ -14,7 +14,17 @@ from torch import Tensor
 
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.kernels import STATE_NAMES, Noise, Rule, Span, Spans, StateForm, state_forms
+from shardengine.kernels import (
+    REMAINDER,
+    REMAINDER_FORM,
+    STATE_NAMES,
+    Noise,
+    Rule,
+    Span,
+    Spans,
+    StateForm,
+    state_forms,
+)
 from shardengine.sharding import Layout
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
@@ -165,17 +175,19 @@ class KernelAction:
 class Declared(Arithmetic):
     """The kernels': AdamW, Adam, SGD and Lion."""
 
-    def __init__(self, kind: str, kept_in: str = "fp32", seed: int = 0) -> None:
-        """kind: a key of STATE_NAMES · kept_in: in what states are kept, a key of KEPT_IN · seed: of their rounding."""
+    def __init__(self, kind: str, kept_in: str = "fp32", seed: int = 0, *, splits: bool = False) -> None:
+        """kind: a key of STATE_NAMES · kept_in: in what states are kept, a key of KEPT_IN · seed: of their rounding ·
+        splits: of master weights the remainders are kept beside bf16 weights."""
         self.kind = kind
         self.kept_in = kept_in
         self._seed = seed ^ _OF_STATES
-        self.draws = kept_in != "fp32"
+        self.splits = splits
+        self.draws = splits or kept_in != "fp32"
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
         """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
         accelerates = self.kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
-        return STATE_NAMES[self.kind] if accelerates else ()
+        return (*(STATE_NAMES[self.kind] if accelerates else ()), *([REMAINDER] if self.splits else []))
 
     def counts_steps(self, group: Mapping[str, Any]) -> bool:
         """See ``Arithmetic``."""
@@ -193,7 +205,9 @@ class Declared(Arithmetic):
 
     def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
         """See ``Arithmetic``."""
-        return state_forms(states, self.kept_in)
+        names = list(states)
+        forms = state_forms((name for name in names if name != REMAINDER), self.kept_in)
+        return forms | {name: REMAINDER_FORM for name in names if name == REMAINDER}
 
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """See ``Arithmetic``."""

@@ -31,23 +31,18 @@ _DECLARED: dict[type[torch.optim.Optimizer], str] = {
 }  # fmt: skip
 
 
-def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed: int = 0) -> tuple[Arithmetic, str]:
+def arithmetic_of(
+    optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed: int = 0, *, splits: bool = False
+) -> tuple[Arithmetic, str]:
     """How ``optimizer``'s elements are stepped, and what is different about it, a sentence, "" where nothing is.
 
     By the declared arithmetic where that is its, otherwise by its own class, which is tried first: ``UsageError`` where
-    it cannot work on slices of parameters. kept_in, seed: of states, as in ``Declared``.
+    it cannot work on slices of parameters. kept_in, seed, splits: as in ``Declared``.
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
     if type(optimizer) in (torch.optim.Muon, MuonWithAdamW):
-        if optimizer.state:
-            raise probe.already_stepped(name)
-        if kept_in != "fp32" and all(map(uses_muon, optimizer.param_groups)):
-            raise UsageError(
-                f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose momentum is kept in fp32, got '
-                f'"{kept_in}"'
-            )
-        return Muon(Declared("AdamW", kept_in, seed)), _told(kept_in)
+        return _muon_of(optimizer, name, kept_in, seed, splits=splits)
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, own, notice = found
         kept_in = own if kept_in == "fp32" else kept_in
@@ -58,6 +53,11 @@ def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed:
             f"each element from that element alone; {reason}"
         )
     if kind is None or not all(is_declared(group, optimizer.param_groups[0]) for group in optimizer.param_groups):
+        if splits:
+            raise UsageError(
+                f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, whose class steps fp32 master "
+                "weights; set that key to false"
+            )
         if kept_in != "fp32":
             raise UsageError(
                 f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose class keeps its states itself, '
@@ -68,7 +68,29 @@ def arithmetic_of(optimizer: torch.optim.Optimizer, kept_in: str = "fp32", seed:
         raise probe.already_stepped(name)
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
-    return Declared(kind, kept_in, seed), notice
+    return Declared(kind, kept_in, seed, splits=splits), notice
+
+
+def _muon_of(
+    optimizer: torch.optim.Optimizer, name: str, kept_in: str, seed: int, *, splits: bool
+) -> tuple[Arithmetic, str]:
+    """``arithmetic_of`` for Muon, alone or with AdamW."""
+    if optimizer.state:
+        raise probe.already_stepped(name)
+    if splits:
+        raise UsageError(
+            f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
+            "that key to false"
+        )
+    if kept_in != "fp32" and all(map(uses_muon, optimizer.param_groups)):
+        raise UsageError(
+            f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose momentum is kept in fp32, got '
+            f'"{kept_in}"'
+        )
+    made = Muon(Declared("AdamW", kept_in, seed))
+    for number, group in enumerate(optimizer.param_groups):
+        made.check_options(group, f"optimizer {name}", number, group)
+    return made, _told(kept_in)
 
 
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:
@@ -107,7 +129,11 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
         return OptimizerForm(None, [], {})
     _check_groups(model, optimizer.param_groups)
     by_name = "8bit" if given is None and named is not None and named.type.endswith(_IN_8_BITS) else None
-    arithmetic, notice = arithmetic_of(optimizer, by_name or config.data_types.optimizer_state_dtype, config.seed)
+    kept_in, splits = (
+        by_name or config.data_types.optimizer_state_dtype,
+        config.bf16.enabled and config.bf16.split_masters,
+    )
+    arithmetic, notice = arithmetic_of(optimizer, kept_in, config.seed, splits=splits)
     return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
 
 
@@ -129,8 +155,8 @@ def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> Opti
             "one engine has one optimizer, with several groups where that is wanted"
         )
     muon, other = muons[0], others[0]
-    kept_in = config.data_types.optimizer_state_dtype
-    (rest, _), _ = arithmetic_of(other, kept_in, config.seed), arithmetic_of(muon)
+    kept_in, splits = config.data_types.optimizer_state_dtype, config.bf16.enabled and config.bf16.split_masters
+    (rest, _), _ = arithmetic_of(other, kept_in, config.seed), arithmetic_of(muon, splits=splits)
     if not isinstance(rest, Declared):
         raise UsageError(
             f"initialize: beside Muon {name_of(type(other))} is expected without amsgrad, capturable and differentiable"

@@ -133,7 +133,7 @@ def _leave_meta(parameter: nn.Parameter, mesh: Mesh) -> None:
 def new_flat_buffer(
     partition: Partition, layout: Layout, which: FlatBufferLayout, mesh: Mesh, state: Placement, homes: Homes
 ) -> tuple[FlatBuffer, list[Member]]:
-    """A flat buffer of zeros, and the members that will show it."""
+    """A flat buffer without values, and the members that will show it."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
     flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, state, homes)
     return flat_buffer, [
@@ -198,7 +198,15 @@ class _Filling:
 
     def _values_of(self, bucket: Bucket) -> Tensor:
         """Memory for the values of ``bucket``: its own, or where master weights will keep them unrounded, fp32."""
-        return torch.zeros_like(bucket.full, dtype=torch.float32) if self._masters else bucket.full
+        if not self._masters:
+            return bucket.full
+        values, end = torch.empty_like(bucket.full, dtype=torch.float32), 0
+        for piece in self._layout.pieces(bucket.layout):
+            start = piece.start - bucket.layout.start
+            values[end:start].zero_()
+            end = start + piece.end - piece.start
+        values[end:].zero_()
+        return values
 
     def _end(self, bucket: Bucket, full: Tensor) -> None:
         """``bucket`` has its values: so have its master weights, and the parameters that end in it show them."""

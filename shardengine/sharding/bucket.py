@@ -266,7 +266,9 @@ class FlatBuffer:
     def _build(self) -> None:
         self._home = self.platform.here()
         with torch.inference_mode(False):
-            self.flat = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
+            self.flat = torch.empty(self.layout.length, dtype=self.dtype, device=self.device)
+            for start, end in self.layout.gaps:  # the rest is written, or never looked at: zeros would take its memory
+                self.flat[start:end].zero_()
             self.views = self.views_of(self.flat)
         mark_weights(self.flat)
 

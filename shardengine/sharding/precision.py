@@ -110,7 +110,7 @@ def of(config: Config) -> Precision:
     return Precision(
         cast=cast,
         inputs=cast if auto_cast and not autocast.enabled else None,
-        keeps_masters=not bf16.enabled or bf16.master_weights,
+        keeps_masters=not bf16.enabled or (bf16.master_weights and not bf16.split_masters),
         seed=config.seed if bf16.enabled and bf16.stochastic_rounding else None,
         autocast=getattr(torch, autocast.dtype) if autocast.enabled else None,
         scaling=scaling,

@@ -23,7 +23,8 @@ def load(**keys: Any) -> Config:
 FROZEN = {
     "ACTIVE": """
         activation_checkpointing.cpu_offload activation_checkpointing.enabled
-        bf16.auto_cast bf16.enabled bf16.master_weights bf16.stochastic_rounding broadcast_buffers checkpoint.async_save
+        bf16.auto_cast bf16.enabled bf16.master_weights bf16.split_masters bf16.stochastic_rounding broadcast_buffers
+        checkpoint.async_save
         checkpoint.keep_last ema.decay
         communication_data_type data_types.grad_accum_dtype data_types.optimizer_state_dtype data_types.reduce_dtype
         debug

@@ -181,6 +181,7 @@ class Step:
     special: bool = True
     offset: int = 0
     states: torch.dtype = FP32
+    remainder: bool = False
     state_noise: Noise | None = None
 
 
@@ -199,6 +200,8 @@ def check_update(device: torch.device, case: Step) -> None:
         if case.states is torch.uint8:
             flats[name + moments.SCALE] = torch.zeros(-(-length // moments.BLOCK))
         moments.narrow_state(values, flats, name)
+    if case.remainder:
+        flats[moments.REMAINDER] = (numbers(length, 9, special=False) * 40).clamp(-128, 127).to(torch.int8)
     if case.low is not None:
         flats["low"] = numbers(length, 8, case.low)
     before = {name: flat.clone() for name, flat in flats.items()}

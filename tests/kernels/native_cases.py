@@ -99,6 +99,9 @@ def narrowed(case: Case, dtype: torch.dtype, *, at_random: bool) -> Case:
     edges = sorted({edge - edge % moments.BLOCK for span in case.spans for edge in span[:2]} | {length})
     first = case.spans[0].first - case.spans[0].start if case.spans else 0
     spans = Spans((start, end, first + start) for start, end in itertools.pairwise(edges))
+    if case.flats["weight"].dtype is torch.bfloat16 and at_random:
+        flats.pop("low", None)
+        flats[moments.REMAINDER] = (drawn(length, torch.float32, 99) * 40).clamp(-128, 127).to(torch.int8)
     noise = {"state_noise": Noise(11, 3)} if at_random else {}
     return Case(flats, spans if dtype is torch.uint8 else case.spans, case.rule, case.options | noise)
 

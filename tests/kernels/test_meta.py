@@ -123,6 +123,10 @@ WHOLE = Spans([(0, 8)])
         (lambda: kernels.update(ALL | {"exp_avg": Y.half()}, WHOLE, ADAM), "exp_avg in fp32, bf16 or uint8"),
         (lambda: kernels.update(ALL | {"exp_avg": Y.byte()}, WHOLE, ADAM), "expected exp_avg_scale among"),
         (lambda: kernels.update(CODED | {"exp_avg_scale": Y}, WHOLE, ADAM), "exp_avg_scale to have 1 elements"),
+        (
+            lambda: kernels.update(ALL | {"remainder": Y.char()}, WHOLE, ADAM),
+            "a weight in bf16 and its remainder in int8",
+        ),
         (lambda: kernels.update(CODED, Spans([(1, 8)]), ADAM), "begin at multiples of 256"),
         (lambda: kernels.update(ALL, Spans([(4, 9)]), ADAM), "spans inside of 8 elements"),
         (lambda: kernels.update(ALL, WHOLE, ADAM, skip=Y), "skip to be 0-dim"),

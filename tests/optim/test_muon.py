@@ -415,6 +415,21 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
             shardengine.initialize(model, config(), **arguments)
     with pytest.raises(UsageError, match="expected a model with trainable matrices that are neither embeddings"):
         shardengine.initialize(vectors, by_name({"lr": 0.1}))
+    split = config(bf16={"enabled": True, "split_masters": True})
+    for form in (muon, [muon, adamw]):
+        with pytest.raises(
+            UsageError, match=r"bf16\.split_masters: expected AdamW, Adam, SGD or Lion, got torch.optim.M"
+        ):
+            shardengine.initialize(network, split, optimizer=form)
+    narrow = config(data_types={"optimizer_state_dtype": "8bit"})
+    with pytest.raises(
+        UsageError, match='expected "fp32" for torch.optim.Muon, whose momentum is kept in fp32, got "8'
+    ):
+        shardengine.initialize(muon_cases.alone(cases.make_mlp()), narrow, optimizer=muon)
+    groups: list[dict[str, Any]] = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+    with pytest.raises(UsageError, match="option amsgrad=True in group 1"):
+        options = [groups[0], {**groups[1], "amsgrad": True}]
+        shardengine.initialize(network, config(), optimizer=MuonWithAdamW(options))
     zero = {"offload_optimizer": {"device": "cpu", "step_in_backward": True}}
     with pytest.raises(UsageError, match="got Muon, which is stepped after the backward; set that key to false"):
         shardengine.initialize(network, config("2", zero=zero), optimizer=muon)

@@ -33,6 +33,10 @@ PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"bf16": {"enabled": True, "master_weights": False, "stochastic_rounding": True}},
         {"low": torch.bfloat16, "keeps_masters": False, "seed": SEED},
     ),
+    "split": (
+        {"bf16": {"enabled": True, "split_masters": True}},
+        {"low": torch.bfloat16, "keeps_masters": False},
+    ),
 }
 
 
@@ -54,15 +58,17 @@ def truth(model: str, kind: str, ranks: int, micros: int, order: str, clip: floa
 def runs() -> list[tuple[Any, ...]]:
     """Each pair of settings at least once, without what the engine refuses."""
     kinds, models = ("AdamW", "SGD", "Lion", "Adam"), ("gpt2", "mlp")
-    parts = (("8bit", "bf16"), kinds, (1, 2, 3, 4), cases.STAGES, (1, 3), PRECISIONS, PLACES, models)
-    found = covering(itertools.product(*parts))
-    chosen = []
-    for kept_in, kind, ranks, stage, micros, precision, place, model in found:
-        kept = place
-        if (place == "all of it on cpu" and stage != "3") or (place == "in backward" and stage == "0"):
-            kept = "cpu"
-        chosen.append((kept_in, kind, ranks, stage, micros, precision, kept, model))
-    return list(dict.fromkeys(chosen))
+    parts = (("8bit", "bf16", "fp32"), kinds, (1, 2, 3, 4), cases.STAGES, (1, 3), PRECISIONS, PLACES, models)
+    found = covering(row for row in itertools.product(*parts) if is_tried(row[0], row[3], row[5], row[6]))
+    least = [("8bit", "AdamW", 2, stage, 1, "split", "device", "gpt2") for stage in cases.STAGES]
+    return list(dict.fromkeys((*found, *least)))
+
+
+def is_tried(kept_in: str, stage: str, precision: str, place: str) -> bool:
+    """fp32 states without remainders are in other files; the rest is refused."""
+    if place == "all of it on cpu" and stage != "3":
+        return False
+    return not (place == "in backward" and stage == "0") and (kept_in != "fp32" or precision == "split")
 
 
 @pytest.mark.parametrize(("kept_in", "kind", "ranks", "stage", "micros", "precision", "place", "model"), runs())
@@ -79,16 +85,36 @@ def test_states_have_the_bits_of_the_oracle(
     if place == "in backward":
         clip = config["gradient_clipping"] = 0.0
     results = pools(ranks).run(train, model, kind, config)
-    expected = truth(model, kind, ranks, micros, cases.LETTER[stage], clip, kept_in=(kept_in, SEED), **theirs)
+    expected = truth(
+        model,
+        kind,
+        ranks,
+        micros,
+        cases.LETTER[stage],
+        clip,
+        kept_in=(kept_in + " split" * (precision == "split"), SEED),
+        **theirs,
+    )
     assert_equal_to_truth(results, expected, (kept_in, kind, stage))
 
 
 # From one run to the next
 
 
+def config_with(stage: str, kept_in: str) -> dict[str, Any]:
+    """kept_in: "… split" for bf16 weights with remainders."""
+    options = PRECISIONS["split"][0] if "split" in kept_in else {}
+    return config_of(stage, kept_in.removesuffix(" split"), **options)
+
+
+def truth_with(kept_in: str) -> oracle.Trace:
+    options = PRECISIONS["split"][1] if "split" in kept_in else {}
+    return truth("gpt2", "AdamW", 2, 1, "full", cases.CLIP, kept_in=(kept_in, SEED), **options)
+
+
 def train_in_two(kept_in: str, stages: tuple[str, str], folder: str, part: int) -> dict[str, Any]:
     """Steps 0 to 2 and a checkpoint, or from there on to the end."""
-    engine = cases.make_engine(cases.make_gpt2(), config_of(stages[part], kept_in))
+    engine = cases.make_engine(cases.make_gpt2(), config_with(stages[part], kept_in))
     if part:
         engine.load_checkpoint(folder)
     before = cases.local_state(engine)
@@ -100,11 +126,13 @@ def train_in_two(kept_in: str, stages: tuple[str, str], folder: str, part: int) 
     return found
 
 
-@pytest.mark.parametrize(("kept_in", "stages"), [("8bit", ("0", "3")), ("8bit", ("3", "1")), ("bf16", ("2", "3k"))])
+@pytest.mark.parametrize(
+    ("kept_in", "stages"), [("8bit", ("0", "3")), ("8bit split", ("3", "1")), ("bf16", ("2", "3k"))]
+)
 def test_training_goes_on_at_another_stage_and_number_of_ranks(
     pools: Pools, tmp_path: Any, kept_in: str, stages: tuple[str, str]
 ) -> None:
-    expected = truth("gpt2", "AdamW", 2, 1, "full", cases.CLIP, kept_in=(kept_in, SEED))
+    expected = truth_with(kept_in)
     before = pools(2).run(train_in_two, kept_in, stages, str(tmp_path), 0)
     for ranks in (3, 2):
         results = pools(ranks).run(train_in_two, kept_in, stages, str(tmp_path), 1)
@@ -116,7 +144,7 @@ def test_training_goes_on_at_another_stage_and_number_of_ranks(
 
 def through_dicts(kept_in: str, stages: tuple[str, str]) -> dict[str, Any]:
     """A run whose optimizer is handed over in torch's form, to plain torch, and to an engine at another stage."""
-    engine = cases.make_engine(cases.make_gpt2(), config_of(stages[0], kept_in))
+    engine = cases.make_engine(cases.make_gpt2(), config_with(stages[0], kept_in))
     assert engine.optimizer is not None
     losses = [[cases.run_micro_batch(engine, cases.loss_of, step, 0)] for step in range(3)]
     weights, states = engine.state_dict(), engine.optimizer.state_dict()
@@ -127,7 +155,7 @@ def through_dicts(kept_in: str, stages: tuple[str, str]) -> dict[str, Any]:
         plain = cases.make_optimizer(model, "AdamW")
         plain.load_state_dict(states)
         assert all(state["exp_avg"].dtype is torch.float32 for state in plain.state.values())
-    engine = cases.make_engine(cases.make_gpt2(), config_of(stages[1], kept_in))
+    engine = cases.make_engine(cases.make_gpt2(), config_with(stages[1], kept_in))
     assert engine.optimizer is not None
     engine.load_state_dict(weights)
     engine.optimizer.load_state_dict(states)
@@ -141,9 +169,11 @@ def through_dicts(kept_in: str, stages: tuple[str, str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("kept_in", "stages"), [("8bit", ("1", "3")), ("bf16", ("3", "0"))])
+@pytest.mark.parametrize(
+    ("kept_in", "stages"), [("8bit", ("1", "3")), ("bf16", ("3", "0")), ("8bit split", ("2", "1"))]
+)
 def test_states_go_through_torchs_dicts_and_full_tensors(pools: Pools, kept_in: str, stages: tuple[str, str]) -> None:
-    expected = truth("gpt2", "AdamW", 2, 1, "full", cases.CLIP, kept_in=(kept_in, SEED))
+    expected = truth_with(kept_in)
     results = pools(2).run(through_dicts, kept_in, stages)
     for rank, result in enumerate(results):
         assert result["losses"] == [row[rank] for row in expected.losses]
@@ -235,6 +265,33 @@ def test_bytes_are_the_formula(pools: Pools, tmp_path: Any, stage: str, place: s
         assert (row["starts"] == {0}) is (kept_in == "8bit")
 
 
+def five_bytes(stage: str) -> dict[str, Any]:
+    """What is alive of weights and states: not the engine's own count."""
+    config = config_of(stage, "8bit", bf16={"enabled": True, "split_masters": True})
+    engine = cases.make_engine(cases.make_gpt2(), config)
+    cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    buckets, count = [state.bucket for state in engine._core.reducer.buckets], 0
+    elements = sum(bucket.layout.elements(bucket.state) for bucket in buckets)
+    for bucket in buckets:
+        count += sum(flat.untyped_storage().nbytes() for flat in bucket.state_store.tensors().values())
+        count += bucket.stepped_weights(writable=False).nbytes
+    # what somebody writes into a weight is the weight; a zero is a zero
+    shown = engine.state_dict()
+    engine.load_state_dict({name: value * 0 for name, value in shown.items()} if shown else {})
+    zeros = engine.state_dict()
+    with engine.full_optimizer_state() as full:
+        names = {tuple(entry) for entry in full.values() if entry is not None}
+    engine.close()
+    return {"each": count / elements, "zeros": all(not value.any() for value in zeros.values()), "names": names}
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_five_bytes_per_parameter(pools: Pools, stage: str) -> None:
+    for found in pools(2).run(five_bytes, stage):
+        assert found["each"] == 2 + 1 + PER_ELEMENT["8bit"]
+        assert found["zeros"] and found["names"] == {("weight", "exp_avg", "exp_avg_sq", "remainder", "step")}
+
+
 # What cannot be
 
 
@@ -244,6 +301,8 @@ def test_bytes_are_the_formula(pools: Pools, tmp_path: Any, stage: str, place: s
         (torch.optim.RMSprop, {"data_types": {"optimizer_state_dtype": "8bit"}}, 'expected "fp32" for torch.optim.RMS'),
         (None, {"data_types": {"optimizer_state_dtype": "int4"}}, "optimizer_state_dtype"),
         (None, {"optimizer": {"type": "AdamW8bit", "params": {"amsgrad": True}}}, "amsgrad"),
+        (torch.optim.NAdam, {"bf16": {"enabled": True, "split_masters": True}}, "split_masters: expected AdamW"),
+        (torch.optim.AdamW, {"bf16": {"enabled": True, "split_masters": True}, "ema": {"decay": 0.9}}, "averages are"),
         (None, {"optimizer": {"type": "AdamW8bits"}}, 'nearest known one is "AdamW8bit"'),
     ],
 )  # fmt: skip

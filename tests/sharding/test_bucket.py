@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shardengine.offload import BufferPool, Platform
@@ -30,8 +31,14 @@ def test_views_have_the_shapes_and_places_of_the_slots() -> None:
     assert torch.equal(flat_buffer.views[1], torch.arange(32.0, 39.0))
 
 
-def test_a_flat_buffer_starts_as_zeros_so_that_padding_is_zero() -> None:
-    assert torch.equal(one_flat_buffer().flat, torch.zeros(64))
+def test_the_padding_of_a_new_flat_buffer_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is written: a rank that fills its own slice alone needs the memory of that alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda count, **how: torch.full((count,), 7.0, **how))
+        flat = one_flat_buffer().flat
+    holds = torch.zeros(64, dtype=torch.bool)
+    holds[:20] = holds[32:39] = True
+    assert torch.equal(flat, torch.where(holds, 7.0, 0.0))
 
 
 def test_release_frees_the_memory_and_allocate_brings_it_back_under_the_same_views() -> None:
@@ -113,6 +120,7 @@ def test_a_shard_is_a_view_of_this_ranks_slice_until_it_is_detached() -> None:
 
 def test_a_detached_shard_is_loaded_into_its_slice_alone() -> None:
     bucket = one_flat_buffer(rank=1).buckets[0]
+    bucket.full.zero_()
     bucket.detach_shard()
     bucket.shard(writable=True).fill_(4)
     bucket.load_shard()

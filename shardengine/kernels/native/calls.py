@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardengine.errors import InternalError
 from shardengine.kernels import checksums, reference, reference_update
-from shardengine.kernels.moments import BLOCK, SCALE
+from shardengine.kernels.moments import BLOCK, REMAINDER, SCALE
 from shardengine.kernels.native.library import Library, SumArguments, UpdateArguments, load
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
@@ -45,12 +45,13 @@ def update(
     states = [flats[name] for name in rule.states]
     coded = [name for name, state in zip(rule.states, states, strict=True) if state.dtype is torch.uint8]
     scales = [flats[name + SCALE] for name in coded]
-    length = weight.numel()
+    length, remainder = weight.numel(), flats.get(REMAINDER)
     if not (
         all(_plain(tensor, length) for tensor in ([weight, gradient] if low is None else [weight, gradient, low]))
         and all(_is_flat(state, length) and state.dtype in _STATE_TYPES for state in states)
         and len({state.dtype for state in states}) < 2
         and all(_plain(scale, -(-length // BLOCK)) and scale.dtype is torch.float32 for scale in scales)
+        and (remainder is None or (_is_flat(remainder, length) and weight.dtype is torch.bfloat16 and low is None))
         and not (scales and any(span.start % BLOCK for span in spans))
         and _inside(spans, length)
         and (factor is None or (factor.dtype is torch.float32 and factor.is_cpu))
@@ -68,6 +69,7 @@ def update(
         states[1].data_ptr() if len(states) > 1 else None,
         scales[0].data_ptr() if scales else None,
         scales[1].data_ptr() if len(scales) > 1 else None,
+        None if remainder is None else remainder.data_ptr(),
         None if low is None else low.data_ptr(),
         None if factor is None else factor.data_ptr(),
         None if skip is None else skip.data_ptr(),

@@ -26,7 +26,7 @@ class UpdateArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "gradient", "average", "square")),
-        *((name, ctypes.c_void_p) for name in ("average_scale", "square_scale", "low")),
+        *((name, ctypes.c_void_p) for name in ("average_scale", "square_scale", "remainder", "low")),
         *((name, ctypes.c_void_p) for name in ("factor", "skip", "spans")),
         ("span_count", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("rate", "decay", "l2", "keep", "take")),

@@ -1,4 +1,4 @@
-"""Optimizer states in fp32, bf16 and codes of 8 bits, read and written: moments: [Note: States of 8 bits].
+"""Optimizer states in fp32, bf16 and codes of 8 bits, and weights with remainders, read and written: as in ``moments``.
 
 Must not know: the update.
 """
@@ -27,6 +27,32 @@ _SHIFT, _NEAREST = constexpr(moments.SHIFT), constexpr(1 << (moments.SHIFT - 1))
 def words_in_rows(numbers: Value, k0: Value, k1: Value) -> Value:
     """random_bits: [Note: Random bits in a row] for elements with these int64 numbers, as uint32."""
     return mix(random_words(numbers >> 8, k0, k1) + (numbers & 255).to(tl.uint32) * STEP)
+
+
+@triton.jit
+def joined(weights: Value, remainders: Value) -> Value:
+    """moments: [Note: Remainders]: bf16 and int8 as fp32."""
+    bits = weights.to(tl.uint16, bitcast=True).to(tl.int32)
+    size = bits & 0x7FFF
+    left = remainders.to(tl.int32)
+    left = tl.where((size >= 0x7F80) | ((size == 0) & (left < 0)), 0, left)
+    return (((bits << 8) + left) << 8).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(values: Value, words: Value, weights: Value, remainders: Value, mask: Value) -> None:
+    """The opposite, stored at the pointers. words: random ones, None: to nearest."""
+    bits = values.to(tl.uint32, bitcast=True)
+    if words is None:
+        upper = (bits + (0x7F + ((bits >> 8) & 1))) >> 8
+    else:
+        upper = (bits + (mix(words + STEP) & 0xFF)) >> 8
+    high = (upper + 0x7F + ((upper >> 8) & 1)) >> 8
+    left = tl.minimum(upper.to(tl.int32) - (high << 8).to(tl.int32), 127)
+    finite = is_finite(values)
+    weight = tl.where(finite, (high << 16).to(tl.float32, bitcast=True), values)
+    tl.store(weights, nearest(weight, weights.dtype.element_ty), mask=mask)
+    tl.store(remainders, tl.where(finite, left, 0).to(tl.int8), mask=mask)
 
 
 @triton.jit

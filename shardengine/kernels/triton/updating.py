@@ -14,12 +14,12 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language import tensor as Value
 
-from shardengine.kernels.moments import SCALE
+from shardengine.kernels.moments import REMAINDER, SCALE
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
 from shardengine.kernels.triton.launching import GRANULE, is_finite, launch, nearest, random_words, signed, wide
-from shardengine.kernels.triton.states import read_state, words_in_rows, write_state
+from shardengine.kernels.triton.states import joined, read_state, split, words_in_rows, write_state
 
 BLOCK, WARPS = 1024, 8
 """Four elements per thread: 16 bytes of every fp32 tensor. With more, a bf16 one would want eight neighbours in a
@@ -44,7 +44,8 @@ def update(
     first_scale, second_scale = [*(flats.get(name + SCALE) for name in rule.states), None, None][:2]
     keys = [signed(word) for each in (noise, state_noise) for word in ((0, 0) if each is None else each.key)]
     launch(_update_kernel, len(blocks), weight, weight, flats["gradient"], first, second, first_scale, second_scale,
-           flats.get("low"), rows, blocks, factor, None if skip is None else skip.view(torch.uint8), *rule[1:9], *keys,
+           flats.get(REMAINDER), flats.get("low"), rows, blocks, factor,
+           None if skip is None else skip.view(torch.uint8), *rule[1:9], *keys,
            KIND="Adam" if rule.kind == "AdamW" else rule.kind, L2=rule.l2 != 0, MAXIMIZE=rule.maximize,
            NESTEROV=rule.nesterov, FIRST=rule.first, NOISE=noise is not None, STATE_NOISE=state_noise is not None,
            ALIGNED=spans.aligned, BLOCK=BLOCK, num_warps=WARPS)  # fmt: skip
@@ -105,11 +106,11 @@ def _stochastically(values: Value, numbers: Value, k0: Value, k1: Value) -> Valu
 
 @triton.jit(do_not_specialize=["k0", "k1", "state_k0", "state_k1"])
 def _update_kernel(
-    weight: Value, gradient: Value, first: Value, second: Value, first_scale: Value, second_scale: Value, low: Value,
-    spans: Value, blocks: Value, factor: Value, skip: Value, rate: Value, decay: Value, l2: Value, keep: Value,
-    take: Value, keep_square: Value, take_square: Value, epsilon: Value, k0: Value, k1: Value, state_k0: Value,
-    state_k1: Value, KIND: constexpr, L2: constexpr, MAXIMIZE: constexpr, NESTEROV: constexpr, FIRST: constexpr,
-    NOISE: constexpr, STATE_NOISE: constexpr, ALIGNED: constexpr, BLOCK: constexpr,
+    weight: Value, gradient: Value, first: Value, second: Value, first_scale: Value, second_scale: Value,
+    remainder: Value, low: Value, spans: Value, blocks: Value, factor: Value, skip: Value, rate: Value, decay: Value,
+    l2: Value, keep: Value, take: Value, keep_square: Value, take_square: Value, epsilon: Value, k0: Value, k1: Value,
+    state_k0: Value, state_k1: Value, KIND: constexpr, L2: constexpr, MAXIMIZE: constexpr, NESTEROV: constexpr,
+    FIRST: constexpr, NOISE: constexpr, STATE_NOISE: constexpr, ALIGNED: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     if skip is not None:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
         if tl.load(skip) != 0:
@@ -128,7 +129,9 @@ def _update_kernel(
         g = g * tl.load(factor)
     if MAXIMIZE:
         g = g * -1.0
-    w = wide(tl.load(weight + place, mask=mask)) * decay  # 1 changes nothing, and comes and goes with the rate
+    w = tl.load(weight + place, mask=mask)
+    w = wide(w) if remainder is None else joined(w, tl.load(remainder + place, mask=mask))
+    w = w * decay  # 1 changes nothing, and comes and goes with the rate
     if L2:
         g = g + w * l2
     words = words_in_rows(tl.load(span + 2) + within, state_k0, state_k1) if STATE_NOISE else None
@@ -143,6 +146,9 @@ def _update_kernel(
 
     if low is not None:
         tl.store(low + place, nearest(w, low.dtype.element_ty), mask=mask)
+    if remainder is not None:
+        split(w, words, weight + place, remainder + place, mask)
+        return
     if NOISE and weight.dtype.element_ty != tl.float32:
         w = _stochastically(w, tl.load(span + 2) + within, k0, k1)
     tl.store(weight + place, nearest(w, weight.dtype.element_ty), mask=mask)

@@ -74,6 +74,8 @@ def test_states_in_fewer_bytes(kind: str, states: torch.dtype) -> None:
         cases.check_update(CPU, case)
         cases.check_update(CPU, dataclasses.replace(case, gradient=BF16, low=BF16, special=False, offset=1))
         cases.check_update(CPU, dataclasses.replace(case, weight=BF16, noise=cases.ONE))
+        cases.check_update(CPU, dataclasses.replace(case, weight=BF16, remainder=True))
+        cases.check_update(CPU, dataclasses.replace(case, weight=BF16, remainder=True, states=FP32))
     cases.check_update(CPU, Step(rule("SGD", 1, nesterov=True, dampening=0.0), spans, states=states))
     cases.check_update(CPU, Step(rule(kind), spans, states=states, skip=True))
 

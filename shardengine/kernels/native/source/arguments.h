@@ -11,6 +11,7 @@ struct UpdateArguments {
     const void *gradient;
     void *average, *square;  // the first and the second moment, null where the rule has none
     float *average_scale, *square_scale;  // of moments in codes, else null
+    int8_t *remainder;        // of a bf16 weight, null: none
     void *low;                // null: not wanted
     const float *factor;      // null: none
     const uint8_t *skip;      // null: never

@@ -101,6 +101,33 @@ FUNCTION void draw_in_rows(uint32_t *__restrict words, int64_t count, uint64_t f
     }
 }
 
+// moments.py: [Note: Remainders].
+FUNCTION void join(const uint16_t *__restrict weights, const int8_t *__restrict remainders, float *__restrict to,
+                   int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t bits = weights[i], size = bits & 0x7FFF, left = remainders[i];
+        const int32_t finite = (size - 0x7F80) >> 31, some = (0 - size) >> 31, positive = ~(left >> 31);
+        to[i] = float_of((static_cast<uint32_t>(bits) << 16) +
+                         (static_cast<uint32_t>(left & finite & (some | positive)) << 8));
+    }
+}
+
+// words: random ones, null: to nearest.
+FUNCTION void split(const float *__restrict from, const uint32_t *__restrict words, uint16_t *__restrict weights,
+                    int8_t *__restrict remainders, int64_t count) {
+    uint32_t noise[UPDATE_TILE];
+    for (int64_t i = 0; i < count; i++)
+        noise[i] = words ? mixed(words[i] + 0x9E3779B9u) & 0xFF : 0x7F + (bits_of(from[i]) >> 8 & 1);
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = bits_of(from[i]), size = bits & 0x7FFFFFFF;
+        const uint32_t finite = 0 - ((size - 0x7F800000) >> 31), nan = 0 - ((0x7F800000 - size) >> 31);
+        const uint32_t upper = (bits + noise[i]) >> 8, high = (upper + 0x7F + (upper >> 8 & 1)) >> 8;
+        const int32_t left = static_cast<int32_t>(upper - (high << 8)), kept = left > 127 ? 127 : left;
+        weights[i] = static_cast<uint16_t>((high & finite) | (bits >> 16 & ~finite & ~nan) | (0x7FC0 & nan));
+        remainders[i] = static_cast<int8_t>(kept & static_cast<int32_t>(finite));
+    }
+}
+
 // A tile of a state as fp32: where it lies, or else in `room`. Null: there is no such state.
 template <bool has_sign>
 FUNCTION float *widened_state(int32_t type, void *memory, const float *scales, int64_t at, float *room, int64_t count) {

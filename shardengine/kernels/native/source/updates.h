@@ -55,7 +55,11 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
                           int64_t count) {
     float wide_gradient[UPDATE_TILE], wide_weight[UPDATE_TILE], wide_average[UPDATE_TILE], wide_square[UPDATE_TILE];
     const float *gradient = widened(a.gradient_type, a.gradient, at, wide_gradient, count);
-    float *weight = const_cast<float *>(widened(a.weight_type, a.weight, at, wide_weight, count));
+    float *weight = wide_weight;
+    if (a.remainder)
+        join(static_cast<const uint16_t *>(a.weight) + at, a.remainder + at, wide_weight, count);
+    else
+        weight = const_cast<float *>(widened(a.weight_type, a.weight, at, wide_weight, count));
     if (a.l2 != 0.0f) {  // a pass of its own: few ask for it
         add_l2(gradient, weight, wide_gradient, count, numbers);
         gradient = wide_gradient;
@@ -65,13 +69,15 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
     float *square = widened_state<false>(a.state_type, a.square, a.square_scale, at, wide_square, count);
     step(weight, gradient, average, square, count, numbers);
     uint32_t words[UPDATE_TILE];
+    const uint32_t *drawn = a.state_stochastic ? words : nullptr;
+    if (drawn) draw_in_rows(words, count, static_cast<uint64_t>(first), a.state_key_0, a.state_key_1);
     if (a.state_type != FP32) {
-        if (a.state_stochastic) draw_in_rows(words, count, static_cast<uint64_t>(first), a.state_key_0, a.state_key_1);
-        const uint32_t *drawn = a.state_stochastic ? words : nullptr;
         narrow_state<true>(a.state_type, average, a.average, a.average_scale, at, drawn, 0, count);
         narrow_state<false>(a.state_type, square, a.square, a.square_scale, at, drawn, 16, count);
     }
-    if (a.stochastic && a.weight_type == BF16) {
+    if (a.remainder) {
+        split(weight, drawn, static_cast<uint16_t *>(a.weight) + at, a.remainder + at, count);
+    } else if (a.stochastic && a.weight_type == BF16) {
         draw(words, count, static_cast<uint64_t>(first), a.key_0, a.key_1);
         for (int64_t i = 0; i < count; i++) words[i] &= 0xFFFF;
         narrow_bf16_with(weight, words, static_cast<uint16_t *>(a.weight) + at, count);
@@ -87,6 +93,10 @@ FUNCTION void update(const UpdateArguments &a, int64_t begin, int64_t end) {
     const Numbers numbers = {a.maximize ? -factor : factor, a.rate, a.decay, a.l2, a.keep, a.take,
                              a.keep_square, a.take_square, a.epsilon};
     const Step step = chosen_step(a);
+    // Nothing to convert: a long tile is faster, for the first divisions of a tile wait for its memory.
+    const bool plain = a.weight_type == FP32 && a.gradient_type == FP32 && a.state_type == FP32;
+    const bool in_place = plain && a.l2 == 0.0f && !a.low;
+    const int64_t tile = in_place ? end - begin : UPDATE_TILE;
     int64_t passed = 0;
     for (int64_t i = 0; i < a.span_count && passed < end; i++) {
         const int64_t start = a.spans[3 * i], length = a.spans[3 * i + 1] - start, first = a.spans[3 * i + 2];
@@ -94,8 +104,8 @@ FUNCTION void update(const UpdateArguments &a, int64_t begin, int64_t end) {
         const int64_t until = end - passed < length ? end - passed : length;
         const bool whole = a.state_type == CODES;  // a block belongs to the part in which it begins
         if (whole) at = (at + UPDATE_TILE - 1) / UPDATE_TILE * UPDATE_TILE;
-        for (; at < until; at += UPDATE_TILE) {
-            const int64_t left = (whole ? length : until) - at, count = left < UPDATE_TILE ? left : UPDATE_TILE;
+        for (; at < until; at += tile) {
+            const int64_t left = (whole ? length : until) - at, count = left < tile ? left : tile;
             update_tile(a, numbers, step, start + at, first + at, count);
         }
         passed += length > 0 ? length : 0;
