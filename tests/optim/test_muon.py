@@ -422,10 +422,8 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
         ):
             shardengine.initialize(network, split, optimizer=form)
     narrow = config(data_types={"optimizer_state_dtype": "8bit"})
-    with pytest.raises(
-        UsageError, match='expected "fp32" for torch.optim.Muon, whose momentum is kept in fp32, got "8'
-    ):
-        shardengine.initialize(muon_cases.alone(cases.make_mlp()), narrow, optimizer=muon)
+    with pytest.raises(UsageError, match="whose momentum is kept in fp32, got"):
+        shardengine.initialize(network, narrow, optimizer=muon)
     groups: list[dict[str, Any]] = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
     with pytest.raises(UsageError, match="option amsgrad=True in group 1"):
         options = [groups[0], {**groups[1], "amsgrad": True}]
