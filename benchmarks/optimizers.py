@@ -3,7 +3,8 @@
 ``python -m benchmarks.optimizers`` prints a table and writes ``benchmarks/results/optimizers-<machine>.json``. It wants
 an idle machine and about 4 minutes. Both have a stack of linear layers in fp32 and step with gradients that are there
 already; the engine is at stage 0 without clipping, so that its step takes no norm and sends nothing. Rows: AdamW and
-SGD by the engine's kernels, other classes by themselves on slices. "beside" is what plain torch's step took, in paired
+SGD by the engine's kernels, Muon by owners of its matrices (which are all that its layers have), other classes by
+themselves on slices. "beside" is what plain torch's step took, in paired
 rounds that take turns at being first; the weights of classes are compared at the end, bit for bit. The trial is what
 ``initialize`` takes to admit the class.
 """
@@ -38,25 +39,27 @@ CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] 
     "Adagrad": (torch.optim.Adagrad, {}),
     "RMSprop": (torch.optim.RMSprop, {}),
     "Adamax": (torch.optim.Adamax, {}),
+    "Muon": (torch.optim.Muon, {}),
 }
+_WAYS = {"AdamW": "kernels", "SGD, momentum": "kernels", "Muon": "owners"}
+"""How a row is stepped, if not by its class."""
 
 
-def make(width: int, layers: int) -> nn.Module:
+def make(width: int, layers: int, *, bias: bool) -> nn.Module:
     """The model of every row."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    return nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(layers)))
 
 
 def measure(name: str, width: int, layers: int, rounds: int, mesh: mesh_module.Mesh) -> dict[str, Any]:
     """Seconds of both sides in each round, of the trial, and whether the weights are equal. Two rounds do not count."""
     made_by, options = CLASSES[name]
-    ours, plain = make(width, layers), make(width, layers)
+    ours, plain = (make(width, layers, bias=name != "Muon") for _ in range(2))
     optimizer, given = made_by(plain.parameters(), lr=1e-4, **options), made_by(ours.parameters(), lr=1e-4, **options)
     start = time.perf_counter()
-    declared = name in ("AdamW", "SGD, momentum")
-    if not declared:
+    if name not in _WAYS:
         probe.elementwise(given, name)
-    trial = 0.0 if declared else time.perf_counter() - start
+    trial = 0.0 if name in _WAYS else time.perf_counter() - start
     config = {"train_micro_batch_size_per_gpu": 1, "nonfinite_gradients": "step", "zero_optimization": {"stage": 0}}
     engine = shardengine.initialize(ours, config, optimizer=given, mesh=mesh)
     batch = torch.ones(4, width)
@@ -73,7 +76,7 @@ def measure(name: str, width: int, layers: int, rounds: int, mesh: mesh_module.M
     weights = engine.state_dict()
     same = all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
     engine.close()
-    return {"seconds": seconds, "trial_s": trial, "same_bits": same, "by": "kernels" if declared else "its class"}
+    return {"seconds": seconds, "trial_s": trial, "same_bits": same, "by": _WAYS.get(name, "its class")}
 
 
 def summarise(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -114,7 +114,7 @@ class Trace:
     """What the engine is compared with. ``losses[step][rank][micro]``; norms per step; the rest after the last step.
 
     shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not. scales:
-    the loss scale after each step; skipped: the steps that were skipped.
+    the loss scale after each step; skipped: the steps that were skipped; kept: the names of each parameter's states.
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
@@ -124,6 +124,7 @@ class Trace:
     shown: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     optimizer: Optimizer | None = None
+    kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -272,6 +273,10 @@ class Optimizer:
         self.moments = self.state_names
         self.state_names += ("remainder",) if self.splits else ()
 
+    def names_of(self, p: Tensor) -> tuple[str, ...]:
+        """What is kept of each element of ``p``."""
+        return self.state_names
+
     def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
         for group in self.groups:
             for p in group["params"]:
@@ -307,12 +312,15 @@ class Optimizer:
         p.detach().copy_(new)
 
 
-class MadeOptimizer(Optimizer):
-    """Any class of torch's or of others, over whole fp32 tensors; it keeps ``names`` of each element."""
+Made = tuple[Callable[[list[Any]], Any], tuple[str, ...]]
+"""Makes an optimizer over groups, and the names of what it keeps of each element."""
 
-    def __init__(
-        self, make: Callable[[list[Any]], Any], names: tuple[str, ...], groups: list[Any], masters: Any
-    ) -> None:
+
+class MadeOptimizer(Optimizer):
+    """Any class of torch's or of others, over whole fp32 tensors."""
+
+    def __init__(self, made: Made, groups: list[Any], masters: Any) -> None:
+        make, names = made
         self.groups, self.state, self.masters = groups, {}, masters
         self.state_names = names
         self.whole = {p: nn.Parameter(masters.get(p, p).detach().clone()) for group in groups for p in group["params"]}
@@ -327,6 +335,34 @@ class MadeOptimizer(Optimizer):
             self.state[p] = {name: state[name].clone() for name in self.state_names if name in state}
             self.state[p] |= {"master": whole.detach().clone()} if p in self.masters else {}
             p.detach().copy_(whole.detach())
+
+
+class SeveralOptimizers(Optimizer):
+    """One optimizer per group, in order; a string is the kind of a declared one."""
+
+    def __init__(
+        self, made: list[Made | str], groups: list[Any], masters: dict[Tensor, Tensor], narrow: Any = None
+    ) -> None:
+        self.groups, self.state = groups, {}
+        self.parts: list[Optimizer] = []
+        self.part_of: dict[Tensor, Optimizer] = {}
+        for each, group in zip(made, groups, strict=True):
+            own = {p: masters[p] for p in group["params"] if p in masters}
+            if isinstance(each, str):
+                part = Optimizer(each, [group], own, None, narrow)
+            else:
+                part = MadeOptimizer(each, [group], own)
+            self.parts.append(part)
+            self.part_of |= dict.fromkeys(group["params"], part)
+            self.state |= part.state
+
+    def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
+        for part in self.parts:
+            part.step({p: g for p, g in grads.items() if self.part_of[p] is part}, factor)
+            self.state |= part.state
+
+    def names_of(self, p: Tensor) -> tuple[str, ...]:
+        return self.part_of[p].state_names
 
 
 @dataclass
@@ -361,7 +397,7 @@ def train(
     steps: int = 10,
     kind: str = "AdamW",
     groups: list[dict[str, Any]],
-    made: tuple[Callable[[list[Any]], Any], tuple[str, ...]] | None = None,
+    made: Made | list[Made | str] | None = None,
     order: str = "full",
     clip: float = 0.0,
     mean: bool = True,
@@ -386,7 +422,8 @@ def train(
     it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
     the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
     kept_in: "bf16" or "8bit" states, and the seed of their rounding.
-    made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``.
+    made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``. A list:
+    one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
     averages. torch_clip: the norm to which the user clips.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
@@ -403,8 +440,10 @@ def train(
     trace = earlier or Trace()
     narrow = None if kept_in is None else (*kept_in, numbers)
     optimizer = Optimizer(kind, groups, masters, None if seed is None else (seed, numbers), narrow)
-    if made is not None:
-        optimizer = MadeOptimizer(*made, groups, masters)
+    if isinstance(made, list):
+        optimizer = SeveralOptimizers(made, groups, masters, narrow)
+    elif made is not None:
+        optimizer = MadeOptimizer(made, groups, masters)
     if trace.optimizer is not None:
         optimizer.state |= trace.optimizer.state
     trace.optimizer = optimizer
@@ -477,7 +516,7 @@ def train(
     trace.gradients = {names[p]: g for p, g in complete.items()} if steps else {}
     for p, average in averages.items():
         optimizer.state[p]["ema"] = average
-    optimizer.state_names = (*optimizer.state_names, *(["ema"] if ema is not None else []))
+    trace.kept = {names[p]: (*optimizer.names_of(p), *(["ema"] if ema is not None else [])) for p in trained}
     for p, state in optimizer.state.items():
         trace.states[names[p]] = {key: tensor for key, tensor in state.items() if key != "step"}
     return trace

@@ -230,6 +230,12 @@ def _compare_optimizers(
                 fitting.pop("momentum", None)
             found.groups[number] = fitting
             found.problems += problems if strict else []
+            family = optimizer.arithmetic.family
+            if family({**group, **fitting}) != family(group):
+                found.problems.append(
+                    f"optimizer group {number}: its parameters are stepped by another optimizer in the checkpoint "
+                    "(use_muon), expected the same one"
+                )
     for row in contents.parameter_table(core):
         before = there.rows.get(sources.get(row["names"][0], ""), row)["trainable"]
         if strict and before != row["trainable"]:

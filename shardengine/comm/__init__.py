@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from shardengine.comm import agreement, devices, meeting, mesh, nodes, rendezvous
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
-from shardengine.comm.collectives import Collectives, Named, OnComplete, Subject
+from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.launcher import cores, default_ranks, host_threads, launch, rank_environment
@@ -45,6 +45,7 @@ __all__ = [
     "Mesh",
     "Named",
     "OnComplete",
+    "Parts",
     "Presence",
     "Purpose",
     "RankFailure",

@@ -68,6 +68,17 @@ class Named(NamedTuple):
     label: str = ""
 
 
+class Parts(NamedTuple):
+    """What ``deliver`` moves: ``full`` (flat, ``to_each`` rank so many elements, in rank order) and what ``received``
+    (``from_each`` so many) takes. of_all: bytes that all ranks have together."""
+
+    full: Tensor
+    to_each: Sequence[int]
+    received: Tensor
+    from_each: Sequence[int]
+    of_all: int
+
+
 class _HeldUp(NamedTuple):
     """Who waited for a collective (None: the host), and from when to when."""
 
@@ -254,6 +265,37 @@ class Collectives:
             return second()
         return first.followed_by(second)
 
+    def deliver(self, parts: Parts, what: Subject, purpose: Purpose) -> Work:
+        """Begin to bring each rank its part of every rank's tensor, of any length; ``parts`` must not change before
+        the end. Nothing is sent at one rank, whose part is copied."""
+        if self.mesh.ranks == 1:
+            parts.received.copy_(parts.full)
+            return Work()
+        full, received = _sendable(parts.full), _sendable(parts.received)
+        width = parts.full.element_size() // full.element_size()
+
+        def call() -> list[dist.Work]:
+            lengths = [[count * width for count in counts] for counts in (parts.from_each, parts.to_each)]
+            return [self.mesh.wire.all_to_all_of(received, lengths[0], full, lengths[1], self.mesh.reduce)]
+
+        sent = (parts.full.numel() - parts.to_each[self.mesh.rank]) * parts.full.element_size()
+        record = self._record(GroupName.REDUCE, "all-to-all", what, sent, purpose, agreed=parts.of_all)
+        return self._issue(record, call)
+
+    def share(self, full: Tensor, lengths: Sequence[int], what: Subject, purpose: Purpose) -> Work:
+        """Begin to bring every rank's part of ``full`` (flat, parts of these ``lengths`` in rank order, this rank's is
+        there) to all."""
+        if self.mesh.ranks == 1:
+            return Work()
+
+        def call() -> list[dist.Work]:
+            parts = enumerate(full.split(list(lengths)))
+            return [self.mesh.wire.broadcast(_sendable(p), r, self.mesh.reduce) for r, p in parts if p.numel()]
+
+        sent = lengths[self.mesh.rank] * full.element_size() * (self.mesh.ranks - 1)
+        record = self._record(GroupName.REDUCE, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
+        return self._issue(record, call)
+
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
         """Rank 0's ``tensor`` (contiguous) to all; blocks."""
         if self.mesh.ranks == 1:
@@ -330,13 +372,22 @@ class Collectives:
         """Wait until every rank is here."""
         self.exchange(torch.zeros(1, dtype=torch.uint8))
 
-    def _record(self, group: GroupName, operation: str, what: Subject, sent: int, purpose: Purpose) -> CollectiveRecord:
+    def _record(
+        self,
+        group: GroupName,
+        operation: str,
+        what: Subject,
+        sent: int,
+        purpose: Purpose,
+        *,
+        agreed: int | None = None,
+    ) -> CollectiveRecord:
         if purpose is not Purpose.CONTROL:
             self._sequence += 1
         issued = self.failures.issued
         issued[group] += 1
         record = CollectiveRecord(
-            self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose
+            self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose, agreed
         )
         self.flight_recorder.note(group.counts_as, record.summary)
         return record

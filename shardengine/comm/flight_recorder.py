@@ -27,6 +27,7 @@ class Purpose(enum.Enum):
     GRADIENTS = "gradients: reduce-scatter"
     WHOLE_GRADIENTS = "gradients: all-gather"
     WEIGHTS = "weights: all-gather"
+    MATRICES = "whole matrices of an update: all-to-all"
     EVALUATION = "weights without grad: all-gather"
     WHOLE_WEIGHTS = "full_params and state_dict"
     WHOLE_STATE = "full_grads and full_optimizer_state"
@@ -36,13 +37,14 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
-STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS)
+STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES)
 
 
 class CollectiveRecord(NamedTuple):
     """What a collective is. sequence: among all that this rank issued; place: among those of its group.
 
-    what: the bucket, or what is exchanged · names: the parameters in it · sent: bytes that this rank sends
+    what: the bucket, or what is exchanged · names: the parameters in it · sent: bytes that this rank sends · agreed:
+    those of all ranks, where each sends another number; None: ``sent`` is the same on all of them.
     """
 
     sequence: int
@@ -53,6 +55,7 @@ class CollectiveRecord(NamedTuple):
     names: tuple[str, ...]
     sent: int
     purpose: Purpose
+    agreed: int | None = None
 
     @property
     def subject(self) -> str:
@@ -67,12 +70,17 @@ class CollectiveRecord(NamedTuple):
     @property
     def summary(self) -> str:
         """What ranks must agree on: the same at every step."""
-        return _summary(self.operation, self.what, self.names, self.sent)
+        return _summary(self.operation, self.what, self.names, self._alike)
 
     @property
     def debug_text(self) -> str:
         """What debug mode compares."""
-        return f"{self.sequence} {self.operation} {self.sent} bytes {self.subject}"
+        return f"{self.sequence} {self.operation} {self._alike} bytes {self.subject}"
+
+    @property
+    def _alike(self) -> int:
+        """Bytes of which every rank knows the same number."""
+        return self.sent if self.agreed is None else self.agreed
 
     def describe(self, rank: int) -> str:
         """For errors."""

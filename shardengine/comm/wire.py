@@ -5,7 +5,7 @@ Must not know: what is sent, in which order, over which mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +37,12 @@ class Wire:
     def all_to_all(self, out: Tensor, full: Tensor, group: Group) -> dist.Work:
         """This rank's slice of every rank's ``full``, in rank order, to ``out``."""
         return _begun(dist.all_to_all_single(out, full, group=group, async_op=True))
+
+    def all_to_all_of(
+        self, out: Tensor, received: Sequence[int], full: Tensor, sent: Sequence[int], group: Group
+    ) -> dist.Work:
+        """As ``all_to_all``, of slices of any lengths: ``sent`` to, and ``received`` from, each rank."""
+        return _begun(dist.all_to_all_single(out, full, list(received), list(sent), group=group, async_op=True))
 
 
 def _begun(work: Any) -> dist.Work:

@@ -179,7 +179,7 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "leaf_module": "`units` says which modules are gathered as one",
         "mics_hierarchical_params_gather": "a gather sends the fewest bytes",
         "pipeline_loading_checkpoint": "a checkpoint is read bucket by bucket",
-        "save_muon_momentum_buffer_in_memory": "Muon is not available",
+        "save_muon_momentum_buffer_in_memory": "Muon's momentum is kept with the other states",
         "stage3_allgather_sequential": "a unit's buckets are gathered in order, ahead of their use",
         "cpu_offload_use_pin_memory": "`offload_optimizer.pin_memory` says it",
     },
@@ -228,12 +228,12 @@ _BY_CLASS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop
 OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
     "fp32_optimizer_states": (
         True,
-        ("AdamW", "Adam", "Lion", *_BY_CLASS),
+        ("AdamW", "Adam", "Lion", "Muon", *_BY_CLASS),
         "`data_types.optimizer_state_dtype` says in what states are kept",
     ),
     "max_grad_norm": (
         0.0,
-        ("AdamW", "Adam", "SGD", "Lion", *_BY_CLASS),
+        ("AdamW", "Adam", "SGD", "Lion", "Muon", *_BY_CLASS),
         "gradients are clipped by the key gradient_clipping",
     ),
     "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
@@ -242,7 +242,7 @@ OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
 """Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
 
 OPTIMIZERS_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Adafactor", "Shampoo", "Muon", "SOAP"), "it needs the rows and columns of full matrices"),
+    **dict.fromkeys(("Adafactor", "Shampoo", "SOAP"), "it needs the rows and columns of full matrices"),
     **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each full parameter"),
     "LBFGS": "it needs inner products over all parameters",
     "SparseAdam": "it needs sparse gradients",

@@ -203,6 +203,15 @@ def _units(value: Any) -> str | tuple[str, ...]:
     return tuple(TEXT.parse(name) for name in value)
 
 
+_FINITE = number(-1e300)
+
+
+def _three(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise ValueError
+    return tuple(_FINITE.parse(each) for each in value)
+
+
 def _two(kind: Kind, words: str) -> Kind:
     """A list of two values of a kind."""
 
@@ -244,6 +253,11 @@ DTYPE = spelled(_SPELLINGS)
 STATE_DTYPE = spelled({"fp32": _SPELLINGS["fp32"], "bf16": _SPELLINGS["bf16"], "8bit": ("8bit", "8-bit", "int8")})
 AUTOCAST_DTYPE = spelled({"bfloat16": _SPELLINGS["bf16"], "float16": _SPELLINGS["fp16"]})
 BETAS = _two(FRACTION, "each >= 0 and < 1")
+THREE = Kind(
+    "a list of three numbers",
+    {"type": "array", "items": {"type": "number"}, "minItems": 3, "maxItems": 3},
+    _three,
+)
 PAIR = _two(NOT_NEGATIVE, "each >= 0")
 UNITS = Kind(
     '"auto" or a list of different module class names, at least one',

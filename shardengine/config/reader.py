@@ -389,8 +389,9 @@ class Reader:
             lambda param, value: self._not_in_table(name, param, value),
         )
         needed = (f"{place}momentum", f"{place}dampening")
-        if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0) and self.usable(*needed):
-            came = f"{params['momentum']:g} and {params['dampening']:g}"
+        dampening = params.get("dampening", 0)
+        if params.get("nesterov") and (params["momentum"] == 0 or dampening != 0) and self.usable(*needed):
+            came = f"{params['momentum']:g} and {dampening:g}"
             self.problem(f"{place}nesterov", f"nesterov needs momentum > 0 and dampening 0, got {came}")
         return name, params
 

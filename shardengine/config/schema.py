@@ -40,6 +40,7 @@ from shardengine.config.kinds import (
     SIZE,
     STATE_DTYPE,
     TEXT,
+    THREE,
     UNITS,
     FrozenMapping,
     Kind,
@@ -72,7 +73,8 @@ class OptimizerConfig:
         metadata={
             "kind": TEXT,
             "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; AdamW8bit and Lion8bit, '
-            "with states of 8 bits; or Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
+            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; or Adadelta, Adagrad, Adamax, ASGD, "
+            "NAdam, RAdam, RMSprop, Rprop.",
         }
     )
     params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The optimizer's hyper-parameters.")
@@ -459,6 +461,21 @@ OPTIMIZERS: dict[str, Table] = {
         "nesterov": (BOOL, False),
     },
     "Lion": {**_COMMON, "lr": (NOT_NEGATIVE, 1e-4), "betas": (BETAS, (0.9, 0.99)), "weight_decay": (NOT_NEGATIVE, 0.0)},
+    "Muon": {
+        "lr": (NOT_NEGATIVE, 1e-3),
+        "muon_lr": (optional(NOT_NEGATIVE, "lr"), None),
+        "adam_lr": (optional(NOT_NEGATIVE, "lr"), None),
+        "weight_decay": (NOT_NEGATIVE, 0.1),
+        "adam_weight_decay": (optional(NOT_NEGATIVE, "weight_decay"), None),
+        "momentum": (NOT_NEGATIVE, 0.95),
+        "nesterov": (BOOL, True),
+        "ns_coefficients": (THREE, (3.4445, -4.775, 2.0315)),
+        "ns_steps": (integer(1, 99), 5),
+        "ns_eps": (NOT_NEGATIVE, 1e-7),
+        "adjust_lr_fn": (optional(choice("original", "match_rms_adamw"), "original"), None),
+        "betas": (BETAS, (0.9, 0.999)),
+        "eps": (NOT_NEGATIVE, 1e-8),
+    },
     "AdamW8bit": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
     "Lion8bit": {
         **_COMMON,

@@ -185,6 +185,11 @@ class Reducer:
         leaves, spill = away and not self.rules.gathers, self._spill if away and self.platform.is_apart else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
 
+    @property
+    def collectives(self) -> Collectives:
+        """The operations between the ranks that share the buckets."""
+        return self._collectives
+
     def serve(self, consumer: Consumer) -> None:
         """``consumer`` steps with what is complete, from now on."""
         self._consumer = consumer

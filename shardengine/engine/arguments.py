@@ -78,7 +78,8 @@ def _check(
     if isinstance(config, str) and config.lstrip().startswith(("{", "[")):
         raise _refused("config", "a dict or the path of a JSON file", config, ": json.loads(text) makes a dict of it")
     makes = callable(optimizer) and not isinstance(optimizer, nn.Module)
-    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or makes):
+    several = isinstance(optimizer, list | tuple) and all(isinstance(o, torch.optim.Optimizer) for o in optimizer)
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or makes or several):
         cure = ""
         if isinstance(optimizer, (str, Mapping)):
             example = '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}'

@@ -6,7 +6,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,9 @@ from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
-from shardengine.kernels import StateForm
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
+from shardengine.optim import MatrixPlan, Needs
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 from shardengine.runtime import (
     ActivationStore,
@@ -98,14 +98,14 @@ def build(
     config: Config,
     mesh: Mesh,
     groups: list[dict[str, Any]],
-    states: Mapping[str, StateForm] | None = None,
+    needs: Needs = Needs(),  # noqa: B008  (frozen)
     kind: str | None = None,
     source: Source | None = None,
 ) -> Core:
     """Partition ``model`` as ``config`` says and attach to it.
 
-    groups: the optimizer's, over its parameters · states: what it will store of each element · kind: its name,
-    None for none · source: gives the values of what has none on any rank.
+    groups: the optimizer's, over its parameters · needs: what it needs of the layout · kind: its name, None for none ·
+    source: gives the values of what has none on any rank.
     """
     zero = config.zero_optimization
     stage = stages.select(config)
@@ -121,8 +121,10 @@ def build(
         hierarchical=on_nccl if config.hierarchical_reduce is None else config.hierarchical_reduce,
         reduce_dtype=which.reduce,
     )
-    states = states or {}
-    trial = KernelTrial.of(config, _rules(config, stage, mesh.ranks), collectives, kind, groups, states)
+    by_kernel = [groups[number] for number in needs.by_kernel]
+    trial = KernelTrial.of(
+        config, _rules(config, stage, mesh.ranks), collectives, needs.kernel or kind, by_kernel, needs.of_kernel
+    )
 
     found, offer = run_on_all_ranks(
         collectives,
@@ -134,10 +136,8 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
-    plan = layout.build(
-        found.specs, mesh.ranks, zero.reduce_bucket_size, mesh.platform.alignment, kernels.block_of(states)
-    )
-    footprint = _footprint(config, stage, found, plan, states, collectives)
+    plan = lay_out(config, mesh, found, needs)
+    footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
         _tell_sums(config, collectives, dtypes)
@@ -149,6 +149,13 @@ def build(
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
         unfinished.pop_all()
     return core
+
+
+def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
+    """The layout of the parameters ``found``."""
+    cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
+    block, families = needs.block, needs.families
+    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families)
 
 
 def _assemble(
@@ -244,17 +251,18 @@ def _footprint(
     stage: stages.Stage,
     found: Partition,
     plan: Layout,
-    states: Mapping[str, StateForm],
+    needs: Needs,
     collectives: Collectives,
 ) -> Footprint:
-    """What decides the bytes of an engine that is not placed yet. states: as in ``build``."""
+    """What decides the bytes of an engine that is not placed yet. needs: as in ``build``."""
     which = precision.of(config)
     return Footprint(
         stage,
         plan,
         which,
         _rules(config, stage, plan.ranks),
-        state=kernels.bytes_per_element(states),
+        state=needs.bytes_of,
+        matrices=MatrixPlan(plan, needs.whole, stage.state).bytes_beside(collectives.mesh.rank),
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),

@@ -61,7 +61,12 @@ if TYPE_CHECKING:
     from shardengine.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
-_OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+_OptimizerLike = (
+    torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    | None
+)
 
 
 @arguments.checked
@@ -85,12 +90,12 @@ def initialize(
 
     config: a dict, the path of a JSON file, or a Config · optimizer: a torch optimizer over ``model.parameters()`` that
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
-    until ``close()``), a function from a list of parameters to one, or None
-    (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a function
-    from the engine's optimizer to one, or None (from the config) · mesh: the result of an own ``comm.mesh.build`` ·
-    monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside those of the config ·
-    weights: for a model without values: a folder of safetensors files, one such file, or a `loading.Reader`; every rank
-    reads the parts that it keeps, what is not there begins as the model's own code has it.
+    until ``close()``), [torch.optim.Muon(...), torch.optim.AdamW(...)], a function from a list of parameters to one,
+    or None (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a
+    function from the engine's optimizer to one, or None (from the config) · mesh: the result of an own
+    ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside
+    those of the config · weights: for a model without values: a folder of safetensors files, one such file, or a
+    `loading.Reader`; every rank reads the parts that it keeps, what is not there begins as the model's own code has it.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).
@@ -165,9 +170,9 @@ class Engine(Inspection):
         if form.notice and mesh.rank == 0:
             _log.warning("%s", form.notice)
         scheduled = lr_scheduler is not None or self.config.scheduler is not None
-        states = form.forms(scheduled=scheduled, averages=self.config.ema.decay is not None)
+        needs = form.needs(scheduled=scheduled, averages=self.config.ema.decay is not None)
         with nullcontext() if source is None else closing_of(source):
-            self._core = core = assembly.build(self.module, self.config, mesh, form.groups, states, form.kind, source)
+            self._core = core = assembly.build(self.module, self.config, mesh, form.groups, needs, form.kind, source)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:
@@ -182,7 +187,7 @@ class Engine(Inspection):
                     self._load_optimizer,
                 )
                 self.optimizer = ShardedOptimizer(form, core.layout, core.reducer, settings, calls)
-                if isinstance(optimizer, torch.optim.Optimizer):
+                if isinstance(optimizer, torch.optim.Optimizer | list | tuple):
                     self._give_back = lend(optimizer, self.optimizer)
             self._lr_scheduler = self._make_scheduler(lr_scheduler)
             self._owns_scheduler = lr_scheduler is None and lr_schedules.is_named(self._lr_scheduler)

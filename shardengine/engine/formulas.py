@@ -9,23 +9,26 @@ from shardengine import stages
 from shardengine.config import Config
 from shardengine.engine.core import Core
 from shardengine.offload import Homes
+from shardengine.optim import MatrixPlan, Needs
 from shardengine.planner import Footprint, outside_bytes, wire_of
 from shardengine.sharding import Layout, Partition
 
 
 def footprint_of(
-    core: Core, config: Config, state: float, found: Partition | None = None, plan: Layout | None = None
+    core: Core, config: Config, needs: Needs, found: Partition | None = None, plan: Layout | None = None
 ) -> Footprint:
     """What decides the bytes of ``core``, or of what it becomes with the partition ``found`` and the layout ``plan``.
 
-    state: bytes of optimizer state per element, without master weights.
+    needs: what the optimizer needs of a layout.
     """
+    layout = plan or core.layout
     return Footprint(
         stage=core.stage,
-        layout=plan or core.layout,
+        layout=layout,
         precision=core.precision,
         rules=core.reducer.rules,
-        state=state,
+        state=needs.bytes_of,
+        matrices=MatrixPlan(layout, needs.whole, core.stage.state).bytes_beside(core.mesh.rank),
         micro_batches=core.window.size,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found or core.partition, core.precision),
@@ -38,9 +41,11 @@ def homes_of(core: Core) -> Homes:
     return next((flat_buffer.homes for unit in core.units for flat_buffer in unit.flat_buffers), Homes())
 
 
-def predicted_traffic(core: Core, micro_batches: int) -> float:
-    """The stage's formula for bytes sent per rank and step, padding included."""
-    sent, once = 0.0, core.schedule.unsharded_once
+def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
+    """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
+    matrices."""
+    matrices = MatrixPlan(core.layout, needs.whole, core.stage.state).bytes_sent(core.mesh.rank)
+    sent, once = float(matrices), core.schedule.unsharded_once
     for flat_buffer in core.layout.flat_buffers:
         wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(

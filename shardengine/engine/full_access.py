@@ -238,7 +238,7 @@ def _complete_entry(entry: dict[str, Any], name: str, optimizer: ShardedOptimize
     if not entry["step"]:
         entry.pop(AVERAGE, None)  # it is the weight
     entry.update({key: value for key, value in (facts or {}).items() if key not in entry})
-    reads = optimizer.arithmetic.by_parameter
+    reads = optimizer.arithmetic.keeps_facts
     return {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}
 
 

@@ -19,7 +19,7 @@ from shardengine.ddp import Window
 from shardengine.engine import formulas
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
-from shardengine.optim import ShardedOptimizer, Verdict, lr_schedules
+from shardengine.optim import Needs, ShardedOptimizer, Verdict, lr_schedules
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that belong to an open engine."""
@@ -172,6 +172,10 @@ class Inspection:
         self._settle()
         return self._rates(self._need_optimizer("get_lr()"))
 
+    @property
+    def _needs(self) -> Needs:
+        return Needs() if self.optimizer is None else self.optimizer.needs
+
     def memory(self) -> dict[str, float]:
         """Bytes of model state per rank: the stage's formula beside what is measured.
 
@@ -190,8 +194,7 @@ class Inspection:
         """
         pool = self._core.pool
         buffer_bytes = pool.device_bytes
-        states = self.optimizer.state_bytes_per_element if self.optimizer is not None else 0
-        footprint, homes = formulas.footprint_of(self._core, self.config, states), formulas.homes_of(self._core)
+        footprint, homes = formulas.footprint_of(self._core, self.config, self._needs), formulas.homes_of(self._core)
         predicted = footprint.at_rest(homes)
         window = footprint.live_window()
         measured = self._report.model_state_bytes or self._live_bytes()
@@ -225,7 +228,7 @@ class Inspection:
         """
         return {
             "formula_bytes_per_step": formulas.predicted_traffic(
-                self._core, self._report.micro_batches or self._window.size
+                self._core, self._needs, self._report.micro_batches or self._window.size
             ),
             "measured_bytes_last_step": self._report.data_bytes(),
             "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},

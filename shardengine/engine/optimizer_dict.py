@@ -87,16 +87,17 @@ def _entries(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[in
     """Number of each parameter that has an entry → its keys, in torch's order ([Note: Beside torch's])."""
     found: dict[int, list[str]] = {}
     arithmetic = optimizer.arithmetic
-    counted = arithmetic.counts_steps or (optimizer.rounds_at_random and STEP not in arithmetic.fact_names)
+    numbered = optimizer.rounds_at_random and STEP not in arithmetic.fact_names
     for number, spec in enumerate(core.layout.parameters):
         if not spec.is_stepped:
             continue
         has_master = core.precision.master_dtype(getattr(torch, spec.dtype)) is not None
         stepped = begun or optimizer.steps[number] > 0
-        keys = []
-        if stepped or (has_master and arithmetic.counts_steps):
-            keys += [*([STEP] if counted else []), *arithmetic.fact_names]
-            names = optimizer.names_for(optimizer.param_groups[spec.group])
+        group, keys = optimizer.param_groups[spec.group], []
+        counts = arithmetic.counts_steps(group)
+        if stepped or (has_master and counts):
+            keys += [*([STEP] if counts or numbered else []), *arithmetic.fact_names]
+            names = optimizer.names_for(group)
             keys += names if stepped else [name for name in names if name != AVERAGE]
         if has_master:
             keys.append(MASTER_ENTRY)

@@ -19,6 +19,7 @@ from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.kernels import REMAINDER
 from shardengine.optim import AVERAGE, ShardedOptimizer
+from shardengine.sharding import ParameterSpec
 
 STEP = "step"
 MASTER_ENTRY = "master"
@@ -149,7 +150,7 @@ def _find_states(
         if isinstance(entry, Mapping) and entry.get(REMAINDER) is not None and REMAINDER not in expected:
             entry = {key: value for key, value in entry.items() if key != REMAINDER}
             split.append(name)
-        values = dict(_tensors(core, optimizer, name, spec.shape, entry, expected))
+        values = dict(_tensors(core, optimizer, spec, entry, expected))
         master = values.pop(MASTER_ENTRY, None)
         if master is not None and _is_stepped_in_fp32(core, spec.dtype):
             values[MASTER_ENTRY] = master
@@ -159,7 +160,7 @@ def _find_states(
         found.values[number] = values
         found.states[number] = sorted(values)
         stepped = bool(values.keys() - {MASTER_ENTRY})
-        found.steps[number] = _step(core, optimizer, name, entry, stepped=stepped)
+        found.steps[number] = _step(core, optimizer, spec, entry, stepped=stepped)
         _find_facts(core, optimizer, spec.name, entry, found, stepped=found.steps[number] > 0)
     for names, text in (
         (frozen, "states of parameters that the engine does not step (they are frozen) are left out"),
@@ -175,7 +176,7 @@ def _find_facts(
     core: Core, optimizer: ShardedOptimizer, name: str, entry: Mapping[str, Any], found: Fit, *, stepped: bool
 ) -> None:
     """What the class keeps of the parameter as a whole, as JSON."""
-    if not optimizer.arithmetic.by_parameter or not stepped:
+    if not optimizer.arithmetic.keeps_facts or not stepped:
         return
     facts = {key: entry[key] for key in optimizer.arithmetic.fact_names if key in entry}
     for key, value in facts.items():
@@ -197,9 +198,10 @@ def _is_stepped_in_fp32(core: Core, dtype: str) -> bool:
 
 
 def _tensors(
-    core: Core, optimizer: ShardedOptimizer, name: str, shape: tuple[int, ...], entry: Any, expected: tuple[str, ...]
+    core: Core, optimizer: ShardedOptimizer, spec: ParameterSpec, entry: Any, expected: tuple[str, ...]
 ) -> Iterator[tuple[str, Tensor]]:
     """The states of one parameter, by name, checked. A momentum that is missing, or None, has not begun."""
+    name, shape = spec.name, spec.shape
     if not isinstance(entry, Mapping):
         _refuse(core, f"the states of {name!r}: expected a dict, got {type(entry).__name__}")
     whole = {STEP, *optimizer.arithmetic.fact_names}
@@ -212,7 +214,7 @@ def _tensors(
             f"{texts[0]}, got {texts[1]}; the dict is another optimizer's, or made with other options",
         )
     lacks = [key for key in expected if key not in given and key not in (AVERAGE, REMAINDER)]
-    if lacks and (optimizer.arithmetic.counts_steps or given.keys() & set(expected)):
+    if lacks and (_counts(optimizer, spec) or given.keys() & set(expected)):
         _refuse(core, f"{name!r} lacks the state {lacks[0]!r} of {optimizer.kind}: expected {texts[0]}, got {texts[1]}")
     for key, value in given.items():
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
@@ -223,10 +225,18 @@ def _tensors(
         yield key, value.detach()
 
 
-def _step(core: Core, optimizer: ShardedOptimizer, name: str, entry: Mapping[str, Any], *, stepped: bool) -> int:
+def _counts(optimizer: ShardedOptimizer, spec: ParameterSpec) -> bool:
+    """Whether torch's class counts the steps of a parameter."""
+    return optimizer.arithmetic.counts_steps(optimizer.param_groups[spec.group])
+
+
+def _step(
+    core: Core, optimizer: ShardedOptimizer, spec: ParameterSpec, entry: Mapping[str, Any], *, stepped: bool
+) -> int:
     """How many steps the parameter has taken; where torch does not count them, whether it has taken one."""
+    name = spec.name
     if entry.get(STEP) is None:
-        if optimizer.arithmetic.counts_steps:
+        if _counts(optimizer, spec):
             _refuse(core, f"{name!r} has no 'step', the number of steps that {optimizer.kind} has taken")
         return int(stepped)
     value = entry[STEP]
@@ -253,6 +263,10 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
     packed = []
     for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         options = {key: value for key, value in theirs.items() if key != "params"}
+        if optimizer.arithmetic.family({**group, **options}) != optimizer.arithmetic.family(group):
+            _refuse(
+                core, f"group {index} is stepped by another optimizer in the dict (use_muon): expected the same one"
+            )
         for key in _TELLING:
             if (key in group) != (key in options):
                 has, lacks = ("the engine's", "the dict's") if key in group else ("the dict's", "the engine's")

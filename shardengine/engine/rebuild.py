@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardengine import kernels
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
 from shardengine.engine import formulas
-from shardengine.engine.assembly import sent, succeed
+from shardengine.engine.assembly import lay_out, sent, succeed
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
@@ -44,7 +43,6 @@ from shardengine.sharding import (
     Partition,
     Targets,
     in_memory_order,
-    layout,
     partition,
     slices_of,
 )
@@ -142,6 +140,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
         _refuse_known(core, groups, group["params"])
     elif isinstance(group["params"], Tensor):
         _refuse_known(core, groups, [group["params"]])
+    optimizer.arithmetic.complete(group)
     torch.optim.Optimizer.add_param_group(optimizer, group)
     check_owned(model, groups)
     optimizer.arithmetic.check_extended(groups)
@@ -184,9 +183,9 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    cap, align = config.zero_optimization.reduce_bucket_size, core.mesh.platform.alignment
-    plan = layout.build(found.specs, core.mesh.ranks, cap, align, kernels.block_of(optimizer.forms))
-    footprint = formulas.footprint_of(core, config, optimizer.state_bytes_per_element, found, plan)
+    needs = optimizer.needs
+    plan = lay_out(config, core.mesh, found, needs)
+    footprint = formulas.footprint_of(core, config, needs, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     planned = _Planned(found, plan, homes)
@@ -206,7 +205,7 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
     """What ``_move`` adds to stores of other tiers than the device."""
-    homes, specs = planned.homes, planned.layout.parameters
+    homes, specs, needs = planned.homes, planned.layout.parameters, optimizer.needs
     for flat_buffer in planned.layout.flat_buffers:
         dtype = getattr(torch, flat_buffer.dtype)
         stepped = any(specs[slot.parameter].is_stepped for slot in flat_buffer.slots)
@@ -216,8 +215,8 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
             master = core.precision.master_dtype(dtype, copied=homes.needs_copy(bucket.index))
             if tier is not None and stepped and master is not None:
                 yield tier, {MASTER: (length, master)}
-            if tier is not None and optimizer.forms:
-                yield tier, {name: (form.length(length), form.dtype) for name, form in optimizer.forms.items()}
+            if tier is not None and (forms := needs.forms.get(flat_buffer.family)):
+                yield tier, {name: (form.length(length), form.dtype) for name, form in forms.items()}
             if homes.weights is not None and core.stage.moves_weights:
                 yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
 
@@ -244,7 +243,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     new.pool.clear()
     new.note_stepped()
     if core.mesh.rank == 0:
-        footprint = formulas.footprint_of(new, config, optimizer.state_bytes_per_element)
+        footprint = formulas.footprint_of(new, config, optimizer.needs)
         tell_choice(new.tiers, footprint, planned.homes)
     return new
 
@@ -300,7 +299,7 @@ def _move_states(
             if not core.stage.moves_weights:
                 placing.begin_master(bucket, bucket.full, core.precision)
             if bucket.layout.index >= 0:
-                bucket.begin_states(optimizer.forms)
+                bucket.begin_states(optimizer.forms_in(bucket))
 
     for given in old.buckets():
         taking = dict.fromkeys(bucket for name in given.layout.names for bucket in holding[name])

@@ -81,10 +81,10 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     saved = stored.index["optimizer"]
     kind = saved["kind"]
     made_by = _CLASSES.get(kind) or getattr(torch.optim, kind.removeprefix("torch.optim."), None)
-    defaults: dict[str, Any] = {}  # of a user's class: all options are saved
+    defaults: dict[str, Any] = {}  # of a user's class, and of Muon with another: all options are saved
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):
         own: Any = made_by
-        defaults = own([torch.nn.Parameter(torch.empty(0))], lr=0.0).defaults
+        defaults = own([torch.nn.Parameter(torch.empty(0, 0))], lr=0.0).defaults
     facts = saved.get("facts", {})
     states: dict[str, Any] = {}
     for group in saved["groups"]:
@@ -100,7 +100,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     for group in saved["groups"]:
         options = {
             key: tuple(value) if isinstance(value, list) else value
-            for key, value in {**defaults, **group["options"]}.items()
+            for key, value in {**({} if "use_muon" in group["options"] else defaults), **group["options"]}.items()
         }
         groups.append({**options, "params": list(group["params"])})
         for name in group["params"]:

@@ -3,6 +3,10 @@
 arithmetic         how elements are stepped: the seam; what the kernels declare
 elementwise        a class of torch's or of the user's, on slices of parameters
 probe              whether a class can be stepped so
+needs              what an optimizer needs of a layout
+muon               Muon's arithmetic, which needs whole matrices
+muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
+matrices           whole matrices out of slices: owners, batches, messages
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
 resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
@@ -24,6 +28,9 @@ from shardengine.optim.arithmetic import check_options
 from shardengine.optim.averages import AVERAGE
 from shardengine.optim.lion import Lion
 from shardengine.optim.loss_scale import LossScaler
+from shardengine.optim.matrices import Plan as MatrixPlan
+from shardengine.optim.muon_with_adamw import MuonWithAdamW, hidden_matrices
+from shardengine.optim.needs import Needs
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
 from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
@@ -33,6 +40,9 @@ __all__ = [
     "EngineCalls",
     "Lion",
     "LossScaler",
+    "MatrixPlan",
+    "MuonWithAdamW",
+    "Needs",
     "OptimizerForm",
     "Settings",
     "ShardedOptimizer",
@@ -40,6 +50,7 @@ __all__ = [
     "check_options",
     "check_owned",
     "groups_for",
+    "hidden_matrices",
     "lend",
     "lr_schedules",
 ]

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from shardengine import kernels
 from shardengine.errors import UsageError
-from shardengine.kernels import REMAINDER, REMAINDER_FORM, STATE_NAMES, Noise, Rule, Spans, StateForm, state_forms
+from shardengine.kernels import (
+    REMAINDER,
+    REMAINDER_FORM,
+    STATE_NAMES,
+    Noise,
+    Rule,
+    Span,
+    Spans,
+    StateForm,
+    state_forms,
+)
 from shardengine.sharding import MASTER, WEIGHT, Layout
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
@@ -36,12 +46,31 @@ class Action(Protocol):
         ...
 
 
+class OnMatrix(Protocol):
+    """The part of a step that needs a whole matrix, between two that need an element each. What goes to the matrix's
+    owner and what comes back is bf16."""
+
+    def enter(self, flats: Mapping[str, Tensor], span: Span, *, factor: Tensor | None) -> Tensor:
+        """What the owner needs of the elements ``span``. Nothing of ``flats`` is written. factor: as in ``Action``."""
+        ...
+
+    def solve(self, matrix: Tensor) -> Tensor:
+        """Of the whole matrix, with the parameter's shape and strides, what each element gets back."""
+        ...
+
+
+UPDATE = "update"
+"""Among the flats of an action: what came back from the owners."""
+
+
 class Arithmetic:
     """One optimizer's. kind: its name, as checkpoints have it."""
 
     kind: str
     by_parameter = False
-    """Whether it keeps something of each parameter, and so needs spans that are of single ones, with their numbers."""
+    """Whether an action needs spans that are of single parameters, with their numbers."""
+    keeps_facts = False
+    """Whether it keeps something of parameters as a whole, or would."""
     draws = False
     """Whether its states are rounded with random bits, for which spans are of single parameters, with their numbers."""
     waits = False
@@ -51,6 +80,19 @@ class Arithmetic:
         """What it keeps of each element. scheduled: a scheduler may yet change the options of ``groups``."""
         raise NotImplementedError
 
+    def family(self, group: Mapping[str, Any]) -> int:
+        """A number for what is kept of the elements of ``group``: elements of one bucket have the same."""
+        return 0
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Whether torch's class has the engine's count of a parameter's steps among its states of ``group``, as
+        "step"."""
+        return False
+
+    def kernel_of(self, group: Mapping[str, Any]) -> str | None:
+        """The kind of the kernels' update that steps ``group``; None: another class does."""
+        return None
+
     def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
         """What is stored for those ``states``, by name."""
         return state_forms(states, "fp32")
@@ -59,6 +101,10 @@ class Arithmetic:
         """Of step number ``step`` (from 1) of optimizer group ``group``, which has number ``index``. seed: of
         stochastic rounding."""
         raise NotImplementedError
+
+    def on_matrix(self, group: dict[str, Any]) -> OnMatrix | None:
+        """What is done to whole matrices before the actions of ``group``; None: these need an element each."""
+        return None
 
     def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
         """Spans are of this layout from now on. begun: the parameters that were stepped before, by first name; what was
@@ -72,6 +118,9 @@ class Arithmetic:
     def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """All of its actions are done."""
 
+    def complete(self, group: dict[str, Any]) -> None:
+        """Give ``group``, a new one, those options that it does not say and that are not the same in all groups."""
+
     def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """``UsageError`` where the last of ``groups``, a new one, cannot be stepped with the others."""
 
@@ -79,8 +128,6 @@ class Arithmetic:
         """``UsageError`` for an option of ``group`` (number ``index``) that it does not have. what: names the call ·
         first: group 0."""
 
-    counts_steps = False
-    """Whether torch's class has the engine's count of a parameter's steps among its states, as "step"."""
     fact_names: tuple[str, ...] = ()
     """What else its class has there of a parameter as a whole."""
     modes: tuple[str, ...] = ()
@@ -138,12 +185,19 @@ class Declared(Arithmetic):
         self._seed = seed ^ _OF_STATES
         self.splits = splits
         self.draws = splits or kept_in != "fp32"
-        self.counts_steps = kind not in ("SGD", "Lion")
 
     def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
         """See ``Arithmetic``. A scheduler may yet raise SGD's momentum from 0."""
         accelerates = self.kind != "SGD" or scheduled or any(group["momentum"] for group in groups)
         return (*(STATE_NAMES[self.kind] if accelerates else ()), *([REMAINDER] if self.splits else []))
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """See ``Arithmetic``."""
+        return self.kind not in ("SGD", "Lion")
+
+    def kernel_of(self, group: Mapping[str, Any]) -> str | None:
+        """See ``Arithmetic``."""
+        return self.kind
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """See ``Arithmetic``."""

@@ -178,6 +178,7 @@ class Elementwise(Arithmetic):
     """Steps slices with the user's class ([Note: A class on slices])."""
 
     by_parameter = True
+    keeps_facts = True
     waits = True
 
     def __init__(self, workers: Workers, learn: Callable[[Any], Learnt], groups: list[Any]) -> None:

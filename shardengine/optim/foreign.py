@@ -32,7 +32,8 @@ _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engin
 _MATRICES = "it looks at whole matrices, of which a rank has slices"
 _ADVICE = {
     "Adafactor": f"{_MATRICES}: use AdamW with offload_optimizer, which needs no more memory on the device",
-    "Muon": _MATRICES, "Shampoo": _MATRICES, "SOAP": _MATRICES, "GaLoreAdamW": _MATRICES, "GaLoreAdamW8bit": _MATRICES,
+    "Muon": f"{_MATRICES}: use torch.optim.Muon",
+    "Shampoo": _MATRICES, "SOAP": _MATRICES, "GaLoreAdamW": _MATRICES, "GaLoreAdamW8bit": _MATRICES,
     "APOLLOAdamW": _MATRICES, "LBFGS": "it evaluates the loss several times per step",
     "LOMO": "it steps while backward runs: use SGD, with offload_optimizer if memory is short",
     "AdaLomo": "it steps while backward runs: use AdamW with offload_optimizer",

@@ -26,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,14 +38,16 @@ from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import Spans, StateForm, narrow_state, widened_state
 from shardengine.offload import HOST
-from shardengine.optim import torch_hooks
+from shardengine.optim import matrices, torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
+from shardengine.optim.needs import Forms, Needs, stored_forms
 from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
 from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
+from shardengine.stages import Placement
 
 _log = logging.getLogger(__name__)
 _RATES = (
@@ -88,19 +91,11 @@ class OptimizerForm(NamedTuple):
         """The name of how it steps."""
         return None if self.arithmetic is None else self.arithmetic.kind
 
-    def forms(self, *, scheduled: bool, averages: bool) -> dict[str, StateForm]:
-        """What is stored of each element. scheduled: there is a learning-rate scheduler · averages: of weights, too."""
+    def needs(self, *, scheduled: bool, averages: bool) -> Needs:
+        """What it needs of a layout. scheduled: there is a learning-rate scheduler · averages: of weights are kept."""
         if self.arithmetic is None:
-            return {}
-        names = self.arithmetic.state_names(self.groups, scheduled=scheduled)
-        return stored_forms(self.arithmetic, (*names, *([AVERAGE] if averages else [])))
-
-
-def stored_forms(arithmetic: Arithmetic, names: Iterable[str]) -> dict[str, StateForm]:
-    """What is stored for states ``names``, averages of weights among them."""
-    names = list(names)
-    stored = arithmetic.forms(name for name in names if name != AVERAGE)
-    return stored | {name: StateForm() for name in names if name == AVERAGE}
+            return Needs()
+        return Needs.of(self.arithmetic, self.groups, averages=averages, scheduled=scheduled)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -128,14 +123,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if settings.in_backward and form.arithmetic.waits:
             raise UsageError(
                 f"offload_optimizer.step_in_backward: expected AdamW, Adam, SGD or Lion, got {form.kind}, which is "
-                "stepped by its own class, after the backward; set that key to false"
+                "stepped after the backward; set that key to false"
             )
         self.arithmetic = form.arithmetic
         super().__init__(form.groups, form.defaults)
         self.state = StatesElsewhere(lambda parameter: self._names_of(parameter))
         self.param_groups = form.groups  # the given list itself, so that both optimizers' see a group that is added
         self._calls = calls or EngineCalls(reducer.release, _no_engine, _no_step, lambda method: None)
-        self._lent: torch.optim.Optimizer | None = None  # the user's own, for which schedulers may have been made
+        self._lent: list[torch.optim.Optimizer] = []  # the user's own, for which schedulers may have been made
         self._reading: Future[None] | None = None
         self.norm: Tensor | None = None
         self.update: Update | None = None
@@ -151,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def begin(self) -> None:
         """Make the state. After the scheduler was made, which may have raised SGD's momentum from 0."""
         for state in self._reducer.buckets:
-            state.bucket.begin_states(self.forms)
+            state.bucket.begin_states(self.forms_in(state.bucket))
 
     def lay_out(self, layout: Layout, reducer: Reducer, steps: list[int]) -> None:
         """Step the buckets of ``reducer`` from now on. steps: taken so far, per parameter of ``layout``."""
@@ -164,6 +159,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbered = self.rounds_at_random or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
         self.arithmetic.lay_out(layout, self.begun)
+        state = buckets[0].state if buckets else Placement.REPLICATED
+        self._families = self.needs.families
+        self._plan = matrices.Plan(layout, self.needs.whole, state)
         reducer.serve(self)
 
     @property
@@ -194,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def stand_in_for(self, lent: torch.optim.Optimizer) -> None:
         """The user's own optimizer ``lent`` steps when this one does; schedulers may have been made for it."""
-        self._lent = lent
+        self._lent.append(lent)
 
     def let_read(self, reading: Future[None]) -> None:
         """Until ``reading`` is done something else reads the states; see ``await_reader``."""
@@ -202,8 +200,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states that a bucket begins with."""
+        """What is kept of each element, of some group."""
         return self.names_for(*self.param_groups)
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs of a layout."""
+        return Needs.of(self.arithmetic, self.param_groups, averages=self.averages)
+
+    def forms_in(self, bucket: Bucket) -> Forms:
+        """What ``bucket`` stores of each element, by name."""
+        return self.needs.forms.get(bucket.flat_buffer.layout.family, {})
 
     def names_for(self, *groups: dict[str, Any]) -> tuple[str, ...]:
         """What is kept of each element with the options of ``groups``."""
@@ -295,11 +302,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.stepped_early.require_same(
                 lambda index: [self._action(label) for label in self._segments_ahead()[index]]
             )
+        if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
+            raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
             raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
-        for each in (self, self._lent):  # torch's schedulers warn where no step came before theirs
-            if each is not None:
-                each.__dict__["_opt_called"] = True
+        for each in self.hooked:  # torch's schedulers warn where no step came before theirs
+            each.__dict__["_opt_called"] = True
         self.await_reader()
         if not begun:
             self.settle()
@@ -307,6 +315,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.arithmetic.waits and verdict.applied:
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
+            if self.arithmetic.waits and verdict.applied:
+                self._exchange_matrices(update)
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self._steps[parameter] += 1
@@ -330,6 +340,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # 3. publish
             yield state.bucket
 
+    def _exchange_matrices(self, update: Update) -> None:
+        """What of the step needs whole matrices, done by their owners; collective, where there are any. Nothing is
+        written, and it is done once per update, whoever goes on with that."""
+        if update.returned is not None:
+            return
+        of_group = [self.arithmetic.on_matrix(group) for group in self.param_groups]
+        whole = {n: of_group[self._layout.parameters[n].group] for n in self._plan.specs if n in update.touched}
+        if not (tasks := {number: task for number, task in whole.items() if task is not None}):
+            return
+
+        @contextmanager
+        def read(index: int) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
+            state = self._reducer.buckets[index]
+            store = state.bucket.state_store
+            held = store.check_out()
+            with state.gradient_to_step() as gradient:
+                yield {**held, "gradient": gradient}, update.scalars_on(store.device)["factor"]
+            store.check_in(changed=False)
+
+        def new(index: int) -> Tensor:
+            bucket = self._reducer.buckets[index].bucket
+            length = bucket.layout.elements(bucket.state)
+            return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
+
+        exchange = matrices.Exchange(self._plan, self._reducer.collectives, tasks, read)
+        update.take_returned(exchange.run(new))
+        self._reducer.collectives.barrier()  # matrices: [Note: Nothing is written before all is there]
+
     def step_early(self, state: GradientBucket) -> None:
         """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
         so that it knows what will be stepped."""
@@ -346,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _missing_states(self, bucket: Bucket) -> set[str]:
         """SGD's momentum, where it was raised from 0."""
-        return set(self.state_names) - bucket.state_store.sizes.keys()
+        return set(self.forms_in(bucket)) - bucket.state_store.sizes.keys()
 
     def _parts(self, spans_of: dict[Label, Spans]) -> list[Part]:
         return [(self._action(label), spans) for label, spans in spans_of.items()]
@@ -418,11 +456,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         firsts = self._averaged(first=True) if self.averages else [{}] * len(segments)
         averaged = self._averaged() if self.averages else firsts
         advance = Advance(self.settings.decay or 0.0)
-        for spans_of, first, all_of in itertools.islice(zip(segments, firsts, averaged, strict=True), begin, None):
+        each = enumerate(zip(segments, firsts, averaged, strict=True))
+        for index, (spans_of, first, all_of) in itertools.islice(each, begin, None):
             for label in spans_of.keys() - actions.keys():
                 actions[label] = self._action(label)
             parts = [(actions[label], spans) for label, spans in spans_of.items()]
-            yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of))
+            given = {} if self.update is None else self.update.given(index)
+            yield Work(parts, self._to_all(Begin(), first), self._to_all(advance, all_of), given)
 
     def _rewrite(self, works: list[Work]) -> Iterator[Bucket]:
         """works: of each bucket, what is done to weights and states without a gradient."""
@@ -533,7 +573,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def hooked(self) -> list[torch.optim.Optimizer]:
         """Whose hooks count: its own, and those of the user's optimizer that it stands in for."""
-        return [self] if self._lent is None else [self, self._lent]
+        return [self, *self._lent]
 
     @property
     def has_post_hooks(self) -> bool:
@@ -563,7 +603,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The names of what torch's dict has of ``parameter``."""
         for group in self.param_groups if isinstance(parameter, Tensor) and parameter.requires_grad else ():
             if any(parameter is each for each in group["params"]):
-                counted = ("step",) if self.arithmetic.counts_steps else self.arithmetic.fact_names
+                counted = ("step",) if self.arithmetic.counts_steps(group) else self.arithmetic.fact_names
                 return (*counted, *self.names_for(group))
         return ()
 
@@ -582,11 +622,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def forms(self) -> dict[str, StateForm]:
         """How ``state_names`` are stored, by the names of what is stored."""
         return stored_forms(self.arithmetic, self.state_names)
-
-    @property
-    def state_bytes_per_element(self) -> float:
-        """Bytes of optimizer state per element, without master weights."""
-        return kernels.bytes_per_element(self.forms)
 
     def state_bytes(self) -> Counter[str]:
         """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""

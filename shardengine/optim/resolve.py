@@ -5,19 +5,22 @@ Must not know: shards, the step.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardengine.config import Config
+from shardengine.config import Config, OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
-from shardengine.optim import foreign, probe
+from shardengine.optim import foreign, muon_with_adamw, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
+from shardengine.optim.muon import KIND, USES_MUON, Muon, uses_muon
+from shardengine.optim.muon_with_adamw import MuonWithAdamW
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
 
 _IN_8_BITS = "8bit"
@@ -38,6 +41,8 @@ def arithmetic_of(
     """
     kind, notice = _DECLARED.get(type(optimizer)), ""
     name = name_of(type(optimizer))
+    if type(optimizer) in (torch.optim.Muon, MuonWithAdamW):
+        return _muon_of(optimizer, name, kept_in, seed, splits=splits)
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, own, notice = found
         kept_in = own if kept_in == "fp32" else kept_in
@@ -66,6 +71,28 @@ def arithmetic_of(
     return Declared(kind, kept_in, seed, splits=splits), notice
 
 
+def _muon_of(
+    optimizer: torch.optim.Optimizer, name: str, kept_in: str, seed: int, *, splits: bool
+) -> tuple[Arithmetic, str]:
+    """``arithmetic_of`` for Muon, alone or with AdamW."""
+    if optimizer.state:
+        raise probe.already_stepped(name)
+    if splits:
+        raise UsageError(
+            f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
+            "that key to false"
+        )
+    if kept_in != "fp32" and all(map(uses_muon, optimizer.param_groups)):
+        raise UsageError(
+            f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose momentum is kept in fp32, got '
+            f'"{kept_in}"'
+        )
+    made = Muon(Declared("AdamW", kept_in, seed))
+    for number, group in enumerate(optimizer.param_groups):
+        made.check_options(group, f"optimizer {name}", number, group)
+    return made, _told(kept_in)
+
+
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:
     """Where a user finds the class."""
     public = getattr(torch.optim, made_by.__name__, None) is made_by
@@ -75,17 +102,20 @@ def name_of(made_by: type[torch.optim.Optimizer]) -> str:
 def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: Iterable[Any] | None) -> OptimizerForm:
     """The optimizer that ``initialize`` was given, in any form.
 
-    given: an optimizer, a function from a list of parameters to one, or None (from ``config``).
+    given: an optimizer, Muon's and AdamW's in a list, a function from a list of parameters to one, or None (from
+    ``config``).
     """
     named = config.optimizer
     chosen = (
         list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
     )
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(given, torch.optim.Optimizer | list | tuple):
         if model_parameters is not None:
             raise UsageError(
                 "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups"
             )
+        if not isinstance(given, torch.optim.Optimizer):
+            return _form_of_two(model, given, config)
         optimizer = given
     elif not chosen and (given is not None or named is not None):
         raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
@@ -94,12 +124,10 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"initialize: optimizer= returned {type(optimizer).__name__}, expected a torch optimizer")
     elif named is not None:
-        optimizer = _class_of(named.type)(chosen, **named.params)
+        optimizer = _made_by_name(named, model, chosen)
     else:
         return OptimizerForm(None, [], {})
-    check_owned(model, optimizer.param_groups)
-    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
+    _check_groups(model, optimizer.param_groups)
     by_name = "8bit" if given is None and named is not None and named.type.endswith(_IN_8_BITS) else None
     kept_in, splits = (
         by_name or config.data_types.optimizer_state_dtype,
@@ -109,11 +137,54 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
     return OptimizerForm(arithmetic, optimizer.param_groups, optimizer.defaults, notice)
 
 
-def _class_of(name: str) -> type[torch.optim.Optimizer]:
-    """Of the config's ``type``."""
-    name = name.removesuffix(_IN_8_BITS)
+def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    check_owned(model, groups)
+    if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
+        raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
+
+
+def _form_of_two(model: nn.Module, given: Sequence[Any], config: Config) -> OptimizerForm:
+    """Of torch's Muon and of the optimizer of the rest, in a list. Their groups, which stay their own, say from now on
+    who steps them."""
+    muons = [each for each in given if type(each) is torch.optim.Muon]
+    others = [each for each in given if type(each) in (torch.optim.AdamW, torch.optim.Adam)]
+    if len(muons) != 1 or len(others) != 1 or len(given) != 2:
+        came = ", ".join(type(each).__name__ for each in given) or "nothing"
+        raise UsageError(
+            f"initialize: expected one optimizer, or [torch.optim.Muon(...), torch.optim.AdamW(...)], got [{came}]: "
+            "one engine has one optimizer, with several groups where that is wanted"
+        )
+    muon, other = muons[0], others[0]
+    kept_in, splits = config.data_types.optimizer_state_dtype, config.bf16.enabled and config.bf16.split_masters
+    (rest, _), _ = arithmetic_of(other, kept_in, config.seed), arithmetic_of(muon, splits=splits)
+    if not isinstance(rest, Declared):
+        raise UsageError(
+            f"initialize: beside Muon {name_of(type(other))} is expected without amsgrad, capturable and differentiable"
+        )
+    twice = {id(p) for g in muon.param_groups for p in g["params"]}
+    if any(id(p) in twice for g in other.param_groups for p in g["params"]):
+        raise UsageError("initialize: expected each parameter in one of the two optimizers, got one that is in both")
+    groups = []
+    for each in given:
+        for group in each.param_groups:
+            group[USES_MUON] = each is muon
+            groups.append(group)
+    _check_groups(model, groups)
+    return OptimizerForm(Muon(rest, dict(muon.defaults), dict(other.defaults)), groups, {}, _told(kept_in))
+
+
+def _told(kept_in: str) -> str:
+    """What is different where states of AdamW are kept in another dtype."""
+    return "" if kept_in == "fp32" else f'Muon: its momentum is kept in fp32, what AdamW keeps beside it in "{kept_in}"'
+
+
+def _made_by_name(config: OptimizerConfig, model: nn.Module, chosen: list[Any]) -> torch.optim.Optimizer:
+    """What the config's ``type`` names, over ``chosen``."""
+    if config.type == KIND:
+        return muon_with_adamw.from_config(model, chosen, config.params)
+    name = config.type.removesuffix(_IN_8_BITS)
     made_by: type[torch.optim.Optimizer] = _OWN.get(name) or getattr(torch.optim, name)
-    return made_by
+    return made_by(chosen, **config.params)
 
 
 _LENT = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "train", "eval")
@@ -121,18 +192,60 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 """What torch's schedulers look for on ``optimizer.step``."""
 
 
-def lend(given: torch.optim.Optimizer, to: ShardedOptimizer) -> Callable[[], None]:
-    """The user's optimizer ``given`` does what the engine's, ``to``, does: a loop that was written for it trains.
+def lend(given: Any, to: ShardedOptimizer) -> Callable[[], None]:
+    """The user's optimizer ``given``, or each of several, does what the engine's, ``to``, does: a loop that was written
+    for it trains.
 
-    Its own methods would see no gradients and step nothing. Returns what gives it back.
+    Its own methods would see no gradients and step nothing. Of several the last one steps. Returns what gives it back.
     """
+    if not isinstance(given, list | tuple):
+        return _lend(given, to, {})
+    undo = []
+    for each in given:
+        instead: dict[str, Callable[..., Any]] = {}
+        for name in ("state_dict", "load_state_dict"):
+            instead[name] = functools.partial(_refuse_alone, name)
+        instead["add_param_group"] = functools.partial(_extend, each, to)
+        if each is not given[-1]:
+            instead["step"] = _count_nothing
+        undo.append(_lend(each, to, instead))
+
+    def give_back() -> None:
+        for each in undo:
+            each()
+
+    return give_back
+
+
+def _refuse_alone(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise UsageError(
+        f"{name}() of one of two optimizers, which the engine steps as one: expected engine.optimizer.{name}(), which "
+        "has the states of both"
+    )
+
+
+def _extend(given: torch.optim.Optimizer, to: ShardedOptimizer, group: dict[str, Any]) -> None:
+    group[USES_MUON] = type(given) is torch.optim.Muon
+    to.add_param_group(group)
+    given.param_groups.append(group)
+
+
+def _count_nothing(closure: Callable[[], Any] | None = None) -> Any:
+    """The first of two: its step is the other's."""
+    return None if closure is None else closure()
+
+
+def _lend(
+    given: torch.optim.Optimizer, to: ShardedOptimizer, instead: Mapping[str, Callable[..., Any]]
+) -> Callable[[], None]:
+    """instead: what some of its methods do."""
     before = {name: given.__dict__[name] for name in _LENT if name in given.__dict__}
 
     def method_of(name: str) -> Callable[..., Any]:
         def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if name == "step":
                 optimizer.__dict__["_opt_called"] = True  # for torch's schedulers
-            return getattr(to, name)(*args, **kwargs)
+            return (instead.get(name) or getattr(to, name))(*args, **kwargs)
 
         call.__name__, call.__doc__ = name, getattr(to, name).__doc__
         if hasattr(before.get(name), _SCHEDULED):

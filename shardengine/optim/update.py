@@ -19,7 +19,7 @@ from shardengine.ddp import GradientBucket
 from shardengine.errors import InternalError
 from shardengine.kernels import Span, Spans
 from shardengine.offload import HOST, CopyQueue, Done, Fetched
-from shardengine.optim.arithmetic import Action
+from shardengine.optim.arithmetic import UPDATE, Action
 from shardengine.optim.loss_scale import LossScaler
 from shardengine.sharding import MASTER, Bucket, Layout, Precision
 
@@ -81,7 +81,8 @@ class Update:
     max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
     multiplied with, and "skip", whether it is skipped because the norm is not finite; None: nothing, no · verdict: the
     latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
-    included · settled: whether the host has acted on the verdict
+    included · settled: whether the host has acted on the verdict · returned: what came back from the owners of whole
+    matrices, by bucket; None: they have not been asked
     """
 
     max_norm: float | None = None
@@ -90,6 +91,7 @@ class Update:
     touched: frozenset[int] = frozenset()
     stepped: int = 0
     settled: bool = False
+    returned: dict[int, Tensor] | None = None
     _moved: dict[torch.device, dict[str, Tensor | None]] = field(default_factory=dict)
 
     def begin(self, touched: frozenset[int], *, factor: Tensor | None, skip: Tensor | None, verdict: Verdict) -> None:
@@ -97,9 +99,21 @@ class Update:
         self.touched = touched
         self.scalars = {"factor": factor, "skip": skip}
         self.verdict = verdict
+        self._moved.clear()
+
+    def take_returned(self, returned: dict[int, Tensor]) -> None:
+        """All that the owners of matrices send has come: nothing else of this update depends on another rank."""
+        self.returned = returned
+
+    def given(self, bucket: int) -> dict[str, Tensor]:
+        """Of that what bucket number ``bucket`` is stepped with, for its actions."""
+        found = (self.returned or {}).get(bucket)
+        return {} if found is None else {UPDATE: found}
 
     def bucket_stepped(self) -> None:
         """One bucket more is done, weights included."""
+        if self.returned is not None:
+            self.returned.pop(self.stepped, None)
         self.stepped += 1
 
     def settle(self) -> bool:
@@ -109,8 +123,9 @@ class Update:
         return applied
 
     def clip_to(self, max_norm: float) -> None:
-        """Clip this one to ``max_norm``."""
+        """Clip this one to ``max_norm``; what was made of the gradient before is void."""
         self.max_norm = max_norm
+        self.returned = None
 
     def scalars_on(self, device: torch.device) -> dict[str, Tensor | None]:
         """The scalars where a bucket is stepped: moved once, because that waits for the other device."""
@@ -122,11 +137,13 @@ class Update:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to a bucket. parts: to the weights · before, after: beside that, to states alone."""
+    """What is done to a bucket. parts: to the weights · before, after: beside that, to states alone · given: what else
+    the actions read, by name."""
 
     parts: Sequence[Part]
     before: Sequence[Part] = ()
     after: Sequence[Part] = ()
+    given: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def step_bucket(state: GradientBucket, work: Work, update: Update, way: CopyQueue, tear: Callable[[], None]) -> None:
@@ -136,7 +153,7 @@ def step_bucket(state: GradientBucket, work: Work, update: Update, way: CopyQueu
     written.
     """
     with state.gradient_to_step() as gradient:
-        rewrite_bucket(state.bucket, work, {"gradient": gradient}, update.scalars_on, way, tear)
+        rewrite_bucket(state.bucket, work, {"gradient": gradient, **work.given}, update.scalars_on, way, tear)
 
 
 def rewrite_bucket(

@@ -31,20 +31,21 @@ _log = logging.getLogger(__name__)
 class Footprint:
     """One layout and what else decides its bytes per rank; padding is included.
 
-    state: bytes of optimizer state per element, without master weights · micro_batches: of a window · prefetch:
-    elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer · nodes: as
-    ``Collectives.nodes``.
+    state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
+    window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
+    nodes: as ``Collectives.nodes`` · matrices: bytes that whole matrices take in the step, at most.
     """
 
     stage: Stage
     layout: Layout
     precision: Precision
     rules: Rules
-    state: float
+    state: Callable[[int], float]
     micro_batches: int
     prefetch: int
     outside: int
     nodes: Callable[[torch.dtype], int] = lambda dtype: 1
+    matrices: int = 0
 
     def at_rest(self, homes: Homes) -> defaultdict[str, float]:
         """The stage's formula for model state, by tier, at the end of a window of micro-batches.
@@ -60,7 +61,8 @@ class Footprint:
             stepped = any(self.layout.parameters[slot.parameter].is_stepped for slot in flat_buffer.slots)
             for bucket in flat_buffer.buckets:
                 tier = homes.state.get(bucket.index)
-                state = self.state + (self._master_bytes(flat_buffer, bucket, homes) if stepped else 0)
+                state = self.state(flat_buffer.family)
+                state += self._master_bytes(flat_buffer, bucket, homes) if stepped else 0
                 gradient = self._resting_bytes(flat_buffer, away=tier is not None)
                 predicted["device"] += self.stage.model_state_bytes(
                     bucket.length if flat_buffer.trainable else 0,
@@ -92,7 +94,7 @@ class Footprint:
             if (nodes := self.nodes(wire)) > 1:  # what is sent and received between them
                 whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length // ranks)
-        return found
+        return found + self.matrices
 
     def on_device(self, homes: Homes) -> int:
         """Bytes of the device that the engine needs, at most."""

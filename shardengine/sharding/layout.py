@@ -2,7 +2,7 @@
 
 Must not know: devices, tensors, process groups. Everything else asks here instead of computing an offset.
 
-    flat buffer   one storage per unit and bucket key (dtype, trainable)
+    flat buffer   one storage per unit and bucket key (dtype, trainable, family: what its optimizer keeps of an element)
     bucket        a range of a flat buffer that is communicated together; its length is a multiple of ranks * alignment
     slot          the place of one parameter in its flat buffer
     slice         rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
@@ -26,7 +26,7 @@ layout, and is counted in every formula.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -150,7 +150,8 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class FlatBufferLayout:
-    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets."""
+    """One flat storage: the slots of a unit's parameters that share a bucket key, cut into buckets. family: a number
+    for what an optimizer keeps of each element."""
 
     index: int
     unit: int
@@ -159,6 +160,7 @@ class FlatBufferLayout:
     trainable: bool
     slots: tuple[Slot, ...]
     buckets: tuple[BucketLayout, ...]
+    family: int = 0
 
     @cached_property
     def length(self) -> int:
@@ -297,8 +299,11 @@ def build(
     bucket_elements: int,
     align_bytes: int = ALIGN_BYTES,
     align_elements: int = ALIGN_ELEMENTS,
+    families: Sequence[int] = (),
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
+
+    families: of each optimizer group; where nothing is said all are one.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
     is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
@@ -310,9 +315,11 @@ def build(
     for index, spec in enumerate(specs):
         members_of.setdefault(spec.unit, []).append(index)
     for unit, members in sorted(members_of.items(), reverse=True):
-        keys = dict.fromkeys((specs[i].dtype, specs[i].itemsize, specs[i].trainable) for i in members)
-        for dtype, itemsize, trainable in keys:
-            chosen = [i for i in members if (specs[i].dtype, specs[i].trainable) == (dtype, trainable)]
+        by_key: dict[tuple[str, int, bool, int], list[int]] = {}
+        for i in members:
+            family = families[specs[i].group] if families and specs[i].is_stepped else 0
+            by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
+        for (dtype, itemsize, trainable, family), chosen in by_key.items():
             align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
@@ -324,7 +331,9 @@ def build(
                 buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names))
                 next_bucket += trainable
             flat_buffers.append(
-                FlatBufferLayout(len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets))
+                FlatBufferLayout(
+                    len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets), family
+                )
             )
     return Layout(tuple(specs), tuple(flat_buffers), ranks)
 

@@ -17,7 +17,7 @@ SCRIPTS = {
     "zero_optimisation": 'the nearest valid key is "zero_optimization"',
     "OneBitAdam": "it compresses its own communication; use one of AdamW, Adam, SGD, Lion",
     "Lamb": "it needs the norm of each full parameter; use one of AdamW",
-    "Muon": "it needs the rows and columns of full matrices; use one of AdamW",
+    "SOAP": "it needs the rows and columns of full matrices; use one of AdamW",
     "Adafactor": "it needs the rows and columns of full matrices; use one of AdamW",
     "AdamWW": 'unknown optimizer "AdamWW"; the nearest known one is "AdamW"',
     "mpu": "mpu= is not available: all ranks are data-parallel",

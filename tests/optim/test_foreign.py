@@ -89,7 +89,7 @@ def test_it_is_stepped_as_what_it_computes(
     ("place", "options", "said"),
     [
         ("transformers.optimization.Adafactor", {}, "it looks at whole matrices, .* use AdamW with offload_optimizer"),
-        ("torch.optim._muon.Muon", {}, "it looks at whole matrices"),
+        ("muon.Muon", {}, "it looks at whole matrices, .*: use torch.optim.Muon"),
         ("galore_torch.adamw.GaLoreAdamW", {}, "it looks at whole matrices"),
         ("lomo_optim.lomo.LOMO", {}, "it steps while backward runs"),
         ("bitsandbytes.optim.adam.Adam8bit", {}, "expected torch.optim.AdamW"),

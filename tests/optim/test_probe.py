@@ -105,6 +105,10 @@ class PerParameter(Base):
         return torch.as_tensor(p.grad)
 
 
+class Muon(torch.optim.Muon):
+    """Another library's, by its name."""
+
+
 class Nothing(Base):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -145,7 +149,7 @@ REFUSED = {
     Low: "its state is called 'low'",
     Lookahead: "holds another optimizer in its attribute 'inner'",
     torch.optim.Adafactor: "looks at whole tensors",
-    torch.optim.Muon: "it looks at whole matrices",
+    Muon: "it looks at whole matrices",
     torch.optim.SparseAdam: "does not support dense gradients",
     torch.optim.LBFGS: "it evaluates the loss several times per step",
 }

@@ -28,7 +28,12 @@ from tests.support import cases
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "data" / "public_names.json"
 RANKS = 2
-USED_IN_PROGRAMS = ("shardengine.lion.Lion", "shardengine.offload.CPUAdam", "shardengine.monitors.Monitor")
+USED_IN_PROGRAMS = (
+    "shardengine.lion.Lion",
+    "shardengine.muon.MuonWithAdamW",
+    "shardengine.offload.CPUAdam",
+    "shardengine.monitors.Monitor",
+)
 COMMANDS = ("train", "run", "config", "env", "export", "inspect", "import")
 
 

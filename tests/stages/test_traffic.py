@@ -175,6 +175,14 @@ def _reduce_scatter(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
     counter.add(a["input"], a["input"].nbytes * (ranks - 1) // ranks)
 
 
+def _all_to_all(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
+    sizes, sent = a.get("input_split_sizes"), a["input"]
+    if sizes is None:
+        counter.data += sent.nbytes * (ranks - 1) // ranks
+    else:  # bf16 travels as bytes
+        counter.data += (sum(sizes) - sizes[dist.get_rank()]) * sent.element_size()
+
+
 def _all_reduce(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
     counter.add(a["tensor"], 2 * a["tensor"].nbytes * (ranks - 1) // ranks)
 
@@ -186,7 +194,7 @@ def _broadcast(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
 
 RULES: dict[str, Callable[[Counter, Mapping[str, Any], int], None]] = {
     "broadcast": _broadcast,
-    "all_to_all_single": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
     "reduce_scatter_tensor": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
     "all_gather_into_tensor": _all_gather,

@@ -38,7 +38,7 @@ def expected_state(truth: oracle.Trace) -> dict[tuple[str, str], Tensor]:
         weight, states = truth.parameters[name], truth.states.get(name, {})
         if weight.numel():
             expected[name, "weight"] = in_memory_order(states.get("master", weight))
-            for key in truth.optimizer.state_names:
+            for key in truth.kept[name]:
                 expected[name, key] = in_memory_order(states.get(key, torch.zeros_like(weight, dtype=torch.float32)))
     return expected
 

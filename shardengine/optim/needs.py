@@ -1,0 +1,67 @@
+"""What an optimizer needs of a layout: which parameters share no bucket, what is stored of each element.
+
+Must not know: layouts, how anything is stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardengine import kernels
+from shardengine.kernels import StateForm
+from shardengine.optim.arithmetic import Arithmetic
+from shardengine.optim.averages import AVERAGE
+
+Forms = Mapping[str, StateForm]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """families: of each group, as ``Arithmetic.family`` · forms: of each family, what is stored of an element, by name
+    · whole: of each group, whether it is stepped by whole matrices · kernel: the kind of the kernels' update that steps
+    some groups, None where none does · by_kernel: their numbers."""
+
+    families: tuple[int, ...] = ()
+    forms: Mapping[int, Forms] = field(default_factory=dict)
+    whole: tuple[bool, ...] = ()
+    kernel: str | None = None
+    by_kernel: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, arithmetic: Arithmetic, groups: list[dict[str, Any]], *, averages: bool, scheduled: bool = False
+    ) -> Needs:
+        """averages: of weights are kept, too · scheduled: as in ``Arithmetic.state_names``."""
+        families = tuple(arithmetic.family(group) for group in groups)
+        forms = {}
+        for family in dict.fromkeys(families):
+            alike = [group for group, its in zip(groups, families, strict=True) if its == family]
+            names = arithmetic.state_names(alike, scheduled=scheduled)
+            forms[family] = stored_forms(arithmetic, (*names, *([AVERAGE] if averages else [])))
+        whole = tuple(arithmetic.on_matrix(group) is not None for group in groups)
+        by_kernel = tuple(number for number, group in enumerate(groups) if arithmetic.kernel_of(group) is not None)
+        kernel = arithmetic.kernel_of(groups[by_kernel[0]]) if by_kernel else None
+        return cls(families, forms, whole, kernel, by_kernel)
+
+    def bytes_of(self, family: int) -> float:
+        """Bytes of state per element of ``family``, without master weights."""
+        return kernels.bytes_per_element(self.forms.get(family, {}))
+
+    @property
+    def block(self) -> int:
+        """Elements between two places where buckets may be cut."""
+        return max((kernels.block_of(forms) for forms in self.forms.values()), default=1)
+
+    @property
+    def of_kernel(self) -> Forms:
+        """What is stored of the elements that the kernels step."""
+        return self.forms[self.families[self.by_kernel[0]]] if self.by_kernel else {}
+
+
+def stored_forms(arithmetic: Arithmetic, names: Iterable[str]) -> dict[str, StateForm]:
+    """What is stored for states ``names``, averages of weights among them."""
+    names = list(names)
+    stored = arithmetic.forms(name for name in names if name != AVERAGE)
+    return stored | {name: StateForm() for name in names if name == AVERAGE}
