@@ -132,7 +132,7 @@ def kept_on_disk() -> str:
     """The table of states in fewer bytes on a disk."""
     lines = []
     for name, row in result("nvme-epyc-2core")["kept"].items():
-        if "base" in row and row["base"]:
+        if row.get("base"):
             numbers = [f"{row['bytes']:.2f}", f"{row['states_fewer']:.2f}", interval(row["speed"], 2)]
             lines.append(f"| {' | '.join([name, *numbers])} | {row['at_most']:.2f} |")
     return " ".join(" ".join(lines).split())
