@@ -4,9 +4,10 @@
 rate, 200 steps on two ranks at stage 2, once per precision and seed. A seed decides the first weights and the order of
 the data, and runs of one seed are compared with each other: *difference* is a precision's loss less fp32's, of the last
 ten training steps (the same tokens for both) and of the validation rows. Took 19 minutes on two busy cores without
-instructions for bf16 and fp16; how fast a step is says nothing here. With ``--states`` the same of optimizer states in
-bf16 and in 8 bits, a run of its own that takes about as long. *slow* are AdamW's default betas, whose second moment
-moves by a thousandth per step; they are compared with fp32 states with these betas.
+instructions for bf16 and fp16; how fast a step is says nothing here. ``--group states`` trains with optimizer states in
+bf16 and in 8 bits, ``states_bf16`` the same beside bf16 weights, ``long`` with five times the steps; each group has a
+result of its own. *slow* are AdamW's default betas, whose second moment moves by a thousandth per step; they are
+compared with fp32 states with these betas.
 
 [Note: Bounds of a difference] The bounds are declared, so that machines compare. They stand beside what another seed
 does to fp32 itself, measured in the same run: two seeds' validation losses are √2·σ apart (root mean square, σ over ten
@@ -33,7 +34,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,24 @@ BOUNDS = {
 CONTROLS = {"bf16-pure": "lost updates", "states-8bit-zero": "states kept badly"}
 """What must miss its bound, and what it shows."""
 GROUPS = {
-    "convergence": (BASE, "fp16", "bf16", "bf16-pure-stochastic", "bf16-pure", "bf16-autocast"),
-    "convergence_states": (BASE, *(name for name in PRECISIONS if "states" in name or name == "fp32-slow")),
+    "precisions": (BASE, "fp16", "bf16", "bf16-pure-stochastic", "bf16-pure", "bf16-autocast"),
+    "states": (
+        BASE,
+        "states-bf16",
+        "states-8bit",
+        "states-8bit-nearest",
+        "states-8bit-zero",
+        "fp32-slow",
+        "slow-states-8bit",
+        "slow-states-8bit-nearest",
+    ),
+    "states_bf16": (BASE, "bf16-states-bf16", "bf16-states-8bit", "bf16-split-states-8bit"),
+    "long": (BASE, "states-8bit", "fp32-slow", "slow-states-8bit"),
 }
-"""What is trained in one run, by the name of its result."""
-DRAWN = "convergence"
+"""What is trained in one run."""
+RESULTS_OF = {name: f"convergence_{name}" for name in GROUPS} | {"precisions": "convergence"}
+"""The name of its result."""
+DRAWN = "precisions"
 """Of which there is a picture."""
 EXPECTED = {
     BASE: ("float32", "float32", 8),
@@ -104,7 +118,10 @@ SAME_START = 0.01
 """Weights rounded to bf16 move the first validation loss by less than this, other weights by more."""
 REFERENCE = Training(Setting(ranks=2, layers=2, hidden=128, vocabulary=512, batch=4, sequence=64), 200, 1e-3)
 """What results are kept for."""
-SEEDS, BASE_SEEDS = 3, {"convergence": 10, "convergence_states": 3}
+SEEDS = {"precisions": (3, 10), "states": (3, 3), "states_bf16": (3, 3), "long": (1, 1)}
+"""Of every precision, and of fp32."""
+LONG = 1000
+"""Steps of group "long"."""
 LABELS = {
     "fp16": "fp16, fp32 masters",
     "bf16": "bf16, fp32 masters",
@@ -309,10 +326,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     work = REFERENCE.work
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), metavar="NAME")
-    parser.add_argument("--states", action="store_true", help="optimizer states in fewer bytes, a result of its own")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of every precision")
-    parser.add_argument("--base-seeds", type=int, help="of fp32, at least --seeds (default: 10, with --states 3)")
-    parser.add_argument("--steps", type=int, default=REFERENCE.steps)
+    parser.add_argument(
+        "--group", choices=list(GROUPS), default="precisions", help="what is trained, and kept as one result"
+    )
+    parser.add_argument("--seeds", type=int, help="of every precision (default 3, of long 1)")
+    parser.add_argument(
+        "--base-seeds", type=int, help="of fp32, at least --seeds (default 10 of precisions, else as --seeds)"
+    )
+    parser.add_argument("--steps", type=int, help=f"default {REFERENCE.steps}, of long {LONG}")
     parser.add_argument("--learning-rate", type=float, default=REFERENCE.rate, help="the highest, after the warm-up")
     parser.add_argument("--stage", type=int, default=REFERENCE.stage, choices=[0, 1, 2, 3])
     parser.add_argument("--ranks", type=int, default=work.ranks)
@@ -325,6 +346,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
     options = parser.parse_args(argv)
+    seeds, base_seeds = SEEDS[options.group]
+    options.precisions = options.precisions or GROUPS[options.group]
+    options.seeds = seeds if options.seeds is None else options.seeds
+    options.base_seeds = max(base_seeds if options.base_seeds is None else options.base_seeds, options.seeds)
+    options.steps = options.steps or (LONG if options.group == "long" else REFERENCE.steps)
     if min(options.ranks, options.layers, options.seeds, options.batch) < 1:
         parser.error("--ranks, --layers, --seeds and --batch must be at least 1")
     if options.steps < LAST:
@@ -335,9 +361,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--vocabulary must be at least 257 (every byte and the end of a text), got {options.vocabulary}")
     if not 0 < options.learning_rate < math.inf:
         parser.error(f"--learning-rate must be above 0, got {options.learning_rate}")
-    name = "convergence_states" if options.states else "convergence"
-    options.precisions = options.precisions or GROUPS[name]
-    options.base_seeds = max(BASE_SEEDS[name] if options.base_seeds is None else options.base_seeds, options.seeds)
     return options
 
 
@@ -357,11 +380,16 @@ def report(training: Training, runs: Sequence[Run], data: Mapping[str, Any]) -> 
 
 def write(result: Mapping[str, Any], training: Training) -> str:
     """Keep the result, and draw that of ``DRAWN``, if it is whole and of the reference setting."""
-    whole = {name: dict.fromkeys(group, SEEDS) | {BASE: BASE_SEEDS[name]} for name, group in GROUPS.items()}
-    if training != REFERENCE or result["seeds"] not in whole.values():
+    settings = {name: replace(REFERENCE, steps=LONG) if name == "long" else REFERENCE for name in GROUPS}
+    names = [
+        name
+        for name, (many, base) in SEEDS.items()
+        if training == settings[name] and result["seeds"] == dict.fromkeys(GROUPS[name], many) | {BASE: base}
+    ]
+    if not names:
         return "not written: results are kept for the reference setting, all precisions and the default seeds only"
-    (name,) = (name for name, seeds in whole.items() if seeds == result["seeds"])
-    path = write_result(name, result)
+    (name,) = names
+    path = write_result(RESULTS_OF[name], result)
     if name != DRAWN:
         return f"written to {os.path.relpath(path)}"
     draw(result, path.with_suffix(".svg"))

@@ -3,8 +3,7 @@
 ``python -m benchmarks.states`` prints tables and writes ``benchmarks/results/states-<machine>.json`` (with at least 20
 rounds), for 1 thread and for as many as there are cores, each in a fresh process. It takes a minute, with the other
 libraries four: the 8-bit AdamW of torchao, which is compiled first, and of bitsandbytes take part with 1 thread where
-they can be imported and step.
-Parts, the first row of each being what others are compared with:
+they can be imported and step. Parts, the first row of each being what others are compared with:
 
     fp32 weights   fp32 gradients, weights of 4 bytes
     bf16 weights   bf16 gradients, weights of 2 bytes that are rounded stochastically, no masters
@@ -12,8 +11,9 @@ Parts, the first row of each being what others are compared with:
                    calls with next to nothing to do are measured beside it, and taken off
 
 *bytes* are what any program must move per parameter: the weight and both states read and written, scales included, and
-the gradient read. *at most* is how much faster than with fp32 states a step could be if it took nothing but the time of
-its bytes. The target is twice the speed of fp32 states. The memory's own speed is interleaved, as in ``adam.py``.
+the gradient read. *ns*, per parameter, and GB/s are those of the shortest round. *at most* is how much faster than with
+fp32 states a step could be if it took nothing but the time of its bytes. The target is twice the speed of fp32 states.
+The memory's own speed is interleaved, as in ``adam.py``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ SPEED = 2.0
 """Times the speed of fp32 states, at least."""
 CACHED = 1 << 14
 """Elements that stay in the cache of a core with everything that is kept of them: 256 KiB."""
+TIMES = 16
+"""Their steps in a round."""
 PEERS = {"torchao": "torchao.optim", "bitsandbytes": "bitsandbytes.optim"}
 """Libraries with an 8-bit AdamW, and where."""
 FP32_WEIGHTS, BF16_WEIGHTS, IN_CACHE = "fp32 weights", "bf16 weights", "in the cache"
@@ -111,11 +113,9 @@ def with_bf16_weights(flats: dict[str, Tensor]) -> dict[str, Run]:
 
 
 def in_cache(flats: dict[str, Tensor]) -> dict[str, Run]:
-    """Part "in the cache": as many elements in all as there are parameters."""
-    count = flats["weight"].numel()
-    size = min(CACHED, count)
-    first = {name: flat[:size].clone() for name, flat in flats.items()}
-    given, times = {name: first[name] for name in ("weight", "gradient")}, -(-count // size)
+    """Part "in the cache"."""
+    first = {name: flat[:CACHED].clone() for name, flat in flats.items()}
+    given, times = {name: first[name] for name in ("weight", "gradient")}, TIMES
     runs = {kept_in: stepper(given | kept(first, kept_in), times=times) for kept_in in kernels.KEPT_IN}
     codes = given | kept(first, "8bit")
     return runs | {
@@ -134,14 +134,16 @@ def rows_of(samples: dict[str, dict[str, list[float]]], count: int) -> list[dict
     """A row per competitor: its times, beside those of fp32 states, of its bytes and of a copy, paired by round."""
     rows: list[dict[str, Any]] = []
     for part, competitors in samples.items():
+        elements = min(CACHED, count) * TIMES if part == IN_CACHE else count
         off = competitors.pop("calls", [0.0] * len(competitors["fp32"]))
         alone = {name: [a - b for a, b in zip(timed, off, strict=True)] for name, timed in competitors.items()}
         for name, taken in alone.items():
             median = statistics.median(taken)
-            row: dict[str, Any] = {"part": part, "name": name, "median_ms": median, "ns": median * 1e6 / count}
+            least = (min(competitors[name]) - min(off)) * 1e6 / elements
+            row: dict[str, Any] = {"part": part, "name": name, "median_ms": median, "ns": least}
             rows.append(row)
             row["bytes"] = moved = MEMORY.get(name) or bytes_of(part, name)
-            row["gb_per_s"] = moved * count / median / 1e6
+            row["gb_per_s"] = moved / least
             if "copy" in competitors:
                 row["of_copy"] = moved / MEMORY["copy"] * paired_ratio(competitors["copy"], taken).median
             if name not in MEMORY:
@@ -181,8 +183,8 @@ def versions() -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Command line. Returns 0 whatever the verdict: a benchmark reports, a test decides."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.states", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--parameters", type=int, default=1 << 22, help="how many, a multiple of 256 (default 2^22)")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS + 1, help="interleaved rounds (default 21)")
+    parser.add_argument("--parameters", type=int, default=1 << 20, help="how many, a multiple of 256 (default 2^20)")
+    parser.add_argument("--rounds", type=int, default=41, help="interleaved rounds (default 41)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
     parser.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
     options = parser.parse_args(argv)

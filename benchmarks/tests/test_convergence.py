@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_what_the_precisions_say_is_what_their_names_say() -> None:
     assert {name for name, dtype in states.items() if dtype == "8bit"} == eight
     betas = {name: config_of(REFERENCE, name, 7)["optimizer"]["params"]["betas"] for name in PRECISIONS}
     assert {name for name, (_, second) in betas.items() if second == 0.999} == SLOW
-    assert sorted({name for group in GROUPS.values() for name in group}) == sorted(PRECISIONS)
+    assert {name for group in GROUPS.values() for name in group} == set(PRECISIONS)
     assert [name for name, config in configs.items() if config.torch_autocast.enabled] == ["bf16-autocast"]
     assert all(config.seed == 7 and config.gradient_clipping == 1.0 for config in configs.values())
     assert set(configs) == set(EXPECTED) == {*BASES, *BOUNDS}
@@ -242,9 +243,12 @@ def test_a_tiny_training_in_three_precisions(
 def test_only_the_whole_reference_run_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(convergence, "write_result", lambda name, result: tmp_path / "x.json")
     monkeypatch.setattr(convergence, "draw", lambda result, path: None)
-    seeds, states = (dict.fromkeys(group, 3) for group in GROUPS.values())
+    seeds, states = (dict.fromkeys(GROUPS[name], 3) for name in ("precisions", "states"))
     seeds |= {BASE: 10}
-    assert write({"seeds": states}, REFERENCE).startswith("written to")
+    assert [write({"seeds": seeds}, REFERENCE)[:7], write({"seeds": states}, REFERENCE)[:7]] == 2 * ["written"]
+    long = {"seeds": dict.fromkeys(GROUPS["long"], 1)}
+    assert write(long, dataclasses.replace(REFERENCE, steps=1000)).startswith("written to")
+    assert write(long, REFERENCE).startswith("not written")
     assert write({"seeds": seeds}, REFERENCE).startswith("written to")
     assert write({"seeds": seeds | {BASE: 4}}, REFERENCE).startswith("not written")
     assert write({"seeds": {BASE: 10}}, REFERENCE).startswith("not written")
@@ -271,5 +275,7 @@ def test_the_kept_results_hold_what_is_said_of_them() -> None:
         assert json.loads(json.dumps(summarise(runs))) == {
             key: result[key] for key in ("spread", "precisions", "control_misses")
         }
-        assert result["control_misses"] is True
+        controlled = bool(set(result["precisions"]) & set(CONTROLS))
+        assert result["control_misses"] is (True if controlled else None)
+        assert controlled or path.name.startswith(("convergence_states_bf16", "convergence_long"))
         assert result["precisions"][BASE]["validation_loss"] < result["data"]["unigram_loss"] - 1.0

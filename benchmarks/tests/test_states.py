@@ -75,7 +75,8 @@ def test_a_row_is_beside_fp32_states_of_its_part() -> None:
     assert eight["at_most"] == pytest.approx(28 / 16.0625)
     fp32 = rows[states.FP32_WEIGHTS, "fp32"]
     assert fp32["gb_per_s"] == 1.0 and fp32["of_copy"] == 0.5  # 28 bytes in 28 ns, a copy of 8 in 4
-    assert rows[states.IN_CACHE, "8bit"]["speed"]["median"] == 0.25 and (states.IN_CACHE, "calls") not in rows
+    assert rows[states.IN_CACHE, "8bit"]["speed"]["median"] == 0.25
+    assert rows[states.IN_CACHE, "8bit"]["ns"] == 8e6 / (16 * 16384) and (states.IN_CACHE, "calls") not in rows
 
 
 def given(kept_in: str, weight: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -65,9 +65,9 @@ def versions(variant: str) -> str:
     return interval(result("versions-epyc-2core")["variants"][variant]["ratio"], 3)
 
 
-def convergence(precision: str, label: str) -> str:
+def convergence(precision: str, label: str, name: str = "convergence") -> str:
     """A row of the table of losses."""
-    row = result("convergence-epyc-2core")["precisions"][precision]
+    row = result(f"{name}-epyc-2core")["precisions"][precision]
     difference = f"{row['difference']['validation']:+.3f}".replace("-", "−")
     return f"| {label} | {difference} | {row['bound']:.2f}: {row['verdict']}"
 
@@ -97,12 +97,66 @@ def optimizers() -> str:
     return " ".join(" ".join(lines).split())
 
 
+def states(part: str, name: str) -> Any:
+    """A row of one thread."""
+    rows = result("states-epyc-2core")["threads"]["1"]
+    return next((row for row in rows if (row["part"], row["name"]) == (part, name)), None)
+
+
+def states_table() -> str:
+    """The table of a step with states in fewer bytes."""
+    peers = {f"8 bits, {name} {version}": name for name, version in result("states-epyc-2core")["peers"].items()}
+    lines = []
+    for shown, name in ({"fp32": "fp32", "bf16": "bf16", "8 bits": "8bit"} | peers).items():
+        cells = [shown]
+        for row in (states(part, name) for part in ("fp32 weights", "bf16 weights")):
+            base = name == "fp32"
+            speed = "" if row is None else "1" if base else interval(row["speed"], 3)
+            cells += ["" if row is None else f"{row['bytes']:.4g}", speed]
+            cells += ["" if row is None or base else f"{row['at_most']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return " ".join(" ".join(lines).split())
+
+
+def states_limit() -> str:
+    """What computing takes, in the cache."""
+    ns = {name: states("in the cache", name)["ns"] for name in ("fp32", "bf16", "8bit", "8bit, to nearest")}
+    return (
+        f"takes {ns['fp32']:.1f} ns with fp32 states, {ns['bf16']:.1f} with bf16, {ns['8bit, to nearest']:.1f} with "
+        f"codes that are rounded to nearest and {ns['8bit']:.1f} with random bits as well; all of an fp32 step, memory "
+        f"included, takes {states('fp32 weights', 'fp32')['ns']:.1f}"
+    )
+
+
+def long_runs() -> str:
+    """What 1,000 steps make of 8 bits."""
+    rows = result("convergence_long-epyc-2core")["precisions"]
+    own, slow = (
+        f"{rows[name]['difference']['validation']:+.3f}".replace("-", "−")
+        for name in ("states-8bit", "slow-states-8bit")
+    )
+    return f"states of 8 bits make a difference of {own}, with betas 0.9 and 0.999 of {slow}"
+
+
+def kept_on_disk() -> str:
+    """The table of states in fewer bytes on a disk."""
+    lines = []
+    for name, row in result("nvme-epyc-2core")["kept"].items():
+        if row.get("base"):
+            numbers = [f"{row['bytes']:.2f}", f"{row['states_fewer']:.2f}", interval(row["speed"], 2)]
+            lines.append(f"| {' | '.join([name, *numbers])} | {row['at_most']:.2f} |")
+    return " ".join(" ".join(lines).split())
+
+
 BENCHMARKS, PRECISION, OFFLOAD = "docs/benchmarks.md", "docs/precision.md", "docs/offload.md"
 QUOTES: list[tuple[str, Callable[[], str]]] = [
     (BENCHMARKS, other_runs),
     (BENCHMARKS, loading),
     (BENCHMARKS, lambda: f"A Llama of {result('load-epyc-2core')['file_bytes'] / 1e9:.2f} GB"),
     (BENCHMARKS, optimizers),
+    (BENCHMARKS, states_table),
+    (BENCHMARKS, states_limit),
+    (BENCHMARKS, kept_on_disk),
     (BENCHMARKS, lambda: f"takes {versions('ours-3')} of the earlier one's time at stage 3"),
     (
         BENCHMARKS,
@@ -131,6 +185,34 @@ QUOTES: list[tuple[str, Callable[[], str]]] = [
     (PRECISION, lambda: convergence("fp16", fp16_label())),
     (PRECISION, lambda: convergence("bf16-pure-stochastic", "bf16 without master weights, stochastic rounding")),
     (PRECISION, lambda: convergence("bf16-pure", "bf16 without master weights, rounded to nearest")),
+    (PRECISION, lambda: convergence("states-bf16", "bf16", "convergence_states")),
+    (PRECISION, lambda: convergence("states-8bit", "8 bits", "convergence_states")),
+    (PRECISION, lambda: convergence("slow-states-8bit", "8 bits, betas 0.9 and 0.999", "convergence_states")),
+    (
+        PRECISION,
+        lambda: convergence(
+            "slow-states-8bit-nearest", "8 bits, betas 0.9 and 0.999, rounded to nearest", "convergence_states"
+        ),
+    ),
+    (
+        PRECISION,
+        lambda: convergence("states-8bit-zero", "8 bits, small second moments become zero", "convergence_states"),
+    ),
+    (
+        PRECISION,
+        lambda: convergence("bf16-states-bf16", "bf16, beside bf16 weights and masters", "convergence_states_bf16"),
+    ),
+    (
+        PRECISION,
+        lambda: convergence("bf16-states-8bit", "8 bits, beside bf16 weights and masters", "convergence_states_bf16"),
+    ),
+    (
+        PRECISION,
+        lambda: convergence(
+            "bf16-split-states-8bit", "8 bits, beside bf16 weights and split masters", "convergence_states_bf16"
+        ),
+    ),
+    (PRECISION, long_runs),
     (
         PRECISION,
         lambda: (
