@@ -286,7 +286,7 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
         )
         packed.append({key: _packed(core, index, key, value) for key, value in options.items()})
         for key in ("lr", "weight_decay"):
-            value = options[key]
+            value = options.get(key, 0.0)
             if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
                 _refuse(core, f"group {index}: expected {key!r} to be a number, got {value!r}")
         merged = optimizer.names_for({**group, **options})

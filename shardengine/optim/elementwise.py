@@ -326,7 +326,7 @@ class Elementwise(Arithmetic):
     def problem(self, saved: Mapping[str, Any], begun: Collection[str]) -> str:
         """See ``Arithmetic``."""
         example = self._learnt.facts
-        if left := sorted(set(begun) - saved.keys()):
+        if example and (left := sorted(set(begun) - saved.keys())):
             return f"{left[0]}: what is loaded has nothing of what {self.kind} keeps of a parameter ({sorted(example)})"
         for name, facts in saved.items():
             if not isinstance(facts, dict) or facts.keys() != example.keys():

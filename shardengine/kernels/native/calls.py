@@ -43,8 +43,7 @@ def update(
     library = _library()
     weight, gradient, low = flats["weight"], flats["gradient"], flats.get("low")
     states = [flats[name] for name in rule.states]
-    coded = [name for name, state in zip(rule.states, states, strict=True) if state.dtype is torch.uint8]
-    scales = [flats[name + SCALE] for name in coded]
+    scales = [flats[name + SCALE] for name in rule.states if flats[name].dtype is torch.uint8]
     length, remainder = weight.numel(), flats.get(REMAINDER)
     if not (
         all(_plain(tensor, length) for tensor in ([weight, gradient] if low is None else [weight, gradient, low]))
