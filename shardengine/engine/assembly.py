@@ -49,6 +49,7 @@ from shardengine.sharding import (
 )
 
 _log = logging.getLogger(__name__)
+_NOT_IN_WEIGHTS = "not in the weights, and begun as the model's code begins them: %s (%d in all)"
 
 
 def _look(
@@ -143,6 +144,8 @@ def build(
         _tell_sums(config, collectives, dtypes)
     collectives.prepare(dtypes)
     if source is not None:
+        if source.begins and mesh.rank == 0:
+            _log.warning(_NOT_IN_WEIGHTS, ", ".join(source.begins[:4]), len(source.begins))
         _begin(source, collectives)
     with ExitStack() as unfinished:  # an error of this rank, or of another one, closes the tiers
         tiers = _open_tiers(config, collectives, found, unfinished)

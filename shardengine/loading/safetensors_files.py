@@ -15,6 +15,7 @@ import json
 import math
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_SAMPLES, _SAMPLE = 16, 512
+"""Blocks of a file, and their bytes, by which it is compared with another rank's."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor: its bytes begin at ``start`` of ``path``."""
@@ -60,8 +65,15 @@ class SafetensorsFiles:
         self._opened: dict[tuple[Path, bool], int] = {}
         self._local = threading.local()
         self._threads: ThreadPoolExecutor | None = None
-        for path in files:
-            self.tensors.update(_head(path))
+        self._paths = list(files)
+        for path in self._paths:
+            head = _head(path)
+            if twice := sorted(head.keys() & self.tensors.keys()):
+                raise UsageError(
+                    f"{path}: it has {twice[0]!r}, and so has {self.tensors[twice[0]].path.name}: expected each tensor "
+                    "in one file; put other weights into folders of their own"
+                )
+            self.tensors.update(head)
 
     @classmethod
     def of(cls, place: Path) -> SafetensorsFiles:
@@ -95,6 +107,10 @@ class SafetensorsFiles:
         if short:
             raise UsageError(f"{entry.path}: it ends inside of {name!r}; copy or download the file again")
 
+    def facts(self) -> list[str]:
+        """What tells these files from others: their names, sizes, and a checksum of some blocks of each."""
+        return [f"{path.name}: {_digest(path)}" for path in self._paths]
+
     def close(self) -> None:
         """Let go of files and threads."""
         if self._threads is not None:
@@ -125,6 +141,18 @@ class SafetensorsFiles:
             number = direct_io.open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
         self._opened[path, direct] = number
         return number
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size, found = os.fstat(file.fileno()).st_size, 0
+            for number in range(_SAMPLES):
+                file.seek(max(size - _SAMPLE, 0) * number // (_SAMPLES - 1))
+                found = zlib.crc32(file.read(_SAMPLE), found)
+    except OSError as error:
+        raise UsageError(f"{path}: it cannot be read: {error.strerror or error}") from error
+    return f"{size} bytes, {found:08x}"
 
 
 def _files_of(place: Path) -> list[Path]:

@@ -49,6 +49,8 @@ class Source:
     as they were made."""
 
     def __init__(self, model: nn.Module, record: Recording, given: Mapping[int, View]) -> None:
+        self.begins: list[str] = []
+        """What the weights were expected to have and do not."""
         self._values = Values(record)
         self._views: dict[int, View] = {}
         self._names: dict[int, str] = {}
@@ -87,7 +89,10 @@ class Source:
             )
         reader = SafetensorsFiles.of(Path(weights)) if isinstance(weights, (str, Path)) else weights
         record = Recording() if record is None else record
-        return cls(model, record, _match(model, record, reader))
+        matched = _match(model, record, reader)
+        source = cls(model, record, matched)
+        source.begins = [name for name, each in _stored(model) if each.is_meta and id(each) not in matched]
+        return source
 
     def gives(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` gets its values here."""

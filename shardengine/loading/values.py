@@ -96,7 +96,9 @@ class Values:
 
     def facts(self) -> list[str]:
         """What must be equal on all ranks, random states aside."""
-        return [f"{number}: {_described(step)}" for number, step in enumerate(self._record.steps)]
+        readers = {id(reader): reader for reader, _ in self._record.sources.values()}
+        files = [fact for reader in readers.values() if hasattr(reader, "facts") for fact in reader.facts()]
+        return [*files, *(f"{number}: {_described(step)}" for number, step in enumerate(self._record.steps))]
 
     def _step(self, number: int) -> Step:
         return self._record.steps[number]

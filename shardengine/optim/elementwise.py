@@ -142,10 +142,22 @@ class Workers:
             )
         before, found = each.states or {}, dict(state)
         states = {key: found.pop(key) for key in state if self._is_by_element(key, state[key], each.weight)}
+        if self.states is None:
+            self._refuse_one_under_two_names(states, parameter)
         for key, value in states.items():
             if key in before and value.data_ptr() != before[key].data_ptr():
                 states[key] = before[key].copy_(value)
         each.states, each.facts = states, found
+
+    def _refuse_one_under_two_names(self, states: Mapping[str, Tensor], parameter: Tensor) -> None:
+        """Each state is kept apart, so that what is written to one would not be in the other."""
+        names = {parameter.data_ptr(): "the parameter itself"} if parameter.numel() else {}
+        for name, value in states.items() if parameter.numel() else ():
+            if (other := names.setdefault(value.data_ptr(), repr(name))) != repr(name):
+                raise UsageError(
+                    f"optimizer {self.name}: its state {name!r} is the same tensor as {other}: expected tensors of "
+                    "their own, which are kept apart"
+                )
 
     def _is_by_element(self, name: str, value: Any, weight: Tensor) -> bool:
         shaped = isinstance(value, Tensor) and value.shape == weight.shape

@@ -2,7 +2,7 @@
 
 Owns: the trial and the sentences of a refusal. Must not know: the model, ranks.
 
-[Note: The trial] Per group, with its options and on numbers of its own, seven steps of a matrix and a vector
+[Note: The trial] Per group, with its options and on numbers of its own, eight steps of a matrix and a vector
 
     whole     as they are, twice
     flat      the matrix as one row
@@ -27,8 +27,10 @@ from shardengine.optim.arithmetic import RESERVED
 from shardengine.optim.elementwise import Elementwise, Learnt, Slice, Workers, options_of, same
 
 _SHAPE, _CUT, _FEW = (65, 33), 1040, 16
-_STEPS = 7
+_STEPS = 8
 """Some classes change no weight before their sixth step (rectified Adam)."""
+_LARGE = 2.0**20
+"""What the gradients of the last step are multiplied with: some classes clip by a norm that small ones never meet."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states that fp32 holds."""
 _REFUSED_OPTIONS = {
@@ -128,6 +130,11 @@ def _tensors(cut: _Cut, seed: int) -> list[Tensor]:
     return [part.clone() for part in cut(matrix, vector / 64)]
 
 
+def _gradients(cut: _Cut, number: int) -> list[Tensor]:
+    """Of step ``number``, from 1."""
+    return [each * _LARGE if number == _STEPS else each for each in _tensors(cut, number)]
+
+
 class _Way:
     """One way to make the steps, of one group. It is walked by workers that live as long, or by new ones in each step;
     of each slice one, but the last slice goes with the one before it."""
@@ -145,8 +152,9 @@ class _Way:
 
     def step(self, number: int) -> None:
         """Step number ``number``, from 1."""
-        for each, gradient in zip(self.slices, _tensors(self._cut, number), strict=True):
-            each.give(gradient)
+        gradients = _gradients(self._cut, number)
+        for each, gradient in zip(self.slices, gradients, strict=True):
+            each.give(gradient.clone())
         for worker, part in zip(self._lasting, self._parts, strict=True):
             for parameter, each in zip(worker.param_groups[0]["params"], part, strict=True):
                 parameter.grad = each.gradient
@@ -154,7 +162,7 @@ class _Way:
         self._call("step")
         now = {*(self.slices[0].states or {}), *self.slices[0].facts}
         self.late = self.late or next(iter(sorted(now.difference(*kept)) if number > 1 else ()), "")
-        for each, gradient in zip(self.slices, _tensors(self._cut, number), strict=True):
+        for each, gradient in zip(self.slices, gradients, strict=True):
             self.writes_gradient |= each.gradient is not None and not torch.equal(each.gradient, gradient)
 
     def _call(self, method: str) -> None:
@@ -329,7 +337,7 @@ def _try_together(workers: Workers, options: Sequence[dict[str, Any]]) -> None:
         workers.call(worker, "train")
     for number in range(1, _STEPS + 1):
         for group in worker.param_groups:
-            for parameter, gradient in zip(group["params"], _tensors(_whole, number), strict=True):
+            for parameter, gradient in zip(group["params"], _gradients(_whole, number), strict=True):
                 parameter.grad = gradient
         workers.call(worker, "step")
         workers.take(worker, slices)

@@ -301,6 +301,18 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
         saved("missing", **{"a.weight": None}), how="meta"
     )
     assert "expected weights to be a folder of safetensors files" in refused({"a": 1})
+    twice = saved("twice")
+    save_file({"a.bias": torch.ones(4)}, twice / "other.safetensors")
+    assert "it has 'a.bias', and so has model.safetensors" in refused(twice)
+
+
+def test_what_the_weights_do_not_have_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"a.bias": torch.ones(4)}, tmp_path / "model.safetensors")
+    with shardengine.meta_init():
+        model = Small()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    shardengine.initialize(model, config, weights=tmp_path).close()
+    assert "not in the weights" in caplog.text and "a.weight, b.weight, b.bias (3 in all)" in caplog.text
 
 
 def test_what_cannot_be_put_off_is_refused() -> None:
@@ -343,7 +355,7 @@ def one_rank_alone(folder: str, what: str) -> str:
         model = Small()
         if what == "code" and mesh.rank == 1:
             nn.init.ones_(model.a.weight)
-    place = f"{folder}/nothing" if what == "folder" and mesh.rank == 1 else folder
+    place = f"{folder}/{what}" if what in ("nothing", "other") and mesh.rank == 1 else folder
     with pytest.raises((UsageError, MismatchError)) as raised:
         shardengine.initialize(model, cases.config_of("3"), mesh=mesh, weights=None if what == "code" else place)
     return str(raised.value)
@@ -351,7 +363,11 @@ def one_rank_alone(folder: str, what: str) -> str:
 
 def test_a_failure_of_one_rank_is_one_of_all(pools: Pools, tmp_path: Path) -> None:
     save_file(Small().state_dict(), tmp_path / "model.safetensors")
-    first, second = pools(2).run(one_rank_alone, str(tmp_path), "folder")
+    first, second = pools(2).run(one_rank_alone, str(tmp_path), "nothing")
     assert "failed on rank 1" in first and "No such file" in first and "No such file" in second
     for said in pools(2).run(one_rank_alone, str(tmp_path), "code"):
         assert "way in which weights get values" in said and "[1]" in said
+    (tmp_path / "other").mkdir()
+    save_file({name: value + 1 for name, value in Small().state_dict().items()}, tmp_path / "other/model.safetensors")
+    for said in pools(2).run(one_rank_alone, str(tmp_path), "other"):
+        assert "way in which weights get values" in said and "model.safetensors: " in said

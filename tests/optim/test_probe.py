@@ -120,6 +120,24 @@ class Closure(Base):
         return closure()
 
 
+class Alias(Base):
+    """One tensor under two names."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[p]
+        if not state:
+            state["one"] = state["other"] = torch.zeros_like(p)
+        state["one"].add_(p.grad)
+        return torch.as_tensor(state["other"])
+
+
+class Clips(Base):
+    """By the norm of a tensor, where that is large."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        return torch.as_tensor(p.grad * min(1.0, 1e3 / (p.grad.norm().item() + 1e-6)))
+
+
 class Low(Base):
     """Its state has a name that the engine has."""
 
@@ -146,6 +164,8 @@ REFUSED = {
     PerParameter: "looks at whole tensors",
     Nothing: "a trial of its step.. changed nothing",
     Closure: "raised TypeError: .*missing 1 required positional argument",
+    Alias: "is the same tensor as 'one'",
+    Clips: "looks at whole tensors",
     Low: "its state is called 'low'",
     Lookahead: "holds another optimizer in its attribute 'inner'",
     torch.optim.Adafactor: "looks at whole tensors",
