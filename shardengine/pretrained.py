@@ -45,7 +45,8 @@ def load_pretrained(
     ``initialize`` give; the model is ``engine.module``, in evaluation mode, as ``from_pretrained`` leaves it. To
     add adapters or frozen layers to it, call ``from_pretrained`` inside of ``meta_init``, and then ``initialize``.
 
-    UsageError for files that are missing, cut off, or of another kind or shape; on other ranks MismatchError.
+    UsageError for files that are cut off, or of another kind or shape; on other ranks MismatchError. What
+    ``from_pretrained`` raises for a place without a model is raised as it is.
     """
     for each in options.keys() & _NOT_HERE.keys():
         raise UsageError(f"load_pretrained: expected no {each}=: {_NOT_HERE[each]}")

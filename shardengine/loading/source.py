@@ -35,7 +35,7 @@ def meta_init() -> Iterator[None]:
 
     How the model would have got them is remembered, whatever its code does: drawing, computing, copying, tying. Without
     ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. The
-    random state is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model
+    random state of torch is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model
     would have. Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
     and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards
     (a cast, ``reset_parameters``) are not remembered.
