@@ -4,8 +4,9 @@
 an idle machine and about 4 minutes. Both have a stack of linear layers in fp32 and step with gradients that are there
 already; the engine is at stage 0 without clipping, so that its step takes no norm and sends nothing. Rows: AdamW and
 SGD by the engine's kernels, Muon by owners of its matrices (which are all that its layers have, an eighth as wide),
-other classes by themselves on slices. "beside" is what plain torch's step took, in paired rounds that take turns at being first; the weights of classes are compared at the end, bit for bit. The trial is what
-``initialize`` takes to admit the class.
+other classes by themselves on slices. "beside" is what plain torch's step took, in paired rounds that take turns at
+being first; the weights of classes are compared at the end, bit for bit. The trial is what ``initialize`` takes to
+admit the class.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def meta_init() -> Iterator[None]:
     """Make a model in it, and no parameter has memory: ``initialize`` gives each rank its part of the values alone.
 
     How the model would have got them is remembered, whatever its code does: drawing, computing, copying, tying. Without
-    ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. The
-    random state of torch is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model
-    would have. Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
+    ``weights=`` they are to the bit what the same code gives without ``meta_init`` from the same random state. torch's
+    own is not changed by it; where values have to be drawn, ``initialize`` leaves it where making the model would have.
+    Inside, transformers' ``from_pretrained`` reads the heads of the files alone: what it converts, renames
     and ties is remembered, too, and each rank reads its own slices later. Changes of the model that are made afterwards
     (a cast, ``reset_parameters``) are not remembered.
     """
