@@ -80,7 +80,9 @@ def test_the_arithmetic_is_rounded_as_declared(compiled: list[Compiled]) -> None
             assert not INEXACT.search(one.assembly), f"{one[:3]} is not correctly rounded"
         else:
             # divisions and roots are made of these, so that only kernels without them can be asked
-            exact = one.kernel in ("_flatten_kernel", "_squares_kernel") or one.variant.startswith("SGD")
+            exact = one.kernel in ("_flatten_kernel", "_squares_kernel") or (
+                one.variant.startswith("SGD") and "8bit" not in one.variant
+            )
             assert not exact or not re.search(r"\bv_(?:pk_)?(?:fma|mac|fmac|mad)_f(?:32|64)", one.assembly), one[:3]
         if one.kernel == "_update_kernel" and one.variant.startswith("Adam") and one.target.startswith("sm"):
             assert "sqrt.rn.f32" in one.assembly and "div.rn.f32" in one.assembly

@@ -26,7 +26,7 @@ from shardengine.runtime.activation_offload import ActivationStore
 from tests.offload import test_platform
 from tests.parity.late_cases import USER, Case, run_one
 from tests.parity.test_hierarchical_reduce import reduce_one
-from tests.support import HANG_S, cases
+from tests.support import HANG_S, cases, muon_cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.damage import small_chunks
 from tests.support.late_streams import adversary
@@ -138,6 +138,8 @@ CAUGHT = [
     Mutation("optim/in_backward.py", "StepsInBackward._step", "after.exception()", EARLY),
     Mutation("optim/optimizer.py", "ShardedOptimizer.step_buckets", "self.await_reader()", EARLY),
     Mutation("optim/optimizer.py", "ShardedOptimizer.await_reader", "self._reading.exception()", EARLY),
+    Mutation("optim/matrices.py", "Exchange._answer", "batch.work.wait()", "matrices go to their owners"),
+    Mutation("optim/matrices.py", "Exchange._take", "batch.work.wait()", "matrices go to their owners"),
     Mutation("optim/update.py", "rewrite_bucket", ".wait()", Case("3", 1, "fp32", "weights on the host"), ""),
     Mutation("optim/update.py", "send", "end.wait()", HOST),
     Mutation("optim/update.py", "send", "ends[-1] if ends else Done()", WEIGHTS, "Done()"),
@@ -281,6 +283,23 @@ def slices_of_values_are_gathered() -> None:
         foe.check()
 
 
+def matrices_go_to_their_owners() -> None:
+    """And come back to those who step them."""
+    with adversary(cases.mesh_of_this_process()) as foe:
+        with foe.unseen():
+            expected = muon_cases.truth("both", 2, 1, "full", 2).parameters
+        model = cases.make_mlp()
+        config = cases.config_of("2")
+        engine = shardengine.initialize(model, config, optimizer=muon_cases.make_both(model), mesh=foe.mesh)
+        for step in range(2):
+            cases.run_micro_batch(engine, cases.loss_of, step, 0)
+        with engine.full_params(), foe.unseen():
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, expected[name]), name
+        engine.close()
+        foe.check()
+
+
 def a_reduction_in_two_steps() -> None:
     """Between the nodes behind the sums of the nodes; the computation waits for the second step alone, and late."""
     assert reduce_one() == (set(), {"communicator 1", "communicator 2"})
@@ -325,6 +344,7 @@ SCENARIOS = {
     "ranks exchange": Scenario(ranks_exchange, 2),
     "weights are taken over": Scenario(weights_are_taken_over, 2),
     "slices of values are gathered": Scenario(slices_of_values_are_gathered, 2),
+    "matrices go to their owners": Scenario(matrices_go_to_their_owners, 2),
     TWO_STEPS: Scenario(a_reduction_in_two_steps, 4),
     "what was broken off still writes": Scenario(what_was_broken_off_still_writes, 2),
     COPIED: told(test_platform.test_on_cuda_streams_wait_for_events_and_the_host_for_nothing),
