@@ -39,6 +39,12 @@ def interval(ratio: Any, digits: int) -> str:
     return f"{ratio['median']:.{digits}f} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
 
 
+def step_of(name: str) -> Any:
+    """A row of the fp32 step with 2 threads, on a machine with AVX2."""
+    rows = result("adam-epyc-2core")["threads"]["2"]
+    return next(row for row in rows if (row["part"], row["name"]) == ("step", name))
+
+
 def adam(part: str, name: str) -> Any:
     """A row of one thread."""
     rows = result("adam-xeon-2core")["threads"]["1"]
@@ -162,6 +168,7 @@ QUOTES: list[tuple[str, Callable[[], str]]] = [
         BENCHMARKS,
         lambda: f"{versions('ours-2')} ({result('versions-epyc-2core')['variants']['ours-2']['verdict']}) at stage 2",
     ),
+    (BENCHMARKS, lambda: f"AVX2 takes {interval(as_ratio(step_of('CPUAdam')), 3)} of torch's fused step"),
     (BENCHMARKS, lambda: f"| **shardengine** | {interval(as_ratio(adam('step', 'shardengine')), 3)} |"),
     (BENCHMARKS, lambda: f"| DeepSpeedCPUAdam | {interval(as_ratio(adam('step', 'DeepSpeedCPUAdam')), 3)} |"),
     (BENCHMARKS, lambda: f"| torch.optim.Adam | {interval(as_ratio(adam('step', 'torch.optim.Adam')), 3)} |"),
