@@ -35,6 +35,7 @@ set of parameters and adds their gradients up in the declared order:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -312,8 +313,8 @@ class Optimizer:
         p.detach().copy_(new)
 
 
-Made = tuple[Callable[[list[Any]], Any], tuple[str, ...]]
-"""Makes an optimizer over groups, and the names of what it keeps of each element."""
+Made = tuple[Callable[[list[Any]], Any], tuple[str, ...] | Callable[[Tensor], tuple[str, ...]]]
+"""Makes an optimizer over groups, and the names of what it keeps, of each element or of a parameter as a whole."""
 
 
 class MadeOptimizer(Optimizer):
@@ -325,6 +326,11 @@ class MadeOptimizer(Optimizer):
         self.state_names = names
         self.whole = {p: nn.Parameter(masters.get(p, p).detach().clone()) for group in groups for p in group["params"]}
         self.made = make([{**group, "params": [self.whole[p] for p in group["params"]]} for group in groups])
+        self.state = {p: {n: self.made.state[w][n] for n in self.names_of(p) if n in self.made.state[w]}
+                      for p, w in self.whole.items() if self.made.state[w]}  # fmt: skip
+
+    def names_of(self, p: Tensor) -> tuple[str, ...]:
+        return self.state_names if isinstance(self.state_names, tuple) else self.state_names(p)
 
     def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
         for p, whole in self.whole.items():
@@ -332,9 +338,76 @@ class MadeOptimizer(Optimizer):
         self.made.step()
         for p in grads:
             whole, state = self.whole[p], self.made.state[self.whole[p]]
-            self.state[p] = {name: state[name].clone() for name in self.state_names if name in state}
+            self.state[p] = {name: state[name].clone() for name in self.names_of(p) if name in state}
             self.state[p] |= {"master": whole.detach().clone()} if p in self.masters else {}
             p.detach().copy_(whole.detach())
+
+
+class Adafactor(torch.optim.Optimizer):
+    """torch.optim.Adafactor, or transformers' class where groups have its options, with exact sums, fp64 between them,
+    and what is kept, directions and weights rounded once to fp32 per operation."""
+
+    def __init__(self, groups: list[Any], names: tuple[str, str, str]) -> None:
+        super().__init__(groups, {})
+        self.names = names
+        for p in (p for group in self.param_groups for p in group["params"]):
+            rows, columns, single = names
+            ends = ((1,), (1,)) if rows == "row_var" else ((), ())  # only torch's keep the dimension that is summed
+            shapes = {rows: (*p.shape[:-1], *ends[0]), columns: (*p.shape[:-2], *ends[1], p.shape[-1])} \
+                if p.dim() > 1 else {single: p.shape}  # fmt: skip
+            self.state[p] = {name: torch.zeros(shape) for name, shape in shapes.items()} | {"step": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, p.grad, group, self.state[p])
+
+    def _step(self, p: Tensor, g: Tensor, group: Any, state: Any) -> None:
+        torchs = "beta2_decay" in group
+        t = state["step"] = state["step"] + 1
+        size = math.sqrt(exact_sum(p.double().square().flatten(), 0).item() / p.numel())
+        take = t ** (group["beta2_decay"] if torchs else group["decay_rate"])
+        first = torch.finfo(torch.float32).eps if group["eps"][0] is None else group["eps"][0]
+        squares, added = g.double().square(), 0.0 if torchs else first
+
+        def kept(name: str, sums: Tensor, count: int) -> Tensor:
+            before = state[name].double()
+            state[name] = (before + (sums.view(before.shape) / count + added - before) * take).float()
+            return state[name].double()
+
+        rows, columns, single = self.names
+        if p.dim() > 1:
+            of_rows = kept(rows, exact_sum(squares, -1), p.shape[-1]).view(*p.shape[:-1], 1)
+            of_columns = kept(columns, exact_sum(squares, -2), p.shape[-2]).view(*p.shape[:-2], 1, p.shape[-1])
+            mean = exact_sum(of_rows, -2).unsqueeze(-2) / p.shape[-2]
+            root = (of_rows / mean.clamp(min=first if torchs else 0)).sqrt().reciprocal() * of_columns.sqrt().reciprocal()
+        else:
+            root = kept(single, squares, 1).sqrt().reciprocal()
+        direction = (root.clamp(max=1 / first if torchs and first else math.inf) * g).float()
+        long = math.sqrt(exact_sum(direction.double().square().flatten(), 0).item() / p.numel())
+        rate, relative = group["lr"], 1 / math.sqrt(t)
+        if torchs:
+            decay, rate = group["lr"] * group["weight_decay"], max(group["eps"][1], size) * min(rate, relative)
+        else:
+            if group["relative_step"]:
+                rate = min(1e-6 * t if group["warmup_init"] else 1e-2, relative)
+            rate *= max(group["eps"][1], size) if group["scale_parameter"] else 1.0
+            decay = rate * group["weight_decay"]
+        rate /= max(1.0, long / group["d" if torchs else "clip_threshold"])
+        update = direction * (-rate if torchs and group["maximize"] else rate)
+        if group.get("beta1") is not None:
+            old = state.setdefault("exp_avg", torch.zeros_like(p)) * group["beta1"]
+            update = state["exp_avg"] = old + update * (1 - group["beta1"])
+        p.copy_(p * (1 - decay) - update)
+
+
+def exact_sum(values: Tensor, dimension: int) -> Tensor:
+    """fp64 sums over a dimension, each rounded once."""
+    rows = values.movedim(dimension, -1)
+    sums = [math.fsum(row) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
+    return torch.tensor(sums, dtype=torch.float64).view(rows.shape[:-1])
 
 
 class SeveralOptimizers(Optimizer):

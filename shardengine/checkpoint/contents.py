@@ -4,7 +4,8 @@ Owns: which rank writes which elements, and which views take them back. Must not
 
 A part is a flat slice of a parameter's weights or optimizer state, or a whole buffer (key "buffer"), which alone keeps
 its shape. Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
-replicated ones (stage 0) cut by the same slices, frozen parameters outside of the flat buffers in equal shares, buffers
+replicated ones (stage 0) cut by the same slices, what is
+kept of parameters as a whole by one rank each, frozen parameters outside of the flat buffers in equal shares, buffers
 by rank 0. Where every rank has buffers of its own (``broadcast_buffers`` is off) each writes and takes back its own.
 """
 
@@ -49,6 +50,7 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
     """
     rank, ranks = core.mesh.rank, core.mesh.ranks
     slices: dict[str, list[tuple[int, int]]] = {}
+    number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters)}
     for flat_buffer in core.layout.flat_buffers:
         for bucket in flat_buffer.buckets:
             interval = bucket.interval(Placement.SHARDED, rank)
@@ -60,6 +62,10 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
     for part in held(core, optimizer):
         if part.key == BUFFER:
             if rank == 0 or own_buffers:
+                yield part
+            continue
+        if part.per == 0:  # every rank has all of it
+            if number_of[part.name] % ranks == rank:
                 yield part
             continue
         count = part.values.numel() * part.per

@@ -209,9 +209,9 @@ def _compare_optimizers(
     if optimizer is None or kinds[0] != kinds[1]:
         return
     _match_groups(there, optimizer, core, found, sources, strict=strict)
-    states = set(optimizer.forms)
+    states = set(optimizer.forms) | {key for _, tensors in optimizer.whole_states() for key in tensors}
     saved = {kind: dtype for (_, kind), (dtype, _) in there.tensors.items()}
-    other = sorted(name for name in states & saved.keys() if saved[name] is not optimizer.forms[name].dtype)
+    other = sorted(name for name in optimizer.forms.keys() & saved.keys() if saved[name] is not optimizer.forms[name].dtype)
     if other:
         words = [_WORDS.get(dtype, str(dtype)) for dtype in (saved[other[0]], optimizer.forms[other[0]].dtype)]
         found.problems.append(

@@ -106,7 +106,8 @@ def _is_entry(key: str, value: Any) -> bool:
 
 
 def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str, Any] | None:
-    """Class; the parameters (first names) and options of every group; steps of every parameter."""
+    """Class; the parameters (first names) and options of every group; steps of every parameter; the shapes of what is
+    kept of parameters as a whole."""
     if optimizer is None:
         return None
     first = core.partition.first_names()
@@ -120,7 +121,9 @@ def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str,
     names = [spec.name for spec in core.layout.parameters]
     steps = dict(zip(names, optimizer.steps, strict=True))
     facts = plain(optimizer.arithmetic.saved(), "optimizer.state")
-    return {"kind": optimizer.kind, "groups": groups, "steps": steps, **({"facts": facts} if facts else {})}
+    whole = {spec.name: {k: list(t.shape) for k, t in tensors.items()} for spec, tensors in optimizer.whole_states()}
+    beside = {key: value for key, value in (("facts", facts), ("whole", whole)) if value}
+    return {"kind": optimizer.kind, "groups": groups, "steps": steps, **beside}
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

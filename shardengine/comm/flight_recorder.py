@@ -28,6 +28,7 @@ class Purpose(enum.Enum):
     WHOLE_GRADIENTS = "gradients: all-gather"
     WEIGHTS = "weights: all-gather"
     MATRICES = "whole matrices of an update: all-to-all"
+    SUMS = "sums over parameters of an update: all-to-all"
     EVALUATION = "weights without grad: all-gather"
     WHOLE_WEIGHTS = "full_params and state_dict"
     WHOLE_STATE = "full_grads and full_optimizer_state"
@@ -37,7 +38,7 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
-STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES)
+STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES, Purpose.SUMS)
 
 
 class CollectiveRecord(NamedTuple):

@@ -233,7 +233,7 @@ OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
     ),
     "max_grad_norm": (
         0.0,
-        ("AdamW", "Adam", "SGD", "Lion", "Muon", *_BY_CLASS),
+        ("AdamW", "Adam", "SGD", "Lion", "Muon", "Adafactor", *_BY_CLASS),
         "gradients are clipped by the key gradient_clipping",
     ),
     "bias_correction": (True, ("AdamW", "Adam"), "moments are always bias-corrected"),
@@ -242,7 +242,7 @@ OPTIMIZER_FIXED: dict[str, tuple[bool | float, tuple[str, ...], str]] = {
 """Hyper-parameters with one supported value -> (that value, the optimizers that have it, why)."""
 
 OPTIMIZERS_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("Adafactor", "Shampoo", "SOAP"), "it needs the rows and columns of full matrices"),
+    **dict.fromkeys(("Shampoo", "SOAP"), "it needs the rows and columns of full matrices"),
     **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each full parameter"),
     "LBFGS": "it needs inner products over all parameters",
     "SparseAdam": "it needs sparse gradients",

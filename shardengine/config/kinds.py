@@ -212,6 +212,12 @@ def _three(value: Any) -> tuple[float, ...]:
     return tuple(_FINITE.parse(each) for each in value)
 
 
+def _epsilons(value: Any) -> tuple[float | None, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError
+    return None if value[0] is None else NOT_NEGATIVE.parse(value[0]), NOT_NEGATIVE.parse(value[1])
+
+
 def _two(kind: Kind, words: str) -> Kind:
     """A list of two values of a kind."""
 
@@ -257,6 +263,16 @@ THREE = Kind(
     "a list of three numbers",
     {"type": "array", "items": {"type": "number"}, "minItems": 3, "maxItems": 3},
     _three,
+)
+NOT_POSITIVE = _checked(
+    "a number <= 0",
+    {"type": "number", "maximum": 0},
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value <= 0,
+)
+EPSILONS = Kind(
+    "a list of two numbers >= 0, of which the first may be null",
+    {"type": "array", "items": {"anyOf": [NOT_NEGATIVE.schema, {"type": "null"}]}, "minItems": 2, "maxItems": 2},
+    _epsilons,
 )
 PAIR = _two(NOT_NEGATIVE, "each >= 0")
 UNITS = Kind(

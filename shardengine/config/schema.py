@@ -26,6 +26,7 @@ from shardengine.config.kinds import (
     ANY,
     AUTOCAST_DTYPE,
     BETAS,
+    EPSILONS,
     BOOL,
     COUNT,
     DTYPE,
@@ -40,6 +41,7 @@ from shardengine.config.kinds import (
     SIZE,
     STATE_DTYPE,
     TEXT,
+    NOT_POSITIVE,
     THREE,
     UNITS,
     FrozenMapping,
@@ -73,7 +75,7 @@ class OptimizerConfig:
         metadata={
             "kind": TEXT,
             "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; AdamW8bit and Lion8bit, '
-            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; or Adadelta, Adagrad, Adamax, ASGD, "
+            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; Adafactor; or Adadelta, Adagrad, Adamax, ASGD, "
             "NAdam, RAdam, RMSprop, Rprop.",
         }
     )
@@ -475,6 +477,14 @@ OPTIMIZERS: dict[str, Table] = {
         "adjust_lr_fn": (optional(choice("original", "match_rms_adamw"), "original"), None),
         "betas": (BETAS, (0.9, 0.999)),
         "eps": (NOT_NEGATIVE, 1e-8),
+    },
+    "Adafactor": {
+        **_COMMON,
+        "lr": (NOT_NEGATIVE, 1e-2),
+        "beta2_decay": (NOT_POSITIVE, -0.8),
+        "eps": (EPSILONS, (None, 1e-3)),
+        "d": (number(1), 1.0),
+        "weight_decay": (NOT_NEGATIVE, 0.0),
     },
     "AdamW8bit": {**_ADAM, "weight_decay": (NOT_NEGATIVE, 0.01)},
     "Lion8bit": {

@@ -23,7 +23,7 @@ from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
-from shardengine.optim import MatrixPlan, Needs
+from shardengine.optim import Needs
 from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 from shardengine.runtime import (
     ActivationStore,
@@ -265,7 +265,8 @@ def _footprint(
         which,
         _rules(config, stage, plan.ranks),
         state=needs.bytes_of,
-        matrices=MatrixPlan(plan, needs.whole, stage.state).bytes_beside(collectives.mesh.rank),
+        kept_whole=needs.bytes_kept_whole(plan),
+        beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank),
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),

@@ -707,6 +707,6 @@ class Engine(Inspection):
 
 def _known(optimizer: _OptimizerLike) -> dict[str, Any] | None:
     """What a given optimizer says of the config's "auto"."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
+    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.defaults.get("lr") is None:
         return None
     return {"optimizer.params.lr": float(optimizer.defaults["lr"])}

@@ -9,7 +9,7 @@ from shardengine import stages
 from shardengine.config import Config
 from shardengine.engine.core import Core
 from shardengine.offload import Homes
-from shardengine.optim import MatrixPlan, Needs
+from shardengine.optim import Needs
 from shardengine.planner import Footprint, outside_bytes, wire_of
 from shardengine.sharding import Layout, Partition
 
@@ -28,7 +28,8 @@ def footprint_of(
         precision=core.precision,
         rules=core.reducer.rules,
         state=needs.bytes_of,
-        matrices=MatrixPlan(layout, needs.whole, core.stage.state).bytes_beside(core.mesh.rank),
+        kept_whole=needs.bytes_kept_whole(layout),
+        beside=needs.bytes_beside(layout, core.stage.state, core.mesh.rank),
         micro_batches=core.window.size,
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found or core.partition, core.precision),
@@ -43,9 +44,9 @@ def homes_of(core: Core) -> Homes:
 
 def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
-    matrices."""
-    matrices = MatrixPlan(core.layout, needs.whole, core.stage.state).bytes_sent(core.mesh.rank)
-    sent, once = float(matrices), core.schedule.unsharded_once
+    matrices, or of sums."""
+    whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
+    sent, once = float(whole), core.schedule.unsharded_once
     for flat_buffer in core.layout.flat_buffers:
         wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(

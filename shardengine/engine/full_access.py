@@ -192,7 +192,7 @@ def full_optimizer_state(
     given: dict[str, dict[str, Any]] = {
         name: {key: shaped(flat, wanted[name]) for key, flat in of.items()} for name, of in full.items()
     }
-    fixed = {name: _complete_entry(entry, name, optimizer, number_of[name]) for name, entry in given.items()}
+    fixed = {name: _complete_entry(entry, wanted[name], optimizer, number_of[name]) for name, entry in given.items()}
     entries = {name: dict(entry) for name, entry in given.items()}
     shown = {name: entries[specs[name].name] if name in specs else None for name in chosen}
     steps = list(optimizer.steps)
@@ -228,9 +228,11 @@ def full_optimizer_state(
         core.note_stepped()
 
 
-def _complete_entry(entry: dict[str, Any], name: str, optimizer: ShardedOptimizer, number: int) -> dict[str, Any]:
+def _complete_entry(
+    entry: dict[str, Any], spec: ParameterSpec, optimizer: ShardedOptimizer, number: int
+) -> dict[str, Any]:
     """Beside what is kept of each element, what is kept of the parameter. Returns what of it may only be read."""
-    facts = optimizer.arithmetic.facts_of(name)
+    facts = optimizer.arithmetic.facts_of(spec.name)
     if facts is None:  # the optimizer's class has begun nothing
         for key in entry.keys() - {WEIGHT}:
             del entry[key]
@@ -238,8 +240,11 @@ def _complete_entry(entry: dict[str, Any], name: str, optimizer: ShardedOptimize
     if not entry["step"]:
         entry.pop(AVERAGE, None)  # it is the weight
     entry.update({key: value for key, value in (facts or {}).items() if key not in entry})
+    whole = {key: tensor.clone() for key, tensor in optimizer.arithmetic.whole_states(spec).items()}
+    entry.update({key: tensor.clone() for key, tensor in whole.items()})
     reads = optimizer.arithmetic.keeps_facts
-    return {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}
+    fixed = {key: value for key, value in entry.items() if key == "step" or key in (facts or {})} if reads else {}
+    return {**fixed, **whole}
 
 
 def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any], fixed: dict[str, Any]) -> None:
@@ -252,14 +257,20 @@ def _check_entry(name: str, entry: dict[str, Any], given: dict[str, Any], fixed:
             f"full_optimizer_state: {name!r} has no {sorted(unknown)[0]!r}; it has {', '.join(map(repr, given))}"
         )
     for key, value in fixed.items():
-        if repr(entry.get(key, value)) != repr(value):
+        if not _are_equal(entry.get(key, value), value):
             raise UsageError(
                 f"full_optimizer_state: {key!r} of {name!r} belongs to the optimizer's class and can only be read, got "
-                f"{entry[key]!r} instead of {value!r}; nothing was written"
+                f"{str(entry[key])[:80]} instead of {str(value)[:80]}; nothing was written"
             )
     for key, tensor in given.items():
         if key != "step" and key not in fixed:
             _take_over(f"full_optimizer_state, {key!r} of {name!r}", entry.get(key, tensor), tensor)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(torch.eq(one, other).logical_or(one.isnan() & other.isnan()).all())
+    return repr(one) == repr(other)
 
 
 # All of them

@@ -5,6 +5,7 @@ Must not know: forward, backward, the step. Every call here is local; none is co
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -167,7 +168,8 @@ class Inspection:
         return self.config.zero_optimization.stage
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group; waits as ``was_step_applied``."""
+        """The learning rate of each parameter group, NaN where its optimizer finds one in each step; waits as
+        ``was_step_applied``."""
         self._open_core()
         self._settle()
         return self._rates(self._need_optimizer("get_lr()"))
@@ -257,7 +259,7 @@ class Inspection:
 
     @staticmethod
     def _rates(optimizer: ShardedOptimizer) -> list[float]:
-        return [float(group["lr"]) for group in optimizer.param_groups]
+        return [math.nan if group["lr"] is None else float(group["lr"]) for group in optimizer.param_groups]
 
     def _live_bytes(self) -> Counter[str]:
         """By tier."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardengine.comm import Purpose, compare, run_on_all_ranks
+from shardengine.comm import Named, Purpose, compare, run_on_all_ranks
 from shardengine.engine import optimizer_fit
 from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
@@ -55,6 +55,7 @@ def state_dict(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[
         spec, entry = core.layout.parameters[number], dict[str, Any]()
         facts = optimizer.arithmetic.facts_of(spec.name)
         facts = optimizer.arithmetic.example_facts() if facts is None else facts
+        facts = {**facts, **optimizer.arithmetic.whole_states(spec)}
         for key in keys:
             if key in facts:
                 entry[key] = _copied(facts[key])
@@ -96,7 +97,8 @@ def _entries(core: Core, optimizer: ShardedOptimizer, *, begun: bool) -> dict[in
         group, keys = optimizer.param_groups[spec.group], []
         counts = arithmetic.counts_steps(group)
         if stepped or (has_master and counts):
-            keys += [*([STEP] if counts or numbered else []), *arithmetic.fact_names]
+            whole = arithmetic.whole_shapes(spec.shape) if stepped else ()
+            keys += [*([STEP] if counts or numbered else []), *arithmetic.fact_names, *whole]
             names = optimizer.names_for(group)
             keys += names if stepped else [name for name in names if name != AVERAGE]
         if has_master:
@@ -182,6 +184,12 @@ def _write(core: Core, optimizer: ShardedOptimizer, fit: Fit) -> None:
                 start = bucket.layout.start
                 own[first - before : end - before].copy_(full[first - start : end - start])
         optimizer.keep(bucket, held)
+    number_of = {spec.name: number for number, spec in enumerate(core.layout.parameters)}
+    for spec, tensors in optimizer.whole_states():
+        for key, own in tensors.items():
+            value = fit.values.get(number_of[spec.name], {}).get(key)
+            own.zero_() if value is None else own.copy_(value)
+            core.collectives.broadcast(own, Named([spec.name], key), Purpose.WHOLE_STATE)
 
 
 def _places(core: Core, bucket: Bucket, numbers: set[int]) -> Iterator[tuple[int, int]]:

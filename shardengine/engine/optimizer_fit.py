@@ -146,7 +146,8 @@ def _find_states(
             frozen += [name] if entry and parameter.numel() else []
             continue
         spec = core.layout.parameters[number]
-        expected = optimizer.names_for(*found_groups(optimizer, found, spec.group))
+        whole = optimizer.arithmetic.whole_shapes(spec.shape)
+        expected = (*optimizer.names_for(*found_groups(optimizer, found, spec.group)), *whole)
         if isinstance(entry, Mapping) and entry.get(REMAINDER) is not None and REMAINDER not in expected:
             entry = {key: value for key, value in entry.items() if key != REMAINDER}
             split.append(name)
@@ -204,8 +205,9 @@ def _tensors(
     name, shape = spec.name, spec.shape
     if not isinstance(entry, Mapping):
         _refuse(core, f"the states of {name!r}: expected a dict, got {type(entry).__name__}")
-    whole = {STEP, *optimizer.arithmetic.fact_names}
-    given = {key: value for key, value in entry.items() if value is not None and key not in whole}
+    aside = {STEP, *optimizer.arithmetic.fact_names, *optimizer.arithmetic.passed_over}
+    given = {key: value for key, value in entry.items() if value is not None and key not in aside}
+    shapes = optimizer.arithmetic.whole_shapes(shape)
     texts = [", ".join(map(repr, names)) or "none" for names in ((*expected, MASTER_ENTRY), given)]
     if unknown := given.keys() - {*expected, MASTER_ENTRY}:
         _refuse(
@@ -217,9 +219,11 @@ def _tensors(
     if lacks and (_counts(optimizer, spec) or given.keys() & set(expected)):
         _refuse(core, f"{name!r} lacks the state {lacks[0]!r} of {optimizer.kind}: expected {texts[0]}, got {texts[1]}")
     for key, value in given.items():
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        wanted = shapes.get(key, shape)
+        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(wanted):
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            _refuse(core, f"{key!r} of {name!r}: expected a tensor of shape {shape}, as the parameter's, got {came}")
+            as_what = "" if key in shapes else ", as the parameter's,"
+            _refuse(core, f"{key!r} of {name!r}: expected a tensor of shape {wanted}{as_what} got {came}")
         if not value.is_floating_point():
             _refuse(core, f"{key!r} of {name!r}: expected a floating-point tensor, got {value.dtype}")
         yield key, value.detach()
@@ -287,7 +291,8 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
         packed.append({key: _packed(core, index, key, value) for key, value in options.items()})
         for key in ("lr", "weight_decay"):
             value = options.get(key, 0.0)
-            if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
+            has_none = value is None and group.get(key, 0.0) is None
+            if not has_none and (not isinstance(value, int | float | Tensor) or isinstance(value, bool)):
                 _refuse(core, f"group {index}: expected {key!r} to be a number, got {value!r}")
         merged = optimizer.names_for({**group, **options})
         if missing := set(merged) - set(optimizer.state_names):

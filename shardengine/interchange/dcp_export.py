@@ -93,7 +93,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
             states[name] = {"step": torch.tensor(float(saved["steps"].get(name, 0))), **kept}
             for key, dtype in stored.states(name).items():
                 if key != "weight":
-                    states[name][key] = torch.empty(stored.shape(name), dtype=dtype, device="meta")
+                    states[name][key] = torch.empty(stored.shape(name, key), dtype=dtype, device="meta")
                     late[f"optim.state.{name}.{key}"] = lambda name=name, key=key: stored.whole(name, key)  # type: ignore[misc]
     groups: list[dict[str, Any]] = []
     flattened: dict[str, Any] = {}

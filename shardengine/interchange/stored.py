@@ -122,9 +122,14 @@ class Stored:
             raise CheckpointError(f"{self.place}: the index names {name}, but has nothing of its {state}")
         return self._entries[name, state][0]
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a parameter (first name) or buffer."""
-        return torch.Size(self._rows[name]["shape"])
+    def shape(self, name: str, state: str = WEIGHT) -> torch.Size:
+        """The shape of a parameter (first name) or buffer, or of what is stored of it."""
+        return torch.Size(self._shape_of_own(name, state) or self._rows[name]["shape"])
+
+    def _shape_of_own(self, name: str, state: str) -> list[int] | None:
+        """That of what is kept of a parameter as a whole."""
+        found: list[int] | None = (self.index["optimizer"] or {}).get("whole", {}).get(name, {}).get(state)
+        return found
 
     def pieces(self, name: str, state: str) -> Iterator[Tensor]:
         """All elements in the order of the shape, as 1-D tensors; each is valid until anything else is read."""
@@ -135,7 +140,9 @@ class Stored:
 
     def whole(self, name: str, state: str) -> Tensor:
         """The tensor, contiguous."""
-        shape, order = self.shape(name), self._rows[name].get("order", [])
+        shape, order = self.shape(name, state), self._rows[name].get("order", [])
+        if self._shape_of_own(name, state) is not None:
+            order = []
         self._runs(name, state)  # before memory is taken for a size that the index may have invented
         flat = torch.empty(math.prod(shape), dtype=self.dtype(name, state))
         at = 0

@@ -1,13 +1,14 @@
 """Pure functions of tensors: the arithmetic of the library, each operation declared once.
 
 Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
-``reference``, ``reference_update``, ``moments``, ``compression``, ``random_bits``, ``checksums`` are the readable
+``reference``, ``reference_update``, ``moments``, ``factored``, ``compression``, ``random_bits``, ``checksums`` are the readable
 implementations, ``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for tensors
 without data. ``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them. ``threads``
 says how many the native kernels start.
 """
 
 from shardengine.kernels.compression import Compressed
+from shardengine.kernels.factored import Factored, join_sums, sum_of_squares_exactly, sum_over
 from shardengine.kernels.moments import (
     KEPT_IN,
     REMAINDER,
@@ -47,6 +48,7 @@ __all__ = [
     "REMAINDER_FORM",
     "STATE_NAMES",
     "Compressed",
+    "Factored",
     "Noise",
     "Offer",
     "Offers",
@@ -70,6 +72,8 @@ __all__ = [
     "rule_for",
     "state_forms",
     "sum_of_squares",
+    "sum_of_squares_exactly",
+    "sum_over",
     "unflatten",
     "update",
     "use_threads",

@@ -4,6 +4,8 @@ arithmetic         how elements are stepped: the seam; what the kernels declare
 elementwise        a class of torch's or of the user's, on slices of parameters
 probe              whether a class can be stepped so
 needs              what an optimizer needs of a layout
+adafactor          Adafactor's, with what it keeps of rows and columns
+sums               sums over whole parameters out of slices: owners, messages
 muon               Muon's arithmetic, which needs whole matrices
 muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
 matrices           whole matrices out of slices: owners, batches, messages

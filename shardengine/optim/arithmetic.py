@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from shardengine import kernels
@@ -25,7 +26,10 @@ from shardengine.kernels import (
     StateForm,
     state_forms,
 )
-from shardengine.sharding import MASTER, WEIGHT, Layout
+from shardengine.sharding import MASTER, WEIGHT, Layout, ParameterSpec
+
+if TYPE_CHECKING:
+    from shardengine.optim.sums import Sums
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
 """Options of torch's classes that the kernels do not have."""
@@ -73,6 +77,8 @@ class Arithmetic:
     """Whether it keeps something of parameters as a whole, or would."""
     draws = False
     """Whether its states are rounded with random bits, for which spans are of single parameters, with their numbers."""
+    by_sums = False
+    """Whether a step needs sums over whole parameters, which ``begin_sums`` makes."""
     waits = False
     """Whether the host must know before a step whether it is applied."""
 
@@ -106,14 +112,18 @@ class Arithmetic:
         """What is done to whole matrices before the actions of ``group``; None: these need an element each."""
         return None
 
-    def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
+    def lay_out(self, layout: Layout, begun: Collection[str], device: torch.device) -> None:
         """Spans are of this layout from now on. begun: the parameters that were stepped before, by first name; what was
-        kept of others is forgotten."""
+        kept of others is forgotten. device: the mesh's."""
 
     def begin_step(
         self, groups: Sequence[dict[str, Any]], stepped: Iterable[tuple[str, int]], method: str = "step"
     ) -> None:
         """A step begins that will be applied. stepped: first names of parameters, each with its group's number."""
+
+    def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: Sums) -> None:
+        """After ``begin_step``, where ``by_sums``; collective. steps: number of each parameter in the
+        layout → which of its steps this is, from 1. Nothing that is kept is written."""
 
     def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """All of its actions are done."""
@@ -128,6 +138,8 @@ class Arithmetic:
         """``UsageError`` for an option of ``group`` (number ``index``) that it does not have. what: names the call ·
         first: group 0."""
 
+    passed_over: tuple[str, ...] = ()
+    """What its class has among its states and makes anew in each step."""
     fact_names: tuple[str, ...] = ()
     """What else its class has there of a parameter as a whole."""
     modes: tuple[str, ...] = ()
@@ -135,7 +147,17 @@ class Arithmetic:
     moves_weights = True
     """Whether what has begun writes anything by element."""
 
-    # What is kept of a parameter beside its step count and what is kept of each element
+    # What is kept of a parameter beside its step count and what is kept of each element: tensors, on every rank
+
+    def whole_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the fp32 tensors that every rank keeps of a parameter of that ``shape`` as a whole."""
+        return {}
+
+    def whole_states(self, spec: ParameterSpec) -> dict[str, Tensor]:
+        """Those tensors, to be read or, between steps, written; zeros where the parameter was not stepped yet."""
+        return {}
+
+    # and numbers
 
     def facts_of(self, name: str) -> dict[str, Any] | None:
         """What is kept of parameter ``name``; None where it was not stepped yet, {} where nothing ever is."""

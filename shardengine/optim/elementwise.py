@@ -215,7 +215,7 @@ class Elementwise(Arithmetic):
         """See ``Arithmetic``."""
         return tuple(self._learnt.states)
 
-    def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
+    def lay_out(self, layout: Layout, begun: Collection[str], device: torch.device) -> None:
         """See ``Arithmetic``."""
         specs = sorted((spec for spec in layout.parameters if spec.is_stepped), key=lambda spec: spec.number)
         self._names, self._numbers = [spec.name for spec in specs], [spec.number for spec in specs]

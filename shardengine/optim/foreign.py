@@ -31,7 +31,7 @@ _BY_MODE = ("FusedAdam", "DeepSpeedCPUAdam")
 _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")
 _MATRICES = "it looks at whole matrices, of which a rank has slices"
 _ADVICE = {
-    "Adafactor": f"{_MATRICES}: use AdamW with offload_optimizer, which needs no more memory on the device",
+    "Adafactor": f"{_MATRICES}: use torch.optim.Adafactor, or transformers.optimization.Adafactor",
     "Muon": f"{_MATRICES}: use torch.optim.Muon",
     "Shampoo": _MATRICES, "SOAP": _MATRICES, "GaLoreAdamW": _MATRICES, "GaLoreAdamW8bit": _MATRICES,
     "APOLLOAdamW": _MATRICES, "LBFGS": "it evaluates the loss several times per step",

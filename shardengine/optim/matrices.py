@@ -52,9 +52,13 @@ class Cut(NamedTuple):
         return self.end - self.start
 
 
-def work_of(shape: Sequence[int]) -> int:
-    """Of a matrix, in products per iteration, up to a factor."""
-    return min(shape) ** 2 * max(shape)
+Effort = Callable[[ParameterSpec], int]
+"""Of solving a parameter, up to a factor."""
+
+
+def work_of(spec: ParameterSpec) -> int:
+    """Of a matrix, in products per iteration."""
+    return min(spec.shape) ** 2 * max(spec.shape)
 
 
 def batches_of(specs: Mapping[int, ParameterSpec], ranks: int, least: int) -> list[list[int]]:
@@ -71,22 +75,24 @@ def batches_of(specs: Mapping[int, ParameterSpec], ranks: int, least: int) -> li
     return [*found, open_batch] if open_batch else found
 
 
-def owners_of(batches: Sequence[Sequence[int]], specs: Mapping[int, ParameterSpec], ranks: int) -> dict[int, int]:
+def owners_of(
+    batches: Sequence[Sequence[int]], specs: Mapping[int, ParameterSpec], ranks: int, work: Effort = work_of
+) -> dict[int, int]:
     """Number of each matrix → the rank that owns it ([Note: Owners])."""
     found, load = dict[int, int](), [0] * ranks
     for batch in batches:
-        for number in sorted(batch, key=lambda each: -work_of(specs[each].shape)):
+        for number in sorted(batch, key=lambda each: -work(specs[each])):
             owner = min(range(ranks), key=lambda rank: load[rank])
-            load[owner] += work_of(specs[number].shape)
+            load[owner] += work(specs[number])
             found[number] = owner
     return found
 
 
 class Plan:
     """Of the matrices of a layout: batches, owners, and what each rank steps of each matrix. whole: of each optimizer
-    group, whether it is stepped by whole matrices · state: the placement of states."""
+    group, whether it is stepped by whole matrices · state: the placement of states · work: of a matrix's owner."""
 
-    def __init__(self, layout: Layout, whole: Sequence[bool], state: Placement) -> None:
+    def __init__(self, layout: Layout, whole: Sequence[bool], state: Placement, work: Effort = work_of) -> None:
         self.ranks = layout.ranks
         self.replicated = state is Placement.REPLICATED
         chosen = {number for number, spec in enumerate(layout.parameters) if spec.is_stepped and whole[spec.group]}
@@ -102,7 +108,7 @@ class Plan:
                         self._cuts.setdefault((piece.parameter, rank), []).append(cut)
         self.specs = in_order
         self.batches = batches_of(in_order, self.ranks, max((bucket.length for bucket in layout.buckets), default=0))
-        self.owners = owners_of(self.batches, in_order, self.ranks)
+        self.owners = owners_of(self.batches, in_order, self.ranks, work)
 
     def cuts(self, number: int, rank: int) -> list[Cut]:
         """What ``rank`` steps of matrix ``number``."""

@@ -127,7 +127,7 @@ class Muon(Arithmetic):
         found = state_forms([MOMENTUM], "fp32") if MOMENTUM in names else {}
         return found | self._rest.forms(name for name in names if name != MOMENTUM)
 
-    def lay_out(self, layout: Layout, begun: Collection[str]) -> None:
+    def lay_out(self, layout: Layout, begun: Collection[str], device: torch.device) -> None:
         """See ``Arithmetic``."""
         specs = sorted((spec for spec in layout.parameters if spec.is_stepped), key=lambda spec: spec.number)
         self._numbers, self._shapes = [spec.number for spec in specs], [spec.shape for spec in specs]

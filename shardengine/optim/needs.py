@@ -1,18 +1,22 @@
 """What an optimizer needs of a layout: which parameters share no bucket, what is stored of each element.
 
-Must not know: layouts, how anything is stepped.
+Must not know: how anything is stepped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardengine import kernels
 from shardengine.kernels import StateForm
+from shardengine.optim import matrices, sums
 from shardengine.optim.arithmetic import Arithmetic
 from shardengine.optim.averages import AVERAGE
+from shardengine.sharding import Layout
+from shardengine.stages import Placement
 
 Forms = Mapping[str, StateForm]
 
@@ -20,12 +24,15 @@ Forms = Mapping[str, StateForm]
 @dataclass(frozen=True)
 class Needs:
     """families: of each group, as ``Arithmetic.family`` · forms: of each family, what is stored of an element, by name
-    · whole: of each group, whether it is stepped by whole matrices · kernel: the kind of the kernels' update that steps
+    · whole: of each group, whether it is stepped by whole matrices · by_sums: whether sums over whole parameters are needed
+    · kept_whole: as ``Arithmetic.whole_shapes`` · kernel: the kind of the kernels' update that steps
     some groups, None where none does · by_kernel: their numbers."""
 
     families: tuple[int, ...] = ()
     forms: Mapping[int, Forms] = field(default_factory=dict)
     whole: tuple[bool, ...] = ()
+    by_sums: bool = False
+    kept_whole: Callable[[Sequence[int]], Mapping[str, Sequence[int]]] = lambda shape: {}
     kernel: str | None = None
     by_kernel: tuple[int, ...] = ()
 
@@ -43,11 +50,31 @@ class Needs:
         whole = tuple(arithmetic.on_matrix(group) is not None for group in groups)
         by_kernel = tuple(number for number, group in enumerate(groups) if arithmetic.kernel_of(group) is not None)
         kernel = arithmetic.kernel_of(groups[by_kernel[0]]) if by_kernel else None
-        return cls(families, forms, whole, kernel, by_kernel)
+        return cls(families, forms, whole, arithmetic.by_sums, arithmetic.whole_shapes, kernel, by_kernel)
 
     def bytes_of(self, family: int) -> float:
         """Bytes of state per element of ``family``, without master weights."""
         return kernels.bytes_per_element(self.forms.get(family, {}))
+
+    def bytes_kept_whole(self, layout: Layout) -> int:
+        """Bytes of what every rank keeps of parameters as a whole."""
+        stepped = [spec for spec in layout.parameters if spec.is_stepped]
+        return 4 * sum(math.prod(shape) for spec in stepped for shape in self.kept_whole(spec.shape).values())
+
+    def bytes_beside(self, layout: Layout, state: Placement, rank: int) -> int:
+        """Bytes that a step of ``rank`` takes for whole matrices, or for sums, at most. state: the placement of states."""
+        if not self.by_sums:
+            return matrices.Plan(layout, self.whole, state).bytes_beside(rank)
+        plan = sums.plan_of(layout, len(self.families), state)
+        kept = self.bytes_kept_whole(layout)
+        return 5 * kept + sums.bytes_on_way(plan, lambda number: sums.length_of(plan.specs[number]), rank)
+
+    def bytes_sent(self, layout: Layout, state: Placement, rank: int) -> int:
+        """Bytes that ``rank`` sends for them in a step in which every parameter has a gradient."""
+        if not self.by_sums:
+            return matrices.Plan(layout, self.whole, state).bytes_sent(rank)
+        plan = sums.plan_of(layout, len(self.families), state)
+        return sums.bytes_sent(plan, lambda number: sums.length_of(plan.specs[number]) + 1, rank)
 
     @property
     def block(self) -> int:

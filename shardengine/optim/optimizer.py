@@ -38,7 +38,7 @@ from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
 from shardengine.kernels import Spans, StateForm, narrow_state, widened_state
 from shardengine.offload import HOST
-from shardengine.optim import matrices, torch_hooks
+from shardengine.optim import matrices, sums, torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
@@ -46,7 +46,7 @@ from shardengine.optim.needs import Forms, Needs, stored_forms
 from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
-from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, slices_of
+from shardengine.sharding import MASTER, WEIGHT, Bucket, FlatSlice, Layout, ParameterSpec, slices_of
 from shardengine.stages import Placement
 
 _log = logging.getLogger(__name__)
@@ -158,10 +158,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ahead: tuple[list[int], list[dict[Label, Spans]]] | None = None
         numbered = self.rounds_at_random or self.arithmetic.by_parameter
         self._segments = Segments(layout, buckets, numbered=numbered)
-        self.arithmetic.lay_out(layout, self.begun)
+        self.arithmetic.lay_out(layout, self.begun, reducer.collectives.mesh.device)
         state = buckets[0].state if buckets else Placement.REPLICATED
         self._families = self.needs.families
-        self._plan = matrices.Plan(layout, self.needs.whole, state)
+        if self.arithmetic.by_sums:
+            self._plan = sums.plan_of(layout, len(self.param_groups), state)
+        else:
+            self._plan = matrices.Plan(layout, self.needs.whole, state)
         reducer.serve(self)
 
     @property
@@ -316,7 +319,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
             if self.arithmetic.waits and verdict.applied:
-                self._exchange_matrices(update)
+                self._exchange_whole(update)
             step.move(Phase.UPDATING)
             for parameter in update.touched:
                 self._steps[parameter] += 1
@@ -340,33 +343,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # 3. publish
             yield state.bucket
 
-    def _exchange_matrices(self, update: Update) -> None:
-        """What of the step needs whole matrices, done by their owners; collective, where there are any. Nothing is
-        written, and it is done once per update, whoever goes on with that."""
+    def _exchange_whole(self, update: Update) -> None:
+        """What of the step needs whole matrices, done by their owners, or sums over whole parameters; collective, where
+        there are any. Nothing is written, and it is done once per update, whoever goes on with that."""
         if update.returned is not None:
             return
+        specs, touched = self._layout.parameters, [number for number in self._plan.specs if number in update.touched]
         of_group = [self.arithmetic.on_matrix(group) for group in self.param_groups]
-        whole = {n: of_group[self._layout.parameters[n].group] for n in self._plan.specs if n in update.touched}
-        if not (tasks := {number: task for number, task in whole.items() if task is not None}):
+        tasks = {n: task for n in touched if (task := of_group[specs[n].group]) is not None}
+        returned: dict[int, Tensor] = {}
+        if self.arithmetic.by_sums:
+            whole = sums.Sums(self._plan, self._reducer.collectives, touched, self._read)
+            self.arithmetic.begin_sums(self.param_groups, {n: self._steps[n] + 1 for n in touched}, whole)
+        elif tasks:
+            exchange = matrices.Exchange(self._plan, self._reducer.collectives, tasks, self._read)
+            returned = exchange.run(self._place_for_returned)
+        else:
             return
-
-        @contextmanager
-        def read(index: int) -> Iterator[tuple[dict[str, Tensor], Tensor | None]]:
-            state = self._reducer.buckets[index]
-            store = state.bucket.state_store
-            held = store.check_out()
-            with state.gradient_to_step() as gradient:
-                yield {**held, "gradient": gradient}, update.scalars_on(store.device)["factor"]
-            store.check_in(changed=False)
-
-        def new(index: int) -> Tensor:
-            bucket = self._reducer.buckets[index].bucket
-            length = bucket.layout.elements(bucket.state)
-            return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
-
-        exchange = matrices.Exchange(self._plan, self._reducer.collectives, tasks, read)
-        update.take_returned(exchange.run(new))
+        update.take_returned(returned)
         self._reducer.collectives.barrier()  # matrices: [Note: Nothing is written before all is there]
+
+    @contextmanager
+    def _read(self, index: int, weights: bool = False) -> Iterator[matrices.Flats]:
+        """What is kept of bucket number ``index``, with its gradient and, if asked, its weights; the gradient's
+        factor."""
+        state = self._reducer.buckets[index]
+        bucket, update = state.bucket, self.update or Update()
+        store = bucket.state_store
+        held = dict(store.check_out())
+        if weights:
+            stepped = held[MASTER] if bucket.has_master else bucket.stepped_weights(writable=False)
+            held[WEIGHT] = stepped.to(store.device)
+        with state.gradient_to_step() as gradient:
+            yield {**held, "gradient": gradient}, update.scalars_on(store.device)["factor"]
+        store.check_in(changed=False)
+
+    def _place_for_returned(self, index: int) -> Tensor:
+        bucket = self._reducer.buckets[index].bucket
+        length = bucket.layout.elements(bucket.state)
+        return torch.empty(length, dtype=matrices.DTYPE, device=bucket.state_store.device)
 
     def step_early(self, state: GradientBucket) -> None:
         """In backward, ``state`` is complete: begin to step it, where it rests away and this rank has used all of it,
@@ -604,7 +619,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups if isinstance(parameter, Tensor) and parameter.requires_grad else ():
             if any(parameter is each for each in group["params"]):
                 counted = ("step",) if self.arithmetic.counts_steps(group) else self.arithmetic.fact_names
-                return (*counted, *self.names_for(group))
+                return (*counted, *self.arithmetic.whole_shapes(parameter.shape), *self.names_for(group))
         return ()
 
     if not TYPE_CHECKING:
@@ -625,7 +640,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> Counter[str]:
         """Bytes of optimizer state and master weights on this rank, by the tier in which they rest."""
-        found: Counter[str] = Counter()
+        found = Counter(device=sum(tensor.nbytes for _, tensors in self.whole_states() for tensor in tensors.values()))
         for state in self._reducer.buckets:
             found[state.bucket.state_store.tier_now] += sum(state.bucket.state_store.sizes.values())
         return found
@@ -700,8 +715,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return {WEIGHT: states.pop(MASTER), **states}
         return {WEIGHT: bucket.stepped_weights(writable=writable), **states}
 
+    def whole_states(self) -> Iterator[tuple[ParameterSpec, dict[str, Tensor]]]:
+        """What every rank keeps of parameters as a whole, as ``Arithmetic.whole_states``."""
+        for spec in self._layout.parameters:
+            if spec.is_stepped and (tensors := self.arithmetic.whole_states(spec)):
+                yield spec, tensors
+
     def parameter_state(self, *, writable: bool = False) -> Iterator[FlatSlice]:
-        """What this rank holds of every bucket, as ``stored``."""
+        """What this rank holds of every bucket, as ``stored``, and of parameters as a whole."""
+        for spec, tensors in self.whole_states():
+            yield from (FlatSlice(spec.name, key, 0, tensor.view(-1), per=0) for key, tensor in tensors.items())
         for bucket in (state.bucket for state in self._reducer.buckets):
             held = self.stored(bucket, writable=writable)
             yield from slices_of(self._layout, bucket.layout, bucket.state_interval, held)

@@ -16,7 +16,7 @@ from torch import nn
 from shardengine.config import Config, OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
-from shardengine.optim import foreign, muon_with_adamw, probe
+from shardengine.optim import adafactor, foreign, muon_with_adamw, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
 from shardengine.optim.muon import KIND, USES_MUON, Muon, uses_muon
@@ -43,6 +43,8 @@ def arithmetic_of(
     name = name_of(type(optimizer))
     if type(optimizer) in (torch.optim.Muon, MuonWithAdamW):
         return _muon_of(optimizer, name, kept_in, seed, splits=splits)
+    if (by_rows := adafactor.kind_of(type(optimizer))) is not None:
+        return _adafactor_of(optimizer, by_rows, kept_in, splits=splits), ""
     if kind is None and (found := foreign.recognise(optimizer)) is not None:
         kind, own, notice = found
         kept_in = own if kept_in == "fp32" else kept_in
@@ -91,6 +93,27 @@ def _muon_of(
     for number, group in enumerate(optimizer.param_groups):
         made.check_options(group, f"optimizer {name}", number, group)
     return made, _told(kept_in)
+
+
+def _adafactor_of(optimizer: torch.optim.Optimizer, kind: str, kept_in: str, *, splits: bool) -> Arithmetic:
+    """``arithmetic_of`` for Adafactor."""
+    name = name_of(type(optimizer))
+    if optimizer.state:
+        raise probe.already_stepped(name)
+    if splits:
+        raise UsageError(
+            f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
+            "that key to false"
+        )
+    if kept_in != "fp32":
+        raise UsageError(
+            f'data_types.optimizer_state_dtype: expected "fp32" for {name}, which keeps rows and columns alone, got '
+            f'"{kept_in}"'
+        )
+    made = adafactor.Adafactor(kind)
+    for number, group in enumerate(optimizer.param_groups):
+        made.check_options(group, f"optimizer {name}", number, optimizer.param_groups[0])
+    return made
 
 
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:

@@ -33,7 +33,8 @@ class Footprint:
 
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
-    nodes: as ``Collectives.nodes`` · matrices: bytes that whole matrices take in the step, at most.
+    nodes: as ``Collectives.nodes`` · beside: bytes that whole matrices, or sums, take in the step, at most · kept_whole:
+    bytes of optimizer state that every rank keeps of parameters as a whole.
     """
 
     stage: Stage
@@ -45,7 +46,8 @@ class Footprint:
     prefetch: int
     outside: int
     nodes: Callable[[torch.dtype], int] = lambda dtype: 1
-    matrices: int = 0
+    beside: int = 0
+    kept_whole: int = 0
 
     def at_rest(self, homes: Homes) -> defaultdict[str, float]:
         """The stage's formula for model state, by tier, at the end of a window of micro-batches.
@@ -54,7 +56,7 @@ class Footprint:
         this rank steps, in its tier, and its complete gradient, in the host's memory (where every rank steps everything
         the gradient is gathered, and stays on the device).
         """
-        predicted = defaultdict(float, device=float(self.outside))
+        predicted = defaultdict(float, device=float(self.outside + self.kept_whole))
         weights_place = "device" if homes.weights is None or not self.stage.moves_weights else homes.weights.name
         gathers = self.stage.gathers_gradients
         for flat_buffer in self.layout.flat_buffers:
@@ -94,7 +96,7 @@ class Footprint:
             if (nodes := self.nodes(wire)) > 1:  # what is sent and received between them
                 whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length // ranks)
-        return found + self.matrices
+        return found + self.beside
 
     def on_device(self, homes: Homes) -> int:
         """Bytes of the device that the engine needs, at most."""

@@ -25,7 +25,8 @@ class FlatSlice(NamedTuple):
 
     key: which of its tensors, "weight", "gradient", "master" or the name of an optimizer state; "buffer" for one of a
     module's, which alone keeps its shape and is never cut · per: elements of the parameter for each of these elements,
-    which is more than 1 for the scales of blocks.
+    which is more than 1 for the scales of blocks; 0: it is a tensor of its own, kept of the parameter as a whole, and
+    never cut.
     """
 
     name: str

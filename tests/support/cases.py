@@ -172,7 +172,9 @@ def local_state(engine: shardengine.Engine) -> list[tuple[str, str, int, Any]]:
         for bucket in (state.bucket for state in core.reducer.buckets)
         for part in slices_of(core.layout, bucket.layout, bucket.state_interval, optimizer.held(bucket))
     )
-    return [(part.name, part.key, part.first, copy_out(part.values).float().numpy()) for part in held]
+    whole = [(spec.name, key, 0, value) for spec, values in optimizer.whole_states() for key, value in values.items()]
+    found = [*((part.name, part.key, part.first, part.values) for part in held), *whole]
+    return [(name, key, first, copy_out(value).float().reshape(-1).numpy()) for name, key, first, value in found]
 
 
 def steps_of(engine: shardengine.Engine) -> list[int]:

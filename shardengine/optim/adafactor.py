@@ -1,0 +1,297 @@
+"""Adafactor, torch's and transformers': the arithmetic on slices, with what it keeps of rows and columns.
+
+Owns: what a step computes from a gradient and the sums of its squares, and those states. Must not know: who adds sums
+up, messages, buckets.
+
+[Note: Adafactor] N. Shazeer and M. Stern, Adafactor: Adaptive learning rates with sublinear memory cost (2018,
+https://arxiv.org/abs/1804.04235), as torch.optim.Adafactor has it, and as transformers' class of that name has it, which
+differ in where small numbers are added, in the learning rate, and in names. In step t of a matrix with gradient g
+
+    kept      = kept + (mean - kept) · t^decay    of each row, and of each column: mean is that of g²
+    direction = g · (1 / sqrt(row / mean of rows)) · (1 / sqrt(column))
+    weight    = weight - rate · direction / max(1, root mean square of direction / threshold)
+
+and of what has less than two dimensions every element has a mean of its own. Sums are exact (``kernels.factored``),
+what is made of them is fp64, what is kept and a direction's elements are rounded once to fp32; the rest is fp32, each
+operation rounded on its own. So no bit depends on how a parameter is cut. Torch's and transformers' classes add up in
+fp32, in an order of their own: their numbers are the same but for some last bits.
+
+[Note: Everywhere] Rows and columns are few: every rank keeps all of them, beside the shards. A step finds the new ones
+before it writes anything, and keeps them at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardengine.errors import UsageError
+from shardengine.kernels import (
+    Factored,
+    Noise,
+    Span,
+    Spans,
+    join_sums,
+    round_stochastically,
+    sum_of_squares_exactly,
+    sum_over,
+)
+from shardengine.optim.arithmetic import Action, Arithmetic
+from shardengine.optim.sums import Stepped, Sums, length_of
+from shardengine.sharding import Layout, ParameterSpec
+
+TORCHS, TRANSFORMERS = "Adafactor", "transformers.Adafactor"
+_AVERAGE = "exp_avg"
+_NAMES = {TORCHS: ("row_var", "col_var", "variance"), TRANSFORMERS: ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")}
+
+
+def kind_of(made_by: type[torch.optim.Optimizer]) -> str | None:
+    """Which of the two a class is; None: neither."""
+    if made_by is torch.optim.Adafactor:
+        return TORCHS
+    of_library = made_by.__module__ == "transformers.optimization" and made_by.__name__ == "Adafactor"
+    return TRANSFORMERS if of_library else None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Of a group, in step number ``step``.
+
+    take: part of the new mean in what is kept · added: to means of squares · least: of what is kept, its root at least
+    · threshold: of a direction's root mean square · average: of directions, what stays of it; None: there is none.
+    """
+
+    step: int
+    take: float
+    added: float
+    least: float
+    threshold: float
+    sign: float
+    average: float | None
+    group: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int) -> _Options:
+        first, _ = group["eps"]
+        if "beta2_decay" in group:
+            least = torch.finfo(torch.float32).eps if first is None else first
+            sign = -1.0 if group["maximize"] else 1.0
+            return cls(step, step ** group["beta2_decay"], 0.0, least, group["d"], sign, None, group)
+        take = step ** group["decay_rate"]
+        return cls(step, take, first, 0.0, group["clip_threshold"], 1.0, group["beta1"], group)
+
+    def rates(self, size: float) -> tuple[float, float]:
+        """The learning rate of a parameter whose root mean square is ``size``, and the part of it that decays."""
+        group, rate = self.group, _number(self.group["lr"])
+        if "beta2_decay" in group:
+            relative = min(rate, 1 / math.sqrt(self.step))
+            return max(group["eps"][1], size) * relative, rate * group["weight_decay"]
+        if group["relative_step"]:
+            rate = min(1e-6 * self.step if group["warmup_init"] else 1e-2, 1 / math.sqrt(self.step))
+        if group["scale_parameter"]:
+            rate *= max(group["eps"][1], size)
+        return rate, rate * group["weight_decay"]
+
+
+@dataclass
+class _New:
+    """Of a parameter, in the step that is under way. kept: fp32, as it will be · scales: of rows and columns, fp64 ·
+    size: the root mean square of its weights · divisor: of its direction."""
+
+    options: _Options
+    kept: Tensor
+    scales: Tensor
+    size: float
+    divisor: float = 1.0
+
+
+class Adafactor(Arithmetic):
+    """[Note: Adafactor]. kind: ``TORCHS`` or ``TRANSFORMERS``."""
+
+    by_parameter = True
+    waits = True
+    by_sums = True
+    passed_over = ("RMS",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._specs: list[ParameterSpec] = []
+        self._numbers: list[int] = []
+        self._kept: dict[str, Tensor] = {}
+        self._new: dict[str, _New] = {}
+
+    def state_names(self, groups: list[dict[str, Any]], *, scheduled: bool = False) -> tuple[str, ...]:
+        """See ``Arithmetic``."""
+        return (_AVERAGE,) if any(group.get("beta1") is not None for group in groups) else ()
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """See ``Arithmetic``."""
+        return True
+
+    def whole_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """See ``Arithmetic``."""
+        rows, columns, single = _NAMES[self.kind]
+        if len(shape) < 2:
+            return {single: tuple(shape)}
+        if self.kind == TORCHS:
+            return {rows: (*shape[:-1], 1), columns: (*shape[:-2], 1, shape[-1])}
+        return {rows: tuple(shape[:-1]), columns: (*shape[:-2], shape[-1])}
+
+    def whole_states(self, spec: ParameterSpec) -> dict[str, Tensor]:
+        """See ``Arithmetic``."""
+        form, kept = _form(spec), self._kept[spec.name]
+        shapes = self.whole_shapes(spec.shape)
+        if not form.is_matrix:
+            return {name: kept.view(shape) for name, shape in shapes.items()}
+        parts = kept.split([form.all_rows, form.all_columns])
+        named = zip(shapes.items(), reversed(parts) if form.turned else parts, strict=True)
+        return {name: part.view(shape) for (name, shape), part in named}
+
+    def lay_out(self, layout: Layout, begun: Collection[str], device: torch.device) -> None:
+        """See ``Arithmetic``."""
+        self._specs = sorted((spec for spec in layout.parameters if spec.is_stepped), key=lambda spec: spec.number)
+        self._numbers = [spec.number for spec in self._specs]
+        before, self._kept, self._new = self._kept, {}, {}
+        for spec in self._specs:
+            kept = before.get(spec.name) if spec.name in begun else None
+            self._kept[spec.name] = torch.zeros(_kept_of(_form(spec)), device=device) if kept is None else kept
+
+    def check_extended(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """See ``Arithmetic``."""
+        self.check_options(groups[-1], "add_param_group", len(groups) - 1, groups[0])
+
+    def check_options(self, group: Mapping[str, Any], what: str, index: int, first: Mapping[str, Any]) -> None:
+        """See ``Arithmetic``."""
+        if (group.get("beta1") is None) != (first.get("beta1") is None):
+            raise UsageError(
+                f"{what}: expected beta1 to be None in all groups, or in none, got {group.get('beta1')} in group "
+                f"{index} and {first.get('beta1')} in group 0"
+            )
+        if group.get("lr") is None and not group.get("relative_step"):
+            raise UsageError(f"{what}: expected a learning rate in group {index}, got lr=None without relative_step")
+
+    def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: Sums) -> None:
+        """See ``Arithmetic``."""
+        self._new = {}
+        specs, forms = sums.specs, {number: _form(sums.specs[number]) for number in sums.numbers}
+        options = {number: _Options.of(groups[specs[number].group], steps[number]) for number in sums.numbers}
+        parts: dict[int, Tensor] = {}
+        for each in sums.slices(weights=True):
+            squares = forms[each.number].squares(_gradient(each.flats, each.span, each.factor), each.span.first)
+            weight = each.flats["weight"][each.span.start : each.span.end].float()
+            _add(parts, each, torch.cat([squares, sum_of_squares_exactly(weight).view(2, 1)], dim=1), sums)
+        for number, found in sums.add(parts, lambda number: length_of(specs[number])).items():
+            spec = specs[number]
+            self._new[spec.name] = self._advance(spec, forms[number], options[number], found)
+        parts = {}
+        for each in sums.slices(weights=False):
+            part = sum_of_squares_exactly(self._direction(specs[each.number], each.flats, each.span, each.factor))
+            _add(parts, each, part.view(2, 1), sums)
+        for number, found in sums.add(parts, lambda _: 1).items():
+            new, size = self._new[specs[number].name], math.sqrt(found.item() / specs[number].numel)
+            new.divisor = max(1.0, size / options[number].threshold)
+
+    def _advance(self, spec: ParameterSpec, form: Factored, options: _Options, found: Tensor) -> _New:
+        """What is kept after this step, from the sums of squares of the gradient, and of the weights at the end."""
+        count, rows, columns = form.sizes
+        size = math.sqrt(found[-1].item() / spec.numel)
+        of_rows, of_columns = found[: form.all_rows], found[form.all_rows : -1]
+        means = torch.cat([of_rows / columns, of_columns / rows]) if form.is_matrix else of_rows
+        before = self._kept[spec.name].double()
+        kept = (before + (means + options.added - before) * options.take).float()
+        if not form.is_matrix:
+            scales = torch.cat([_inverse_root(kept.double()), kept.new_ones(1, dtype=torch.float64)])
+            return _New(options, kept, scales, size)
+        of_rows, of_columns = kept.double().split([form.all_rows, form.all_columns])
+        across, along = (of_columns, columns) if form.turned else (of_rows, rows)
+        mean = sum_over(across.view(count, along), 1)[0].view(count, 1) / along
+        across.view(count, along).div_(mean.clamp_(min=options.least))
+        return _New(options, kept, _inverse_root(torch.cat([of_rows, of_columns])), size)
+
+    def _direction(
+        self, spec: ParameterSpec, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None
+    ) -> Tensor:
+        """Of elements ``span``, with the parameter's element that comes first. The sign is the step's."""
+        new, gradient = self._new[spec.name], _gradient(flats, span, factor)
+        most = 1 / new.options.least if new.options.least else math.inf
+        return _form(spec).direction(gradient, span.first, new.scales.to(gradient.device), most)
+
+    def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
+        """See ``Arithmetic``."""
+        return _Step(self, None if seed is None else Noise(seed, step))
+
+    def step_slice(
+        self, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None, noise: Noise | None
+    ) -> None:
+        """Step elements ``span`` of one parameter, numbered as the model's are."""
+        spec = self._specs[bisect_right(self._numbers, span.first) - 1]
+        new, cut = self._new[spec.name], slice(span.start, span.end)
+        here = Span(span.start, span.end, span.first - spec.number)
+        rate, decay = new.options.rates(new.size)
+        update = self._direction(spec, flats, here, factor).mul_(new.options.sign * rate / new.divisor)
+        if new.options.average is not None:
+            average = flats[_AVERAGE][cut]
+            update = average.mul_(new.options.average).add_(update.mul_(1 - new.options.average))
+        stored = flats["weight"][cut]
+        weight = stored.float()  # itself, where it is fp32
+        weight.mul_(1 - decay).sub_(update)
+        if stored.dtype is not torch.float32:
+            stored.copy_(weight if noise is None else round_stochastically(weight, noise, span.first))
+        if "low" in flats:
+            flats["low"][cut].copy_(weight)
+
+    def end_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """See ``Arithmetic``."""
+        for name, new in self._new.items():
+            self._kept[name].copy_(new.kept)
+        self._new = {}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The step of the weights, when the sums are known."""
+
+    arithmetic: Adafactor
+    noise: Noise | None
+
+    def __call__(
+        self, flats: Mapping[str, Tensor], spans: Spans, *, factor: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """See ``Action``."""
+        if skip is None or not bool(skip):
+            for span in spans:
+                self.arithmetic.step_slice(flats, span, factor, self.noise)
+
+
+def _form(spec: ParameterSpec) -> Factored:
+    return Factored(spec.shape, spec.order)
+
+
+def _kept_of(form: Factored) -> int:
+    """Numbers that are kept of a parameter."""
+    return form.all_rows + form.all_columns if form.is_matrix else form.all_rows
+
+
+def _gradient(flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) -> Tensor:
+    given = flats["gradient"][span.start : span.end].float()
+    return given if factor is None else given * factor
+
+
+def _inverse_root(values: Tensor) -> Tensor:
+    return values.sqrt().reciprocal()
+
+
+def _add(parts: dict[int, Tensor], each: Stepped, part: Tensor, sums: Sums) -> None:
+    """``part``, sums of a slice, joins those of the slices before it."""
+    near = part.to(sums.device)
+    parts[each.number] = join_sums(parts[each.number], near) if each.number in parts else near
+
+
+def _number(rate: Any) -> float:
+    return float(rate) if rate is not None else 0.0
