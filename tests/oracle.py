@@ -323,14 +323,14 @@ class MadeOptimizer(Optimizer):
     def __init__(self, made: Made, groups: list[Any], masters: Any) -> None:
         make, names = made
         self.groups, self.state, self.masters = groups, {}, masters
-        self.state_names = names
+        self.named = (lambda p: names) if isinstance(names, tuple) else names
         self.whole = {p: nn.Parameter(masters.get(p, p).detach().clone()) for group in groups for p in group["params"]}
         self.made = make([{**group, "params": [self.whole[p] for p in group["params"]]} for group in groups])
         self.state = {p: {n: self.made.state[w][n] for n in self.names_of(p) if n in self.made.state[w]}
                       for p, w in self.whole.items() if self.made.state[w]}  # fmt: skip
 
     def names_of(self, p: Tensor) -> tuple[str, ...]:
-        return self.state_names if isinstance(self.state_names, tuple) else self.state_names(p)
+        return self.named(p)
 
     def step(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
         for p, whole in self.whole.items():
@@ -358,7 +358,7 @@ class Adafactor(torch.optim.Optimizer):
             self.state[p] = {name: torch.zeros(shape) for name, shape in shapes.items()} | {"step": 0}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -382,7 +382,9 @@ class Adafactor(torch.optim.Optimizer):
             of_rows = kept(rows, exact_sum(squares, -1), p.shape[-1]).view(*p.shape[:-1], 1)
             of_columns = kept(columns, exact_sum(squares, -2), p.shape[-2]).view(*p.shape[:-2], 1, p.shape[-1])
             mean = exact_sum(of_rows, -2).unsqueeze(-2) / p.shape[-2]
-            root = (of_rows / mean.clamp(min=first if torchs else 0)).sqrt().reciprocal() * of_columns.sqrt().reciprocal()
+            root = (
+                of_rows / mean.clamp(min=first if torchs else 0)
+            ).sqrt().reciprocal() * of_columns.sqrt().reciprocal()
         else:
             root = kept(single, squares, 1).sqrt().reciprocal()
         direction = (root.clamp(max=1 / first if torchs and first else math.inf) * g).float()
@@ -435,7 +437,7 @@ class SeveralOptimizers(Optimizer):
             self.state |= part.state
 
     def names_of(self, p: Tensor) -> tuple[str, ...]:
-        return self.part_of[p].state_names
+        return self.part_of[p].names_of(p)
 
 
 @dataclass

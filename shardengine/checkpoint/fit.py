@@ -211,9 +211,10 @@ def _compare_optimizers(
     _match_groups(there, optimizer, core, found, sources, strict=strict)
     states = set(optimizer.forms) | {key for _, tensors in optimizer.whole_states() for key in tensors}
     saved = {kind: dtype for (_, kind), (dtype, _) in there.tensors.items()}
-    other = sorted(name for name in optimizer.forms.keys() & saved.keys() if saved[name] is not optimizer.forms[name].dtype)
+    forms = optimizer.forms
+    other = sorted(name for name in forms.keys() & saved.keys() if saved[name] is not forms[name].dtype)
     if other:
-        words = [_WORDS.get(dtype, str(dtype)) for dtype in (saved[other[0]], optimizer.forms[other[0]].dtype)]
+        words = [_WORDS.get(dtype, str(dtype)) for dtype in (saved[other[0]], forms[other[0]].dtype)]
         found.problems.append(
             f"optimizer: its states are in {words[0]} in the checkpoint, in {words[1]} here: set "
             f'data_types.optimizer_state_dtype to "{words[0]}", or take the weights alone (weights_only=True); '

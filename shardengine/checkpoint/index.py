@@ -208,5 +208,7 @@ def _check_optimizer(optimizer: Any) -> None:
     _expect(all(_is_count(count) for count in optimizer["steps"].values()), "optimizer steps")
     _expect(isinstance(optimizer.get("facts", {}), dict), "optimizer facts")
     for shapes in optimizer.get("whole", {}).values():
-        fine = all(isinstance(shape, list) and len(shape) <= 64 and all(map(_is_count, shape)) for shape in shapes.values())
+        fine = all(
+            isinstance(shape, list) and len(shape) <= 64 and all(map(_is_count, shape)) for shape in shapes.values()
+        )
         _expect(fine and all(math.prod(shape) <= _LARGEST for shape in shapes.values()), "optimizer whole")

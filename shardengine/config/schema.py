@@ -26,14 +26,15 @@ from shardengine.config.kinds import (
     ANY,
     AUTOCAST_DTYPE,
     BETAS,
-    EPSILONS,
     BOOL,
     COUNT,
     DTYPE,
+    EPSILONS,
     EVERY,
     FRACTION,
     GROUP_SIZE,
     NOT_NEGATIVE,
+    NOT_POSITIVE,
     OBJECT,
     PAIR,
     PART,
@@ -41,7 +42,6 @@ from shardengine.config.kinds import (
     SIZE,
     STATE_DTYPE,
     TEXT,
-    NOT_POSITIVE,
     THREE,
     UNITS,
     FrozenMapping,
@@ -75,8 +75,8 @@ class OptimizerConfig:
         metadata={
             "kind": TEXT,
             "note": 'AdamW, Adam (AdamW unless params say "adam_w_mode": false), SGD, Lion; AdamW8bit and Lion8bit, '
-            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; Adafactor; or Adadelta, Adagrad, Adamax, ASGD, "
-            "NAdam, RAdam, RMSprop, Rprop.",
+            "with states of 8 bits; Muon, with AdamW for what is no hidden matrix; Adafactor; or Adadelta, Adagrad, "
+            "Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop.",
         }
     )
     params: Mapping[str, Any] = key(FrozenMapping(), OBJECT, "The optimizer's hyper-parameters.")

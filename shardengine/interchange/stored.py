@@ -117,7 +117,7 @@ class Stored:
                     f"{self.place}: it leaves out frozen parameters, {name} among them (saved with frozen=False): "
                     "expected one that has them; load it into an engine over the same base model and save that"
                 )
-            if not self.shape(name).numel():
+            if not self.shape(name, state).numel():
                 return DTYPES[self._rows[name]["dtype"]]
             raise CheckpointError(f"{self.place}: the index names {name}, but has nothing of its {state}")
         return self._entries[name, state][0]
@@ -181,7 +181,7 @@ class Stored:
                 offset = piece.offset + (reached - piece.first) * dtype.itemsize
                 runs.append(index.Stored(piece.file, reached, piece.end, offset))
                 reached = piece.end
-        if reached != math.prod(self.shape(name)):
+        if reached != math.prod(self.shape(name, state)):
             raise CheckpointError(f"{self.place}: {name} ({state}): some of its elements are in no file")
         return runs
 

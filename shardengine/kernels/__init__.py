@@ -1,10 +1,10 @@
 """Pure functions of tensors: the arithmetic of the library, each operation declared once.
 
 Knows no process group, no stage, no bucket. ``operations`` declares them and chooses who carries them out;
-``reference``, ``reference_update``, ``moments``, ``factored``, ``compression``, ``random_bits``, ``checksums`` are the readable
-implementations, ``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for tensors
-without data. ``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them. ``threads``
-says how many the native kernels start.
+``reference``, ``reference_update``, ``moments``, ``factored``, ``compression``, ``random_bits``, ``checksums`` are the
+readable implementations, ``native`` those in C++ for CPUs and ``triton`` the GPU's, with the same bits; ``meta`` is for
+tensors without data. ``rules`` are the options of an update, ``spans`` the ranges of a flat tensor that share them.
+``threads`` says how many the native kernels start.
 """
 
 from shardengine.kernels.compression import Compressed
@@ -63,6 +63,7 @@ __all__ = [
     "decompress",
     "flatten",
     "gradient_factor",
+    "join_sums",
     "narrow_state",
     "norm_from_squares",
     "offer",

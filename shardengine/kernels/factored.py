@@ -196,7 +196,7 @@ class Factored:
         return found
 
     def _cut(self, values: Tensor, offset: int, block: Block) -> Tensor:
-        """What ``values``, from element ``offset`` on, have of ``block``, zeros elsewhere: [matrices, rows, columns]."""
+        """What ``values``, from element ``offset`` on, have of ``block``, else zeros: [matrices, rows, columns]."""
         columns = self.sizes[2]
         first, length = block.first * columns, block.count * block.rows * columns
         start, end = max(first, offset), min(first + length, offset + values.numel())

@@ -4,8 +4,8 @@ Owns: what a step computes from a gradient and the sums of its squares, and thos
 up, messages, buckets.
 
 [Note: Adafactor] N. Shazeer and M. Stern, Adafactor: Adaptive learning rates with sublinear memory cost (2018,
-https://arxiv.org/abs/1804.04235), as torch.optim.Adafactor has it, and as transformers' class of that name has it, which
-differ in where small numbers are added, in the learning rate, and in names. In step t of a matrix with gradient g
+https://arxiv.org/abs/1804.04235), as torch.optim.Adafactor has it, and as transformers' class of that name has it,
+which differ in where small numbers are added, in the learning rate, and in names. In step t of a matrix with gradient g
 
     kept      = kept + (mean - kept) · t^decay    of each row, and of each column: mean is that of g²
     direction = g · (1 / sqrt(row / mean of rows)) · (1 / sqrt(column))
@@ -214,9 +214,7 @@ class Adafactor(Arithmetic):
         across.view(count, along).div_(mean.clamp_(min=options.least))
         return _New(options, kept, _inverse_root(torch.cat([of_rows, of_columns])), size)
 
-    def _direction(
-        self, spec: ParameterSpec, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None
-    ) -> Tensor:
+    def _direction(self, spec: ParameterSpec, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) -> Tensor:
         """Of elements ``span``, with the parameter's element that comes first. The sign is the step's."""
         new, gradient = self._new[spec.name], _gradient(flats, span, factor)
         most = 1 / new.options.least if new.options.least else math.inf
@@ -226,9 +224,7 @@ class Adafactor(Arithmetic):
         """See ``Arithmetic``."""
         return _Step(self, None if seed is None else Noise(seed, step))
 
-    def step_slice(
-        self, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None, noise: Noise | None
-    ) -> None:
+    def step_slice(self, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None, noise: Noise | None) -> None:
         """Step elements ``span`` of one parameter, numbered as the model's are."""
         spec = self._specs[bisect_right(self._numbers, span.first) - 1]
         new, cut = self._new[spec.name], slice(span.start, span.end)

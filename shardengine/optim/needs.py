@@ -24,9 +24,9 @@ Forms = Mapping[str, StateForm]
 @dataclass(frozen=True)
 class Needs:
     """families: of each group, as ``Arithmetic.family`` · forms: of each family, what is stored of an element, by name
-    · whole: of each group, whether it is stepped by whole matrices · by_sums: whether sums over whole parameters are needed
-    · kept_whole: as ``Arithmetic.whole_shapes`` · kernel: the kind of the kernels' update that steps
-    some groups, None where none does · by_kernel: their numbers."""
+    · whole: of each group, whether it is stepped by whole matrices · by_sums: whether sums over whole parameters are
+    needed · kept_whole: as ``Arithmetic.whole_shapes`` · kernel: the kind of the kernels' update that steps some
+    groups, None where none does · by_kernel: their numbers."""
 
     families: tuple[int, ...] = ()
     forms: Mapping[int, Forms] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Needs:
         return 4 * sum(math.prod(shape) for spec in stepped for shape in self.kept_whole(spec.shape).values())
 
     def bytes_beside(self, layout: Layout, state: Placement, rank: int) -> int:
-        """Bytes that a step of ``rank`` takes for whole matrices, or for sums, at most. state: the placement of states."""
+        """Bytes that a step of ``rank`` takes for whole matrices, or sums, at most. state: the placement of states."""
         if not self.by_sums:
             return matrices.Plan(layout, self.whole, state).bytes_beside(rank)
         plan = sums.plan_of(layout, len(self.families), state)

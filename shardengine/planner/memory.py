@@ -33,8 +33,8 @@ class Footprint:
 
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
-    nodes: as ``Collectives.nodes`` · beside: bytes that whole matrices, or sums, take in the step, at most · kept_whole:
-    bytes of optimizer state that every rank keeps of parameters as a whole.
+    nodes: as ``Collectives.nodes`` · beside: bytes that whole matrices, or sums, take in the step, at most ·
+    kept_whole: bytes of optimizer state that every rank keeps of parameters as a whole.
     """
 
     stage: Stage

@@ -68,7 +68,7 @@ def scripts(say: Say, _rank: int, _folder: str, run: Run) -> None:
         "pipeline": {"stages": 2},
         "zero_optimisation": {"stage": run.stage},
     }
-    kinds = ["OneBitAdam", "Lamb", "SOAP", "Adafactor", "AdamWW"]
+    kinds = ["OneBitAdam", "Lamb", "SOAP", "AdamWW"]
     acts: dict[str, Callable[[], Any]] = {
         **{name: partial(initialize, {**zero, name: value}) for name, value in sections.items()},
         **{kind: partial(initialize, {**zero, **optimizer(kind)}) for kind in kinds},

@@ -18,7 +18,6 @@ SCRIPTS = {
     "OneBitAdam": "it compresses its own communication; use one of AdamW, Adam, SGD, Lion",
     "Lamb": "it needs the norm of each full parameter; use one of AdamW",
     "SOAP": "it needs the rows and columns of full matrices; use one of AdamW",
-    "Adafactor": "it needs the rows and columns of full matrices; use one of AdamW",
     "AdamWW": 'unknown optimizer "AdamWW"; the nearest known one is "AdamW"',
     "mpu": "mpu= is not available: all ranks are data-parallel",
     "mesh_param": "mesh_param= is not available: all ranks are data-parallel",
@@ -41,7 +40,7 @@ _DESTROYED = "make a new Trainer or Accelerator for that"
 _SHARDED = "with a Trainer trainer.save_model(dir), each on every rank"
 _WHOLE = "nothing"
 TRAINER = {
-    "adafactor": ("it looks at whole matrices, of which a rank has slices: use AdamW",) * 2,
+    "adafactor": ("nothing",) * 2,
     "save_pretrained on rank 0": (_WHOLE, _SHARDED),
     "save_pretrained on every rank": (_WHOLE, _SHARDED),
     "torch.save on rank 0": (_WHOLE, _SHARDED),

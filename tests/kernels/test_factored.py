@@ -95,7 +95,7 @@ def test_cuts_change_nothing_where_numbers_are_far_apart() -> None:
     """Squares of which one has nothing of another in 106 bits."""
     values = numbers((6, 3000), 3, decades=36).reshape(-1)
     form, found = Factored((6, 3000)), []
-    for cuts in (*places(18_000), list(range(0, 18_000, 16)) + [18_000]):
+    for cuts in (*places(18_000), [*range(0, 18_000, 16), 18_000]):
         parts = [form.squares(values[a:b], a) for a, b in itertools.pairwise(cuts)]
         for total in (parts, parts[::-1]):
             found.append(functools.reduce(join_sums, total)[0])

@@ -88,7 +88,7 @@ def test_it_is_stepped_as_what_it_computes(
 @pytest.mark.parametrize(
     ("place", "options", "said"),
     [
-        ("transformers.optimization.Adafactor", {}, "it looks at whole matrices, .* use AdamW with offload_optimizer"),
+        ("timm.optim.adafactor.Adafactor", {}, "it looks at whole matrices, .*: use torch.optim.Adafactor, or transf"),
         ("muon.Muon", {}, "it looks at whole matrices, .*: use torch.optim.Muon"),
         ("galore_torch.adamw.GaLoreAdamW", {}, "it looks at whole matrices"),
         ("lomo_optim.lomo.LOMO", {}, "it steps while backward runs"),

@@ -168,7 +168,6 @@ REFUSED = {
     Clips: "looks at whole tensors",
     Low: "its state is called 'low'",
     Lookahead: "holds another optimizer in its attribute 'inner'",
-    torch.optim.Adafactor: "looks at whole tensors",
     Muon: "it looks at whole matrices",
     torch.optim.SparseAdam: "does not support dense gradients",
     torch.optim.LBFGS: "it evaluates the loss several times per step",

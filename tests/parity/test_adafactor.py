@@ -28,7 +28,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def placed(place: str, path: Any, bucket: int) -> dict[str, Any]:
     """The section of a config for what rests there."""
-    zero = {key: {**value, "nvme_path": str(path)} if place == "nvme" else value for key, value in PLACES[place].items()}
+    zero = {
+        key: {**value, "nvme_path": str(path)} if place == "nvme" else value for key, value in PLACES[place].items()
+    }
     return {**zero, "reduce_bucket_size": bucket}
 
 
@@ -60,7 +62,9 @@ def test_adafactor_on_slices_equals_that_on_whole_matrices(
     assert_equal_to_truth(results, expected, form)
 
 
-@pytest.mark.parametrize(("form", "number"), [(form, n) for form, rows in adafactor.MORE.items() for n in range(len(rows))])
+@pytest.mark.parametrize(
+    ("form", "number"), [(form, n) for form, rows in adafactor.MORE.items() for n in range(len(rows))]
+)
 def test_options_do_what_the_oracle_says(pools: Pools, form: str, number: int) -> None:
     """Learning rates, epsilons, thresholds, averages of directions, the other direction."""
     options, stage = adafactor.MORE[form][number], ("3", "1", "0")[number]
