@@ -4,9 +4,9 @@
 an idle machine and about 4 minutes. Both have a stack of linear layers in fp32 and step with gradients that are there
 already; the engine is at stage 0 without clipping, so that its step takes no norm and sends nothing. Rows: AdamW and
 SGD by the engine's kernels, Muon by owners of its matrices (which are all that its layers have, an eighth as wide),
-other classes by themselves on slices. "beside" is what plain torch's step took, in paired rounds that take turns at
-being first; the weights of classes are compared at the end, bit for bit. The trial is what ``initialize`` takes to
-admit the class.
+Adafactor by sums over rows and columns that are exact, other classes by themselves on slices. "beside" is what plain
+torch's step took, in paired rounds that take turns at being first; the weights of classes and of Muon are compared at
+the end, bit for bit. The trial is what ``initialize`` takes to admit the class.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] 
     "RMSprop": (torch.optim.RMSprop, {}),
     "Adamax": (torch.optim.Adamax, {}),
     "Muon": (torch.optim.Muon, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
 }
-_WAYS = {"AdamW": "kernels", "SGD, momentum": "kernels", "Muon": "owners"}
+_WAYS = {"AdamW": "kernels", "SGD, momentum": "kernels", "Muon": "owners", "Adafactor": "exact sums"}
 """How a row is stepped, if not by its class."""
+_OTHER_BITS = ("kernels", "exact sums")
+"""Ways that add or round in another order than torch."""
 _NARROWER = {"Muon": 8}
 """How many times narrower a row's layers are: its products of bf16 matrices take minutes on many CPUs."""
 
@@ -124,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         found = {name: measure(name, options.width, options.layers, options.rounds, mesh) for name in CLASSES}
     finally:
         mesh.destroy(orderly=True)
-    if differing := [name for name, row in found.items() if row["by"] != "kernels" and not row["same_bits"]]:
+    if differing := [name for name, row in found.items() if row["by"] not in _OTHER_BITS and not row["same_bits"]]:
         raise SystemExit(f"other weights than plain torch: {', '.join(differing)}")
     setting = {name: getattr(options, name) for name in ("width", "layers")}
     setting["parameters"] = options.layers * (options.width**2 + options.width)

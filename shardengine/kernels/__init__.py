@@ -8,7 +8,7 @@ tensors without data. ``rules`` are the options of an update, ``spans`` the rang
 """
 
 from shardengine.kernels.compression import Compressed
-from shardengine.kernels.factored import Factored, join_sums, sum_of_squares_exactly, sum_over
+from shardengine.kernels.factored import Factored, join_sums, sum_over
 from shardengine.kernels.moments import (
     KEPT_IN,
     REMAINDER,
@@ -26,9 +26,14 @@ from shardengine.kernels.operations import (
     compress,
     crc32,
     decompress,
+    direction_of_slice,
+    exact_sum_of_squares,
     flatten,
     offer,
     ordered_sum,
+    squares_of_direction,
+    squares_of_slice,
+    step_along,
     sum_of_squares,
     unflatten,
     update,
@@ -61,6 +66,8 @@ __all__ = [
     "compress",
     "crc32",
     "decompress",
+    "direction_of_slice",
+    "exact_sum_of_squares",
     "flatten",
     "gradient_factor",
     "join_sums",
@@ -71,9 +78,11 @@ __all__ = [
     "random_bits",
     "round_stochastically",
     "rule_for",
+    "squares_of_direction",
+    "squares_of_slice",
     "state_forms",
+    "step_along",
     "sum_of_squares",
-    "sum_of_squares_exactly",
     "sum_over",
     "unflatten",
     "update",

@@ -60,14 +60,6 @@ def sum_over(values: Tensor, dimension: int) -> Tensor:
     return torch.stack([joined, lack[0] - (joined - total[0])])
 
 
-def sum_of_squares_exactly(values: Tensor) -> Tensor:
-    """fp32 [n] → fp64 [2]: the sum of their squares, and what it lacks."""
-    found = torch.zeros(2, dtype=torch.float64, device=values.device)
-    for part in values.split(_AT_ONCE):
-        found = join_sums(found.view(2, 1), sum_over(part.double().square_(), 0).view(2, 1)).view(2)
-    return found
-
-
 @dataclass(frozen=True)
 class Block:
     """Rows [first, first + count · rows) of all rows of a parameter: of one matrix, or all rows of several. matrix: the
@@ -155,61 +147,89 @@ class Factored:
             yield Block(first, first // rows, 1, taken)
             first += taken
 
-    def squares(self, values: Tensor, offset: int) -> Tensor:
-        """Of elements [offset, offset + n) their part of the sums of squares, fp64 [2, all_rows + all_columns]: the
-        sums, and what they lack. values: fp32 [n]."""
-        count, rows, columns = self.sizes
-        found = torch.zeros(2, self.all_rows + self.all_columns, dtype=torch.float64, device=values.device)
-        if self.scattered:
-            whole = self._whole(values, offset).double().square_()
-            parts = [sum_over(whole, -1).reshape(2, -1), sum_over(whole, -2).reshape(2, -1)]
-            return torch.cat(parts, dim=1)
-        of_rows = found[:, : self.all_rows].view(2, count, rows)
-        of_columns = found[:, self.all_rows :].view(2, count, columns)
-        for block in self.blocks(offset, offset + values.numel()):
-            squares = self._cut(values, offset, block).double().square_()
-            row, matrices = block.first % rows, slice(block.matrix, block.matrix + block.count)
-            here = of_rows[:, matrices, row : row + block.rows]
-            here.copy_(sum_over(squares, 2))
-            here = of_columns[:, matrices]
-            here.copy_(join_sums(here, sum_over(squares, 1)))
-        return found
 
-    def direction(self, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
-        """Elements [offset, offset + n) times their row's scale times their column's, a product that counts for
-        ``most`` where it is more; rounded once. gradient: fp32 [n] · scales: fp64 [all_rows + all_columns]."""
-        count, rows, columns = self.sizes
-        of_rows, of_columns = scales.split([self.all_rows, self.all_columns])
-        if self.scattered:
-            whole = of_rows.view(*self.shape[:-1], 1) * of_columns.view(*self.shape[:-2], 1, self.shape[-1])
-            factors = whole.permute(self.order).reshape(-1)[offset : offset + gradient.numel()]
-            return (gradient.double() * factors.clamp_(max=most)).float()
-        of_rows, of_columns = of_rows.view(count, rows, 1), of_columns.view(count, 1, columns)
-        found = torch.empty_like(gradient)
-        for block in self.blocks(offset, offset + gradient.numel()):
-            row, matrices = block.first % rows, slice(block.matrix, block.matrix + block.count)
-            factors = of_rows[matrices, row : row + block.rows] * of_columns[matrices]
-            first = block.first * columns
-            start, end = max(first, offset), min(first + factors.numel(), offset + gradient.numel())
-            near = factors.view(-1)[start - first : end - first].clamp_(max=most)
-            found[start - offset : end - offset].copy_(near.mul_(gradient[start - offset : end - offset]))
-        return found
+def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
+    """See ``operations.squares_of_slice``."""
+    count, rows, columns = form.sizes
+    found = torch.zeros(2, form.all_rows + form.all_columns, dtype=torch.float64, device=values.device)
+    if form.scattered:
+        whole = _whole(form, values, offset).double().square_()
+        parts = [sum_over(whole, -1).reshape(2, -1), sum_over(whole, -2).reshape(2, -1)]
+        return torch.cat(parts, dim=1)
+    of_rows = found[:, : form.all_rows].view(2, count, rows)
+    of_columns = found[:, form.all_rows :].view(2, count, columns)
+    for block in form.blocks(offset, offset + values.numel()):
+        squares = _cut(form, values, offset, block).double().square_()
+        row, matrices = block.first % rows, slice(block.matrix, block.matrix + block.count)
+        of_rows[:, matrices, row : row + block.rows] = sum_over(squares, 2)
+        here = of_columns[:, matrices]
+        here.copy_(join_sums(here, sum_over(squares, 1)))
+    return found
 
-    def _cut(self, values: Tensor, offset: int, block: Block) -> Tensor:
-        """What ``values``, from element ``offset`` on, have of ``block``, else zeros: [matrices, rows, columns]."""
-        columns = self.sizes[2]
-        first, length = block.first * columns, block.count * block.rows * columns
-        start, end = max(first, offset), min(first + length, offset + values.numel())
-        part = values[start - offset : end - offset]
-        if end - start < length:
-            padded = values.new_zeros(length)
-            padded[start - first : end - first] = part
-            part = padded
-        return part.view(block.count, block.rows, columns)
 
-    def _whole(self, values: Tensor, offset: int) -> Tensor:
-        """``values``, from element ``offset`` on, among zeros: a tensor of the parameter's shape."""
-        flat = values.new_zeros(self.numel)
-        flat[offset : offset + values.numel()] = values
-        in_memory = flat.view([self.shape[each] for each in self.order])
-        return in_memory.permute([self.order.index(each) for each in range(len(self.shape))])
+def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """See ``operations.direction_of_slice``."""
+    count, rows, columns = form.sizes
+    of_rows, of_columns = scales.split([form.all_rows, form.all_columns])
+    if form.scattered:
+        whole = of_rows.view(*form.shape[:-1], 1) * of_columns.view(*form.shape[:-2], 1, form.shape[-1])
+        factors = whole.permute(form.order).reshape(-1)[offset : offset + gradient.numel()]
+        return (gradient.double() * factors.clamp_(max=most)).float()
+    of_rows, of_columns = of_rows.view(count, rows, 1), of_columns.view(count, 1, columns)
+    found = torch.empty_like(gradient)
+    for block in form.blocks(offset, offset + gradient.numel()):
+        row, matrices = block.first % rows, slice(block.matrix, block.matrix + block.count)
+        factors = of_rows[matrices, row : row + block.rows] * of_columns[matrices]
+        first = block.first * columns
+        start, end = max(first, offset), min(first + factors.numel(), offset + gradient.numel())
+        near = factors.view(-1)[start - first : end - first].clamp_(max=most)
+        found[start - offset : end - offset].copy_(near.mul_(gradient[start - offset : end - offset]))
+    return found
+
+
+def exact_sum_of_squares(values: Tensor) -> Tensor:
+    """See ``operations.exact_sum_of_squares``."""
+    found = torch.zeros(2, dtype=torch.float64, device=values.device)
+    for part in values.split(_AT_ONCE):
+        found = join_sums(found.view(2, 1), sum_over(part.double().square_(), 0).view(2, 1)).view(2)
+    return found
+
+
+def step_along(
+    weight: Tensor,
+    form: Factored,
+    gradient: Tensor,
+    offset: int,
+    scales: Tensor,
+    most: float,
+    factors: tuple[float, float],
+) -> None:
+    """See ``operations.step_along``."""
+    keep, rate = factors
+    weight.mul_(keep).sub_(direction_of_slice(form, gradient, offset, scales, most).mul_(rate))
+
+
+def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """See ``operations.squares_of_direction``."""
+    return exact_sum_of_squares(direction_of_slice(form, gradient, offset, scales, most))
+
+
+def _cut(form: Factored, values: Tensor, offset: int, block: Block) -> Tensor:
+    """What ``values``, from element ``offset`` on, have of ``block``, else zeros: [matrices, rows, columns]."""
+    columns = form.sizes[2]
+    first, length = block.first * columns, block.count * block.rows * columns
+    start, end = max(first, offset), min(first + length, offset + values.numel())
+    part = values[start - offset : end - offset]
+    if end - start < length:
+        padded = values.new_zeros(length)
+        padded[start - first : end - first] = part
+        part = padded
+    return part.view(block.count, block.rows, columns)
+
+
+def _whole(form: Factored, values: Tensor, offset: int) -> Tensor:
+    """``values``, from element ``offset`` on, among zeros: a tensor of the parameter's shape."""
+    flat = values.new_zeros(form.numel)
+    flat[offset : offset + values.numel()] = values
+    in_memory = flat.view([form.shape[each] for each in form.order])
+    return in_memory.permute([form.order.index(each) for each in range(len(form.shape))])

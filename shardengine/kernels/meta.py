@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardengine.kernels.compression import FLOATS, Compressed
+from shardengine.kernels.factored import Factored
 from shardengine.kernels.moments import BLOCK, KEPT_IN, REMAINDER, SCALE
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
@@ -58,6 +59,42 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """See ``operations.sum_of_squares``."""
     _require("sum_of_squares", {"tensor": tensor}, flat=("tensor",))
     return torch.empty((), dtype=torch.float64, device=_META)
+
+
+def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
+    """See ``operations.squares_of_slice``."""
+    _require("squares_of_slice", {"values": values}, flat=("values",))
+    return torch.empty(2, form.all_rows + form.all_columns, dtype=torch.float64, device=_META)
+
+
+def exact_sum_of_squares(values: Tensor) -> Tensor:
+    """See ``operations.exact_sum_of_squares``."""
+    _require("exact_sum_of_squares", {"values": values}, flat=("values",))
+    return torch.empty(2, dtype=torch.float64, device=_META)
+
+
+def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """See ``operations.direction_of_slice``."""
+    _require("direction_of_slice", {"gradient": gradient, "scales": scales}, flat=("gradient", "scales"))
+    return torch.empty_like(gradient)
+
+
+def step_along(
+    weight: Tensor,
+    form: Factored,
+    gradient: Tensor,
+    offset: int,
+    scales: Tensor,
+    most: float,
+    factors: tuple[float, float],
+) -> None:
+    """See ``operations.step_along``."""
+    _require_lengths("step_along", {"weight": weight, "gradient": gradient})
+
+
+def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """See ``operations.squares_of_direction``."""
+    return exact_sum_of_squares(direction_of_slice(form, gradient, offset, scales, most))
 
 
 def update(

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import UsageError
-from shardengine.kernels import checksums, compression, meta, reference, reference_update
+from shardengine.kernels import checksums, compression, factored, meta, reference, reference_update
 from shardengine.kernels.compression import Compressed
+from shardengine.kernels.factored import Factored
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
@@ -220,6 +221,48 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     the finite check, too.
     """
     return (implementation(tensor.device) or reference).sum_of_squares(tensor)
+
+
+def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
+    """Of elements [offset, offset + n) of a parameter their part of the sums of squares, fp64 [2, all_rows +
+    all_columns]: the sums, and what they lack, as in factored: [Note: Exact sums]. values: fp32 [n]."""
+    module = factored if form.scattered else implementation(values.device) or factored
+    return module.squares_of_slice(form, values, offset)
+
+
+def exact_sum_of_squares(values: Tensor) -> Tensor:
+    """fp32 [n] → fp64 [2]: the sum of their squares, and what it lacks."""
+    return (implementation(values.device) or factored).exact_sum_of_squares(values)
+
+
+def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """Elements [offset, offset + n) times their row's scale times their column's, a product that counts for ``most``
+    where it is more; rounded once to fp32. gradient: fp32 [n] · scales: fp64 [all_rows + all_columns]."""
+    module = factored if form.scattered else implementation(gradient.device) or factored
+    return module.direction_of_slice(form, gradient, offset, scales, most)
+
+
+def step_along(
+    weight: Tensor,
+    form: Factored,
+    gradient: Tensor,
+    offset: int,
+    scales: Tensor,
+    most: float,
+    factors: tuple[float, float],
+) -> None:
+    """weight = weight · keep - ``direction_of_slice`` · rate, each of the three operations rounded to fp32.
+
+    weight: fp32 [n] · factors: keep, rate.
+    """
+    module = factored if form.scattered else implementation(gradient.device) or factored
+    module.step_along(weight, form, gradient, offset, scales, most, factors)
+
+
+def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """``exact_sum_of_squares`` of that."""
+    module = factored if form.scattered else implementation(gradient.device) or factored
+    return module.squares_of_direction(form, gradient, offset, scales, most)
 
 
 def update(

@@ -37,13 +37,17 @@ from shardengine.kernels import (
     Noise,
     Span,
     Spans,
+    direction_of_slice,
+    exact_sum_of_squares,
     join_sums,
     round_stochastically,
-    sum_of_squares_exactly,
+    squares_of_direction,
+    squares_of_slice,
+    step_along,
     sum_over,
 )
-from shardengine.optim.arithmetic import Action, Arithmetic
-from shardengine.optim.sums import Stepped, Sums, length_of
+from shardengine.optim.arithmetic import Action, Arithmetic, Stepped, WholeSums
+from shardengine.optim.sums import sums_of
 from shardengine.sharding import Layout, ParameterSpec
 
 TORCHS, TRANSFORMERS = "Adafactor", "transformers.Adafactor"
@@ -176,37 +180,40 @@ class Adafactor(Arithmetic):
         if group.get("lr") is None and not group.get("relative_step"):
             raise UsageError(f"{what}: expected a learning rate in group {index}, got lr=None without relative_step")
 
-    def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: Sums) -> None:
+    def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: WholeSums) -> None:
         """See ``Arithmetic``."""
         self._new = {}
-        specs, forms = sums.specs, {number: _form(sums.specs[number]) for number in sums.numbers}
-        options = {number: _Options.of(groups[specs[number].group], steps[number]) for number in sums.numbers}
+        specs = {number: sums.spec(number) for number in sums.numbers}
         parts: dict[int, Tensor] = {}
         for each in sums.slices(weights=True):
-            squares = forms[each.number].squares(_gradient(each.flats, each.span, each.factor), each.span.first)
+            gradient, form = _gradient(each.flats, each.span, each.factor), _form(specs[each.number])
+            squares = squares_of_slice(form, gradient, each.span.first)
             weight = each.flats["weight"][each.span.start : each.span.end].float()
-            _add(parts, each, torch.cat([squares, sum_of_squares_exactly(weight).view(2, 1)], dim=1), sums)
-        for number, found in sums.add(parts, lambda number: length_of(specs[number])).items():
-            spec = specs[number]
-            self._new[spec.name] = self._advance(spec, forms[number], options[number], found)
+            _add(parts, each, torch.cat([squares, exact_sum_of_squares(weight).view(2, 1)], dim=1), sums)
+        found = sums.add(parts, sums_of)
+        for number, size in _sizes({n: whole[-1:] for n, whole in found.items()}, specs).items():
+            options = _Options.of(groups[specs[number].group], steps[number])
+            self._new[specs[number].name] = self._advance(specs[number], options, found[number][:-1], size)
         parts = {}
         for each in sums.slices(weights=False):
-            part = sum_of_squares_exactly(self._direction(specs[each.number], each.flats, each.span, each.factor))
+            gradient, spec = _gradient(each.flats, each.span, each.factor), specs[each.number]
+            part = squares_of_direction(_form(spec), gradient, each.span.first, *self._how(spec, gradient.device))
             _add(parts, each, part.view(2, 1), sums)
-        for number, found in sums.add(parts, lambda _: 1).items():
-            new, size = self._new[specs[number].name], math.sqrt(found.item() / specs[number].numel)
-            new.divisor = max(1.0, size / options[number].threshold)
+        for number, size in _sizes(sums.add(parts, lambda _: 1), specs).items():
+            new = self._new[specs[number].name]
+            new.divisor = max(1.0, size / new.options.threshold)
 
-    def _advance(self, spec: ParameterSpec, form: Factored, options: _Options, found: Tensor) -> _New:
-        """What is kept after this step, from the sums of squares of the gradient, and of the weights at the end."""
+    def _advance(self, spec: ParameterSpec, options: _Options, found: Tensor, size: float) -> _New:
+        """What is kept after this step. found: sums of squares of the gradient's rows, then of its columns · size: as
+        in ``_New``."""
+        form = _form(spec)
         count, rows, columns = form.sizes
-        size = math.sqrt(found[-1].item() / spec.numel)
-        of_rows, of_columns = found[: form.all_rows], found[form.all_rows : -1]
+        of_rows, of_columns = found.split([form.all_rows, form.all_columns])
         means = torch.cat([of_rows / columns, of_columns / rows]) if form.is_matrix else of_rows
         before = self._kept[spec.name].double()
         kept = (before + (means + options.added - before) * options.take).float()
         if not form.is_matrix:
-            scales = torch.cat([_inverse_root(kept.double()), kept.new_ones(1, dtype=torch.float64)])
+            scales = torch.cat([_inverse_root(kept.double()), found.new_ones(1)])
             return _New(options, kept, scales, size)
         of_rows, of_columns = kept.double().split([form.all_rows, form.all_columns])
         across, along = (of_columns, columns) if form.turned else (of_rows, rows)
@@ -214,11 +221,10 @@ class Adafactor(Arithmetic):
         across.view(count, along).div_(mean.clamp_(min=options.least))
         return _New(options, kept, _inverse_root(torch.cat([of_rows, of_columns])), size)
 
-    def _direction(self, spec: ParameterSpec, flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) -> Tensor:
-        """Of elements ``span``, with the parameter's element that comes first. The sign is the step's."""
-        new, gradient = self._new[spec.name], _gradient(flats, span, factor)
-        most = 1 / new.options.least if new.options.least else math.inf
-        return _form(spec).direction(gradient, span.first, new.scales.to(gradient.device), most)
+    def _how(self, spec: ParameterSpec, device: torch.device) -> tuple[Tensor, float]:
+        """With which scales, and up to which, a direction is made, as ``kernels.direction_of_slice`` is told."""
+        new = self._new[spec.name]
+        return new.scales.to(device), 1 / new.options.least if new.options.least else math.inf
 
     def action(self, group: dict[str, Any], index: int, step: int, seed: int | None) -> Action:
         """See ``Arithmetic``."""
@@ -230,13 +236,16 @@ class Adafactor(Arithmetic):
         new, cut = self._new[spec.name], slice(span.start, span.end)
         here = Span(span.start, span.end, span.first - spec.number)
         rate, decay = new.options.rates(new.size)
-        update = self._direction(spec, flats, here, factor).mul_(new.options.sign * rate / new.divisor)
-        if new.options.average is not None:
-            average = flats[_AVERAGE][cut]
-            update = average.mul_(new.options.average).add_(update.mul_(1 - new.options.average))
-        stored = flats["weight"][cut]
+        gradient, stored = _gradient(flats, here, factor), flats["weight"][cut]
+        keep, rate = 1 - decay, new.options.sign * rate / new.divisor
         weight = stored.float()  # itself, where it is fp32
-        weight.mul_(1 - decay).sub_(update)
+        how = (_form(spec), gradient, here.first, *self._how(spec, gradient.device))
+        if new.options.average is None:
+            step_along(weight, *how, (keep, rate))
+        else:
+            average, part = flats[_AVERAGE][cut], direction_of_slice(*how).mul_(rate)
+            average.mul_(new.options.average).add_(part.mul_(1 - new.options.average))
+            weight.mul_(keep).sub_(average)
         if stored.dtype is not torch.float32:
             stored.copy_(weight if noise is None else round_stochastically(weight, noise, span.first))
         if "low" in flats:
@@ -279,11 +288,17 @@ def _gradient(flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) ->
     return given if factor is None else given * factor
 
 
+def _sizes(squares: Mapping[int, Tensor], specs: Mapping[int, ParameterSpec]) -> dict[int, float]:
+    """Number of each parameter → a root mean square, from the sum of its squares, [1]. The host waits, once."""
+    found = torch.cat(list(squares.values())).tolist() if squares else []
+    return {number: math.sqrt(sum_of / specs[number].numel) for number, sum_of in zip(squares, found, strict=True)}
+
+
 def _inverse_root(values: Tensor) -> Tensor:
     return values.sqrt().reciprocal()
 
 
-def _add(parts: dict[int, Tensor], each: Stepped, part: Tensor, sums: Sums) -> None:
+def _add(parts: dict[int, Tensor], each: Stepped, part: Tensor, sums: WholeSums) -> None:
     """``part``, sums of a slice, joins those of the slices before it."""
     near = part.to(sums.device)
     parts[each.number] = join_sums(parts[each.number], near) if each.number in parts else near

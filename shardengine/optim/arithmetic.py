@@ -6,9 +6,9 @@ Must not know: buckets, which parameters were used, the norm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from shardengine.kernels import (
     state_forms,
 )
 from shardengine.sharding import MASTER, WEIGHT, Layout, ParameterSpec
-
-if TYPE_CHECKING:
-    from shardengine.optim.sums import Sums
 
 _NOT_DECLARED = ("amsgrad", "differentiable", "capturable")
 """Options of torch's classes that the kernels do not have."""
@@ -60,6 +57,39 @@ class OnMatrix(Protocol):
 
     def solve(self, matrix: Tensor) -> Tensor:
         """Of the whole matrix, with the parameter's shape and strides, what each element gets back."""
+        ...
+
+
+class Stepped(NamedTuple):
+    """What this rank steps of parameter ``number`` of the layout, by itself: flats, and the gradient's factor, as
+    actions have them. span: in these, with the parameter's element that comes first."""
+
+    number: int
+    flats: Mapping[str, Tensor]
+    span: Span
+    factor: Tensor | None
+
+
+class WholeSums(Protocol):
+    """Adds up what ranks have of the parameters of one step."""
+
+    numbers: Sequence[int]
+    """Of the parameters in the layout, the same on every rank."""
+    device: torch.device
+    """On which sums are added up."""
+
+    def spec(self, number: int) -> ParameterSpec:
+        """Of parameter ``number``."""
+        ...
+
+    def slices(self, *, weights: bool) -> Iterator[Stepped]:
+        """All that this rank steps of those parameters; each is valid until the next one is asked for. weights: with
+        them."""
+        ...
+
+    def add(self, parts: Mapping[int, Tensor], length_of: Callable[[ParameterSpec], int]) -> dict[int, Tensor]:
+        """Number of each parameter → its sums over all ranks, fp64 [length]; collective. parts: what this rank has of
+        them, fp64 [2, length] on ``device``, as ``kernels.join_sums`` takes it."""
         ...
 
 
@@ -121,7 +151,7 @@ class Arithmetic:
     ) -> None:
         """A step begins that will be applied. stepped: first names of parameters, each with its group's number."""
 
-    def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: Sums) -> None:
+    def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: WholeSums) -> None:
         """After ``begin_step``, where ``by_sums``; collective. steps: number of each parameter in the
         layout → which of its steps this is, from 1. Nothing that is kept is written."""
 

@@ -67,14 +67,14 @@ class Needs:
             return matrices.Plan(layout, self.whole, state).bytes_beside(rank)
         plan = sums.plan_of(layout, len(self.families), state)
         kept = self.bytes_kept_whole(layout)
-        return 5 * kept + sums.bytes_on_way(plan, lambda number: sums.length_of(plan.specs[number]), rank)
+        return 5 * kept + sums.bytes_on_way(plan, rank)
 
     def bytes_sent(self, layout: Layout, state: Placement, rank: int) -> int:
         """Bytes that ``rank`` sends for them in a step in which every parameter has a gradient."""
         if not self.by_sums:
             return matrices.Plan(layout, self.whole, state).bytes_sent(rank)
         plan = sums.plan_of(layout, len(self.families), state)
-        return sums.bytes_sent(plan, lambda number: sums.length_of(plan.specs[number]) + 1, rank)
+        return sums.bytes_sent(plan, rank)
 
     @property
     def block(self) -> int:

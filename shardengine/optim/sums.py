@@ -11,29 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardengine.comm import Collectives, Named, Parts, Purpose
 from shardengine.kernels import Factored, Span, join_sums
+from shardengine.optim.arithmetic import Stepped
 from shardengine.optim.matrices import Cut, Plan
 from shardengine.sharding import Layout, ParameterSpec
 from shardengine.stages import Placement
 
 _SUM, _PARTIAL = 8, 16
 """Bytes of a sum, and of what a rank has of one."""
-
-
-class Stepped(NamedTuple):
-    """What this rank steps of parameter ``number``, by itself: flats, and the gradient's factor, as actions have them.
-    span: in these, with the parameter's element that comes first."""
-
-    number: int
-    flats: Mapping[str, Tensor]
-    span: Span
-    factor: Tensor | None
 
 
 Read = Callable[[int, bool], AbstractContextManager[tuple[Mapping[str, Tensor], Tensor | None]]]
@@ -43,26 +33,34 @@ included."""
 
 def plan_of(layout: Layout, groups: int, state: Placement) -> Plan:
     """Who steps, and who owns what. groups: number of the optimizer's."""
-    return Plan(layout, [True] * groups, state, work=length_of)
+    return Plan(layout, [True] * groups, state, work=sums_of)
 
 
-def length_of(spec: ParameterSpec) -> int:
+def sums_of(spec: ParameterSpec) -> int:
     """Sums of a parameter: of its rows, its columns, and one more."""
     form = Factored(spec.shape, spec.order)
     return form.all_rows + form.all_columns + 1
 
 
-def bytes_sent(plan: Plan, length_of: Callable[[int], int], rank: int) -> int:
-    """Bytes that ``rank`` sends for sums of so many numbers of each parameter, as ``length_of`` has it by number."""
+def bytes_sent(plan: Plan, rank: int) -> int:
+    """Bytes that ``rank`` sends in a step in which every parameter has a gradient: for its sums, and one more."""
     if plan.replicated:
         return 0
+
+    def length_of(number: int) -> int:
+        return sums_of(plan.specs[number]) + 1
+
     to_owners = [n for n in plan.specs if plan.owners[n] != rank and plan.cuts(n, rank)]
     owned = [n for n in plan.specs if plan.owners[n] == rank]
     return _PARTIAL * sum(map(length_of, to_owners)) + _SUM * (plan.ranks - 1) * sum(map(length_of, owned))
 
 
-def bytes_on_way(plan: Plan, length_of: Callable[[int], int], rank: int) -> int:
+def bytes_on_way(plan: Plan, rank: int) -> int:
     """Bytes that both messages take on ``rank`` at one moment, at most."""
+
+    def length_of(number: int) -> int:
+        return sums_of(plan.specs[number])
+
     here = sum(length_of(n) for n in plan.specs if plan.cuts(n, rank))
     owned = sum(
         length_of(n) for n in plan.specs for r in range(plan.ranks) if plan.owners[n] == rank and plan.cuts(n, r)
@@ -71,27 +69,22 @@ def bytes_on_way(plan: Plan, length_of: Callable[[int], int], rank: int) -> int:
 
 
 class Sums:
-    """Those of one step. numbers: of the parameters that it steps, the same on every rank."""
+    """Those of one step, see ``WholeSums``. numbers: of the parameters that it steps, the same on every rank."""
 
     def __init__(self, plan: Plan, collectives: Collectives, numbers: Sequence[int], read: Read) -> None:
         self._plan = plan
         self._collectives = collectives
         self._rank, self._ranks = collectives.mesh.rank, collectives.mesh.ranks
-        self.numbers = list(numbers)
+        self.device = collectives.mesh.device
+        self.numbers: Sequence[int] = list(numbers)
         self._read = read
 
-    @property
-    def specs(self) -> Mapping[int, ParameterSpec]:
-        """By number."""
-        return self._plan.specs
-
-    @property
-    def device(self) -> torch.device:
-        """On which sums are added up."""
-        return self._collectives.mesh.device
+    def spec(self, number: int) -> ParameterSpec:
+        """See ``WholeSums``."""
+        return self._plan.specs[number]
 
     def slices(self, *, weights: bool) -> Iterator[Stepped]:
-        """All that this rank steps of those parameters; valid until the next one is asked for. weights: with them."""
+        """See ``WholeSums``."""
         by_bucket: dict[int, list[tuple[int, Cut]]] = {}
         for number in self.numbers:
             for cut in self._plan.cuts(number, self._rank):
@@ -101,37 +94,37 @@ class Sums:
                 for number, cut in parts:
                     yield Stepped(number, flats, Span(cut.start, cut.end, cut.offset), factor)
 
-    def add(self, parts: Mapping[int, Tensor], length_of: Callable[[int], int]) -> dict[int, Tensor]:
-        """Number of each parameter → its sums over all ranks, fp64 [length]; collective. parts: what this rank has of
-        them, fp64 [2, length] on the mesh's device, as ``kernels.join_sums`` takes it."""
+    def add(self, parts: Mapping[int, Tensor], length_of: Callable[[ParameterSpec], int]) -> dict[int, Tensor]:
+        """See ``WholeSums``."""
         if self._plan.replicated or self._ranks == 1:
             return {number: parts[number][0] for number in self.numbers}
-        owned = self._collect(parts, length_of)
+        lengths = {number: length_of(self.spec(number)) for number in self.numbers}
+        owned = self._collect(parts, lengths)
         by_owner = [[n for n in self.numbers if self._plan.owners[n] == rank] for rank in range(self._ranks)]
-        lengths = [sum(map(length_of, numbers)) for numbers in by_owner]
-        full = torch.empty(sum(lengths), dtype=torch.float64, device=self._collectives.mesh.device)
-        if lengths[self._rank]:
-            torch.cat([owned[n] for n in by_owner[self._rank]], out=full.split(lengths)[self._rank])
-        self._collectives.share(full, lengths, self._named, Purpose.SUMS).wait()
+        to_each = [sum(lengths[n] for n in numbers) for numbers in by_owner]
+        full = torch.empty(sum(to_each), dtype=torch.float64, device=self.device)
+        if to_each[self._rank]:
+            torch.cat([owned[n] for n in by_owner[self._rank]], out=full.split(to_each)[self._rank])
+        self._collectives.share(full, to_each, self._named, Purpose.SUMS).wait()
         numbers = [number for row in by_owner for number in row]
-        return dict(zip(numbers, full.split([length_of(number) for number in numbers]), strict=True))
+        return dict(zip(numbers, full.split([lengths[number] for number in numbers]), strict=True))
 
-    def _collect(self, parts: Mapping[int, Tensor], length_of: Callable[[int], int]) -> dict[int, Tensor]:
+    def _collect(self, parts: Mapping[int, Tensor], lengths: Mapping[int, int]) -> dict[int, Tensor]:
         """The sums of what this rank owns."""
-        plan, device = self._plan, self._collectives.mesh.device
+        plan, ranks = self._plan, range(self._ranks)
         mine = [n for n in self.numbers if plan.owners[n] == self._rank]
-        sent = [[n for n in self.numbers if plan.owners[n] == rank and n in parts] for rank in range(self._ranks)]
-        come = [[n for n in mine if plan.cuts(n, rank)] for rank in range(self._ranks)]
-        counts = [[2 * sum(map(length_of, numbers)) for numbers in rows] for rows in (sent, come)]
+        sent = [[n for n in self.numbers if plan.owners[n] == rank and n in parts] for rank in ranks]
+        come = [[n for n in mine if plan.cuts(n, rank)] for rank in ranks]
+        to_each, from_each = ([2 * sum(lengths[n] for n in numbers) for numbers in rows] for rows in (sent, come))
         flat = [parts[n].reshape(-1) for numbers in sent for n in numbers]
-        full = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=device)
-        received = torch.empty(sum(counts[1]), dtype=torch.float64, device=device)
-        everything = sum(2 * length_of(n) for n in self.numbers for r in range(self._ranks) if plan.cuts(n, r))
-        message = Parts(full, counts[0], received, counts[1], everything * full.element_size())
+        full = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=self.device)
+        received = torch.empty(sum(from_each), dtype=torch.float64, device=self.device)
+        of_all = _PARTIAL * sum(lengths[n] for n in self.numbers for rank in ranks if plan.cuts(n, rank))
+        message = Parts(full, to_each, received, from_each, of_all)
         self._collectives.deliver(message, self._named, Purpose.SUMS).wait()
         found: dict[int, Tensor] = {}
         numbers = [n for row in come for n in row]
-        for n, values in zip(numbers, received.split([2 * length_of(n) for n in numbers]), strict=True):
+        for n, values in zip(numbers, received.split([2 * lengths[n] for n in numbers]), strict=True):
             pair = values.view(2, -1)
             found[n] = join_sums(found[n], pair) if n in found else pair
         return {n: pair[0] for n, pair in found.items()}

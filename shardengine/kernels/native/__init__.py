@@ -11,8 +11,33 @@ body stays torch's. Must not know: who calls.
 """
 
 from shardengine.kernels.compression import compress, decompress
-from shardengine.kernels.native.calls import crc32, ordered_sum, sum_of_squares, update
+from shardengine.kernels.native.calls import (
+    crc32,
+    direction_of_slice,
+    exact_sum_of_squares,
+    ordered_sum,
+    squares_of_direction,
+    squares_of_slice,
+    step_along,
+    sum_of_squares,
+    update,
+)
 from shardengine.kernels.native.library import load
 from shardengine.kernels.reference import flatten, unflatten
 
-__all__ = ["compress", "crc32", "decompress", "flatten", "load", "ordered_sum", "sum_of_squares", "unflatten", "update"]
+__all__ = [
+    "compress",
+    "crc32",
+    "decompress",
+    "direction_of_slice",
+    "exact_sum_of_squares",
+    "flatten",
+    "load",
+    "ordered_sum",
+    "squares_of_direction",
+    "squares_of_slice",
+    "step_along",
+    "sum_of_squares",
+    "unflatten",
+    "update",
+]

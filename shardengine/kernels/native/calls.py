@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError
-from shardengine.kernels import checksums, reference, reference_update
+from shardengine.kernels import checksums, factored, reference, reference_update
+from shardengine.kernels.factored import Factored
 from shardengine.kernels.moments import BLOCK, REMAINDER, SCALE
-from shardengine.kernels.native.library import Library, SumArguments, UpdateArguments, load
+from shardengine.kernels.native.library import Direction, Library, RowArguments, SumArguments, UpdateArguments, load
 from shardengine.kernels.random_bits import Noise
 from shardengine.kernels.rules import Rule
 from shardengine.kernels.spans import Spans
@@ -147,6 +148,79 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     if found < 0:
         raise MemoryError("sum_of_squares: no memory for the sums of its blocks")
     return torch.full((), found, dtype=torch.float64)
+
+
+def squares_of_slice(form: Factored, values: Tensor, offset: int) -> Tensor:
+    """See ``operations.squares_of_slice``."""
+    if not _are_rows(form, values, offset):
+        return factored.squares_of_slice(form, values, offset)
+    library = _library()
+    found = torch.zeros(2, form.all_rows + form.all_columns, dtype=torch.float64)
+    library.squares(library.instruction_set, threads(), _rows(form, values, offset, found))
+    return found
+
+
+def exact_sum_of_squares(values: Tensor) -> Tensor:
+    """See ``operations.exact_sum_of_squares``."""
+    if not (values.dtype is torch.float32 and _plain(values, values.numel())):
+        return factored.exact_sum_of_squares(values)
+    library, found = _library(), torch.zeros(2, dtype=torch.float64)
+    library.exact_squares(library.instruction_set, threads(), values.data_ptr(), values.numel(), found.data_ptr())
+    return found
+
+
+def direction_of_slice(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """See ``operations.direction_of_slice``."""
+    if not _are_rows(form, gradient, offset, scales):
+        return factored.direction_of_slice(form, gradient, offset, scales, most)
+    found = torch.empty_like(gradient)
+    _direct(_rows(form, gradient, offset), Direction(scales.data_ptr(), most, found.data_ptr()))
+    return found
+
+
+def squares_of_direction(form: Factored, gradient: Tensor, offset: int, scales: Tensor, most: float) -> Tensor:
+    """See ``operations.squares_of_direction``."""
+    if not _are_rows(form, gradient, offset, scales):
+        return factored.squares_of_direction(form, gradient, offset, scales, most)
+    found = torch.zeros(2, dtype=torch.float64)
+    _direct(_rows(form, gradient, offset), Direction(scales.data_ptr(), most), found)
+    return found
+
+
+def step_along(
+    weight: Tensor,
+    form: Factored,
+    gradient: Tensor,
+    offset: int,
+    scales: Tensor,
+    most: float,
+    factors: tuple[float, float],
+) -> None:
+    """See ``operations.step_along``."""
+    fits = weight.dtype is torch.float32 and _is_flat(weight, gradient.numel())
+    if not (fits and _are_rows(form, gradient, offset, scales)):
+        factored.step_along(weight, form, gradient, offset, scales, most, factors)
+        return
+    _direct(_rows(form, gradient, offset), Direction(scales.data_ptr(), most, weight.data_ptr(), *factors, moves=1))
+
+
+def _direct(rows: RowArguments, direction: Direction, total: Tensor | None = None) -> None:
+    library = _library()
+    pointer = None if total is None else total.data_ptr()
+    library.direction(library.instruction_set, threads(), rows, direction, pointer)
+
+
+def _are_rows(form: Factored, values: Tensor, offset: int, scales: Tensor | None = None) -> bool:
+    """Whether the library may read ``values`` and ``scales`` as what they are said to be."""
+    fits = not form.scattered and 0 < values.numel() <= form.numel - offset and offset >= 0
+    fits = fits and values.dtype is torch.float32 and _plain(values, values.numel())
+    count = form.all_rows + form.all_columns
+    return fits and (scales is None or (scales.dtype is torch.float64 and _is_flat(scales, count)))
+
+
+def _rows(form: Factored, values: Tensor, offset: int, sums: Tensor | None = None) -> RowArguments:
+    places = (None, None) if sums is None else (sums[0].data_ptr(), sums[1].data_ptr())
+    return RowArguments(values.data_ptr(), values.numel(), offset, *form.sizes[1:], form.all_rows, *places)
 
 
 def crc32(data: memoryview, value: int = 0) -> int:

@@ -50,6 +50,28 @@ class SumArguments(ctypes.Structure):
     )
 
 
+class RowArguments(ctypes.Structure):
+    """A slice, of ``shardengine_squares`` and ``shardengine_direction``."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "offset", "rows", "columns", "all_rows")),
+        *((name, ctypes.c_void_p) for name in ("sums", "lacks")),
+    )
+
+
+class Direction(ctypes.Structure):
+    """What ``shardengine_direction`` makes of it."""
+
+    _fields_ = (
+        ("scales", ctypes.c_void_p),
+        ("most", ctypes.c_double),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("keep", "rate")),
+        ("moves", ctypes.c_int32),
+    )
+
+
 class Library(NamedTuple):
     """The C functions. number_of: the name of an instruction set → its number, negative where it cannot be used; the
     others take such a number first, as a rule ``instruction_set``, and then how many threads; crc32 takes none.
@@ -62,6 +84,9 @@ class Library(NamedTuple):
     ordered_sum: Any
     sum_of_squares: Any
     crc32: Any
+    squares: Any
+    exact_squares: Any
+    direction: Any
     fast_crc32: bool
 
 
@@ -118,7 +143,8 @@ def _checked(built: build.Built) -> ctypes.CDLL:
     finally:
         if built.temporary:  # what is loaded stays
             shutil.rmtree(built.path.parent, ignore_errors=True)
-    expected = ctypes.sizeof(UpdateArguments) << 16 | ctypes.sizeof(SumArguments)
+    structures = (UpdateArguments, SumArguments, RowArguments, Direction)
+    expected = functools.reduce(lambda sizes, each: sizes << 12 | ctypes.sizeof(each), structures, 0)
     if (key, sizes) != (build.source_key(), expected):
         raise _Unusable(f"{built.path} says that it is {key} with structures {sizes:x}, expected {expected:x}")
     return opened
@@ -135,6 +161,14 @@ def _bound(opened: ctypes.CDLL) -> Library:
     crc32.argtypes = (ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
     update.restype, ordered_sum.restype, squares.restype = None, None, ctypes.c_double
     crc32.restype = ctypes.c_uint32
+    of_rows, exactly, direction = (
+        opened.shardengine_squares, opened.shardengine_exact_squares, opened.shardengine_direction,
+    )  # fmt: skip
+    counts, pointer = (ctypes.c_int, ctypes.c_int), ctypes.c_void_p
+    of_rows.argtypes = (*counts, ctypes.POINTER(RowArguments))
+    exactly.argtypes = (*counts, pointer, ctypes.c_int64, pointer)
+    direction.argtypes = (*counts, ctypes.POINTER(RowArguments), ctypes.POINTER(Direction), pointer)
+    of_rows.restype, exactly.restype, direction.restype = None, None, None
     name = os.environ.get("SHARDENGINE_ISA", "")
     if name and name not in INSTRUCTION_SETS:
         raise UsageError(f"SHARDENGINE_ISA: expected one of {', '.join(INSTRUCTION_SETS)}, got {name!r}")
@@ -143,4 +177,4 @@ def _bound(opened: ctypes.CDLL) -> Library:
         why = "this processor lacks it" if chosen == -2 else "the library for this processor family has no such body"
         raise UsageError(f"SHARDENGINE_ISA={name}: {why}; leave it out to have the best one that is there")
     fast_crc32 = bool(opened.shardengine_fast_crc32(chosen))
-    return Library(chosen, number_of, update, ordered_sum, squares, crc32, fast_crc32)
+    return Library(chosen, number_of, update, ordered_sum, squares, crc32, of_rows, exactly, direction, fast_crc32)

@@ -8,13 +8,35 @@
   changes them
 - a minus is a product with -1: 0 - x, which older versions make of it, has no -0.0
 
+Sums over rows and columns, and directions (``factored``), stay torch's.
+
 Nothing here waits for the device: tables go there from pinned memory, and results stay there. An operation is one
 launch (``unflatten`` one per dtype of its outs, ``sum_of_squares`` two).
 """
 
+from shardengine.kernels.factored import (
+    direction_of_slice,
+    exact_sum_of_squares,
+    squares_of_direction,
+    squares_of_slice,
+    step_along,
+)
 from shardengine.kernels.triton.compressing import compress, decompress
 from shardengine.kernels.triton.copies import flatten, unflatten
 from shardengine.kernels.triton.sums import ordered_sum, sum_of_squares
 from shardengine.kernels.triton.updating import update
 
-__all__ = ["compress", "decompress", "flatten", "ordered_sum", "sum_of_squares", "unflatten", "update"]
+__all__ = [
+    "compress",
+    "decompress",
+    "direction_of_slice",
+    "exact_sum_of_squares",
+    "flatten",
+    "ordered_sum",
+    "squares_of_direction",
+    "squares_of_slice",
+    "step_along",
+    "sum_of_squares",
+    "unflatten",
+    "update",
+]

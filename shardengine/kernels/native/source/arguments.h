@@ -23,6 +23,32 @@ struct UpdateArguments {
     uint32_t key_0, key_1, state_key_0, state_key_1;
 };
 
+// A slice of a parameter, `count` elements from its element `offset` on, as rows that lie together: factored.py.
+struct RowArguments {
+    const float *values;
+    int64_t count, offset, rows, columns;  // the last two: of one matrix
+    int64_t all_rows;                      // those of all matrices
+    double *sums, *lacks;                  // of all rows, then of all columns
+
+    int64_t first_row() const { return offset / columns; }
+    int64_t last_row() const { return (offset + count + columns - 1) / columns; }
+    int64_t first_matrix() const { return first_row() / rows; }
+    int64_t last_matrix() const { return (last_row() + rows - 1) / rows; }
+    // The elements of a row, in `values`, and the column of the first one.
+    int64_t from(int64_t row) const { return row * columns > offset ? row * columns - offset : 0; }
+    int64_t to(int64_t row) const { return (row + 1) * columns < offset + count ? (row + 1) * columns - offset : count; }
+    int64_t column(int64_t row) const { return row * columns > offset ? 0 : offset - row * columns; }
+};
+
+// What is made of such a slice with the scales of all rows, then of all columns.
+struct Direction {
+    const double *scales;
+    double most;
+    float *out;  // null: not wanted
+    float keep, rate;
+    int32_t moves;
+};
+
 struct SumArguments {
     const void *const *terms;
     const int32_t *types;  // of the terms

@@ -8,8 +8,11 @@ namespace BODY {
 #include "moments.h"
 #include "sums.h"
 #include "updates.h"
+#include "factored.h"
 
-static const Bodies bodies = {update, ordered_sum, squares_of_block, sum_of_blocks};
+static const Bodies bodies = {
+    update, ordered_sum, squares_of_block, sum_of_blocks, squares_of_rows, squares_of_columns, exact_squares, direction_of_rows,
+};
 }  // namespace BODY
 
 #undef FUNCTION

@@ -33,12 +33,17 @@ typedef _Float16 EightNumbers __attribute__((vector_size(16)));
 #endif
 
 static constexpr int64_t BLOCK = 1 << 16;  // elements of a block of a sum of squares
+static constexpr int64_t STRIPE = 512;     // columns whose sums are made together
 
 struct Bodies {
     void (*update)(const UpdateArguments &, int64_t, int64_t);
     void (*ordered_sum)(const SumArguments &, int64_t, int64_t);
     double (*squares_of_block)(const void *, int32_t, int64_t);
     double (*sum_of_blocks)(const double *, int64_t);
+    void (*squares_of_rows)(const RowArguments &, int64_t, int64_t);
+    void (*squares_of_columns)(const RowArguments &, int64_t, int64_t);
+    void (*exact_squares)(const float *, int64_t, double *, double *);
+    void (*direction_of_rows)(const RowArguments &, const Direction &, double *, int64_t, int64_t);
 };
 
 #define BODY scalar
@@ -99,7 +104,7 @@ static constexpr int64_t LINE = 64;        // elements that no two threads share
 
 EXPORTED const char *shardengine_key() { return SHARDENGINE_KEY; }
 
-EXPORTED int64_t shardengine_sizes() { return sizeof(UpdateArguments) << 16 | sizeof(SumArguments); }
+EXPORTED int64_t shardengine_sizes() { return ((sizeof(UpdateArguments) << 12 | sizeof(SumArguments)) << 12 | sizeof(RowArguments)) << 12 | sizeof(Direction); }
 
 // The number of the instruction set called `name`; of the best one that this processor has where it is empty.
 // -1: not in this library, -2: this processor lacks it.
@@ -165,4 +170,66 @@ EXPORTED double shardengine_sum_of_squares(int set, int threads, const void *val
     const double result = bodies.sum_of_blocks(sums, blocks);
     free(sums);
     return result;
+}
+
+// An exact sum to which threads add, in any order.
+struct ExactSum {
+    double total = 0.0, lack = 0.0;
+    bool busy = false;
+
+    void add(double value, double left) {
+        while (__atomic_test_and_set(&busy, __ATOMIC_ACQUIRE)) {
+        }
+        const double sum = total + value, taken = sum - total;
+        lack = lack + left + ((total - (sum - taken)) + (value - taken));
+        total = sum;
+        __atomic_clear(&busy, __ATOMIC_RELEASE);
+    }
+
+    void give(double *sum) const {
+        sum[0] = total + lack;
+        sum[1] = lack - (sum[0] - total);
+    }
+};
+
+static int64_t at_least_one(int64_t count) { return count > 1 ? count : 1; }
+
+// sums and lacks: zeros.
+EXPORTED void shardengine_squares(int set, int threads, const RowArguments *arguments) {
+    const RowArguments &a = *arguments;
+    const Bodies &bodies = *SETS[set].bodies;
+    const int64_t first = a.first_row(), stripes = (a.columns + STRIPE - 1) / STRIPE;
+    const int64_t width = a.columns < STRIPE ? a.columns : STRIPE;
+    in_parallel(a.last_row() - first, 1, at_least_one(LEAST / a.columns), threads, [&](int64_t begin, int64_t end) {
+        bodies.squares_of_rows(a, first + begin, first + end);
+    });
+    const int64_t units = (a.last_matrix() - a.first_matrix()) * stripes;
+    in_parallel(units, 1, at_least_one(LEAST / (width * a.rows)), threads, [&](int64_t begin, int64_t end) {
+        bodies.squares_of_columns(a, begin, end);
+    });
+}
+
+EXPORTED void shardengine_exact_squares(int set, int threads, const float *values, int64_t count, double *out) {
+    ExactSum whole;
+    in_parallel(count, LINE, LEAST, threads, [&](int64_t begin, int64_t end) {
+        double sum, left;
+        SETS[set].bodies->exact_squares(values + begin, end - begin, &sum, &left);
+        whole.add(sum, left);
+    });
+    whole.give(out);
+}
+
+// sum: of the direction's squares, or null.
+EXPORTED void shardengine_direction(
+    int set, int threads, const RowArguments *arguments, const Direction *direction, double *sum
+) {
+    ExactSum whole;
+    const int64_t first = arguments->first_row(), least = at_least_one(LEAST / arguments->columns);
+    in_parallel(arguments->last_row() - first, 1, least, threads, [&](int64_t begin, int64_t end) {
+        double own[2] = {0.0, 0.0};
+        double *place = sum ? own : nullptr;
+        SETS[set].bodies->direction_of_rows(*arguments, *direction, place, first + begin, first + end);
+        if (sum) whole.add(own[0], own[1]);
+    });
+    if (sum) whole.give(sum);
 }
