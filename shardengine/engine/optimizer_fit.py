@@ -222,6 +222,8 @@ def _tensors(
             _refuse(core, f"{key!r} of {name!r}: expected a tensor of shape {shape}, as the parameter's, got {came}")
         if not value.is_floating_point():
             _refuse(core, f"{key!r} of {name!r}: expected a floating-point tensor, got {value.dtype}")
+        if problem := optimizer.misfit({key: value}):
+            _refuse(core, f"{name!r}: {problem}")
         yield key, value.detach()
 
 

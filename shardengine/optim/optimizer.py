@@ -37,7 +37,7 @@ from shardengine import kernels
 from shardengine.comm import describe
 from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import Spans, StateForm, narrow_state, widened_state
+from shardengine.kernels import Spans, StateForm, misfit, narrow_state, widened_state
 from shardengine.offload import HOST
 from shardengine.optim import matrices, torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
@@ -695,6 +695,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in held.keys() - {WEIGHT, AVERAGE}:
             if stored[name] is not held[name]:
                 narrow_state(held[name], stored, name)
+
+    def misfit(self, states: Mapping[str, Any]) -> str:
+        """Which of ``states`` (by name) cannot be kept as states are kept here, and why; "" where all can."""
+        forms = self.forms
+        for name in forms.keys() & states.keys():
+            if problem := misfit(states[name], name, forms[name].dtype):
+                return f"{name!r}: {problem}"
+        return ""
 
     def stored(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
         """As ``held``, but states as they are stored, by the names in ``forms``."""
