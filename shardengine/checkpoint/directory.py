@@ -110,6 +110,14 @@ def latest(directory: Path) -> str | None:
     return name if _TAG.fullmatch(name) else None
 
 
+def astray(directory: Path) -> str:
+    """That ``latest`` names nothing that is there, for messages; "" where it does, or is missing."""
+    tag = latest(directory)
+    if not os.path.lexists(directory / LATEST) or (tag is not None and os.path.isdir(directory / tag)):
+        return ""
+    return f"{directory / LATEST} names {'no checkpoint' if tag is None else f'{tag!r}, which is not there'}"
+
+
 def begin(directory: Path, tag: str) -> Path:
     """The empty directory to write ``tag`` into; what killed runs left unfinished is removed."""
     atomic.make_directory(directory)

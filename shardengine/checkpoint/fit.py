@@ -297,7 +297,12 @@ def _fitting_options(
     schedulers: whether both sides have the same one; otherwise options that are unknown here belong to the other one.
     """
     ours = state.options_of(group)
-    fitting = {key: value for key, value in saved.items() if key in ours and state.is_like(value, ours[key])}
+    numbers = state.numbered(saved, ours)
+    fitting = {
+        key: numbers[key]
+        for key, value in saved.items()
+        if key in ours and (state.is_like(value, ours[key]) or numbers[key] is not value)
+    }
     problems = [
         f"optimizer group {number}: {key} is {str(value)[:80]!r} in the checkpoint, {ours[key]!r} here"
         if key in ours

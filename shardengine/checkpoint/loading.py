@@ -87,14 +87,14 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     saving.finish(engine)
     compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag), f"{strict} {weights_only}"]})
 
-    def listed() -> list[str]:
+    def listed() -> tuple[list[str], str]:
         core.step_state.require("load_checkpoint after an interrupted step" if interrupted else "load_checkpoint")
         place = directory.check_folder(folder)
-        return _candidates(place, tag) if rank == 0 else []
+        return _candidates(place, tag) if rank == 0 else ([], "")
 
     new = engine.optimizer is not None and engine.global_steps == engine._window.total == 0
     told = collectives.exchange_objects([run_on_all_ranks(collectives, "finding the checkpoint", listed), new])
-    names, new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
+    (names, astray), new = told[0][0], all(row[1] for row in told)  # after a reset() only some ranks may be new
     if interrupted:
         core.step_state.lose()  # its gradients go now
     core.await_weights()
@@ -111,7 +111,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     if not interrupted:
         core.adopt_written_weights()
     way = _Way(strict, weights_only, at_once=new and strict and not weights_only)
-    chosen = _take_first(engine, Path(folder), names, way)
+    chosen = _take_first(engine, Path(folder), names, way, astray)
     if engine.optimizer is not None:
         engine.optimizer.end_window()
     counters = {name: chosen.saved["counters"][name] for name in index.COUNTERS}
@@ -164,10 +164,9 @@ def _beside(folder: Path) -> str:
 # 1. choose
 
 
-def _candidates(folder: Path, tag: str | None) -> list[str]:
-    """The checkpoints to try, in order: the given one alone, or what ``latest`` names, then all others from the newest.
-
-    Also ends what a killed run began.
+def _candidates(folder: Path, tag: str | None) -> tuple[list[str], str]:
+    """The checkpoints to try, in order: the given one alone, or what ``latest`` names, then all others from the newest;
+    and what ``directory.astray`` says. Also ends what a killed run began.
     """
     if tag is not None:
         directory.check_tag(tag)
@@ -176,18 +175,21 @@ def _candidates(folder: Path, tag: str | None) -> list[str]:
         if not (folder / tag).is_dir():
             there = ", ".join(directory.saved(folder)[:8])
             raise CheckpointError(f"{folder} has no checkpoint {tag!r}; there are: {there or 'none'}")
-        return [tag]
-    found, newest = directory.saved(folder), directory.latest(folder)
-    names = [newest, *found] if newest is not None else found
+        return [tag], ""
+    found, astray, newest = directory.saved(folder), directory.astray(folder), directory.latest(folder)
+    names = found if newest is None or astray else [newest, *found]
     if not names:
         raise CheckpointError(
-            f"{folder}: expected a directory of checkpoints, it has none (no readable 'latest'); {_beside(folder)}"
+            f"{folder}: expected a directory of checkpoints, it has none ({astray or 'no latest'}); {_beside(folder)}"
         )
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(names)), astray
 
 
-def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -> _Candidate:
-    """Load the first candidate that all ranks find whole; raises, on all ranks, where it does not fit or none is."""
+def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way, astray: str) -> _Candidate:
+    """Load the first candidate that all ranks find whole; raises, on all ranks, where it does not fit or none is.
+
+    astray: as ``directory.astray``.
+    """
     collectives, rank = engine._core.collectives, engine.rank
     rejected: list[str] = []
     touched = False
@@ -205,8 +207,8 @@ def _take_first(engine: Inspection, folder: Path, names: list[str], way: _Way) -
         if not damaged:
             damaged, touched = _take(engine, candidate, way), True
         if not damaged:
-            if rejected and rank == 0:
-                text = "; ".join(rejected)
+            if (astray or rejected) and rank == 0:
+                text = "; ".join([astray, *rejected] if astray else rejected)
                 warnings.warn(f"load_checkpoint goes back to {folder / name}, because {text}", stacklevel=5)
             return candidate
         rejected.append(damaged)

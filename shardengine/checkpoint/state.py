@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardengine.engine import Core
 from shardengine.errors import UsageError
-from shardengine.optim import ShardedOptimizer
+from shardengine.optim import ShardedOptimizer, stays
 
 _NESTED = "_schedulers"
 _PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
@@ -114,7 +114,7 @@ def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str,
     groups = [
         {
             "params": [first[id(parameter)] for parameter in group["params"]],
-            "options": plain(options_of(group), f"optimizer.param_groups[{index}]"),
+            "options": plain(_each_named(options_of(group)), f"optimizer.param_groups[{index}]"),
         }
         for index, group in enumerate(optimizer.param_groups)
     ]
@@ -127,8 +127,8 @@ def optimizer_state(optimizer: ShardedOptimizer | None, core: Core) -> dict[str,
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
+    """What is saved of an optimizer group beside its parameters."""
+    return {key: value for key, value in group.items() if key != "params" and not stays(value)}
 
 
 def restore_optimizer(
@@ -156,24 +156,23 @@ def restore_scaler(optimizer: ShardedOptimizer | None, saved: dict[str, Any] | N
 
 
 _INFINITE = {"inf": math.inf, "-inf": -math.inf}
-"""What stands for a number that JSON has not: ReduceLROnPlateau begins with the worst one."""
+"""What stands for a number that JSON has not: ReduceLROnPlateau begins with the worst one, a limit may be none."""
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
     """Class and state of torch's scheduler."""
     if scheduler is None:
         return None
-    state = {key: _named(value) for key, value in scheduler.state_dict().items()}
-    return {"type": type(scheduler).__name__, "state": plain(state, "lr_scheduler")}
+    return {"type": type(scheduler).__name__, "state": plain(_each_named(scheduler.state_dict()), "lr_scheduler")}
 
 
-def _named(value: Any) -> Any:
-    """An infinite number by its name."""
-    infinite = isinstance(value, float) and math.isinf(value)
-    return next(name for name, number in _INFINITE.items() if number == value) if infinite else value
+def _each_named(values: dict[str, Any]) -> dict[str, Any]:
+    """Infinite numbers by their names."""
+    names = {number: name for name, number in _INFINITE.items()}
+    return {k: names[v] if isinstance(v, float) and math.isinf(v) else v for k, v in values.items()}
 
 
-def _numbered(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+def numbered(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
     """The opposite, of what is a number in ``current``."""
     names = {key for key, value in saved.items() if isinstance(value, str) and value in _INFINITE}
     return {k: _INFINITE[v] if k in names and _is_number(current.get(k)) else v for k, v in saved.items()}
@@ -187,7 +186,7 @@ def scheduler_problems(scheduler: Any, saved: dict[str, Any], origins: list[int 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any], path: str) -> list[str]:
     found = [f"{path}.{_NESTED} is missing in the checkpoint"] if _NESTED in current.keys() - saved.keys() else []
-    numbers = _numbered(saved, current)
+    numbers = numbered(saved, current)
     for key in current.keys() & saved.keys():
         if not is_like(saved[key], current[key]) and numbers[key] is saved[key]:
             texts = [str(side[key])[:80] for side in (saved, current)]
@@ -219,7 +218,7 @@ def _regrouped(saved: dict[str, Any], current: dict[str, Any], origins: list[int
 def restore_scheduler(scheduler: Any, saved: dict[str, Any], origins: list[int | None]) -> None:
     """The opposite. What the scheduler does not have itself is left out."""
     current = scheduler.state_dict()
-    state = _numbered(_regrouped(saved["state"], current, origins), current)
+    state = numbered(_regrouped(saved["state"], current, origins), current)
     scheduler.load_state_dict({key: like(value, current[key]) for key, value in state.items() if key in current})
 
 

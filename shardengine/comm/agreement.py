@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from shardengine.comm.collectives import Collectives
 from shardengine.errors import CheckpointError, InternalError, MismatchError, UsageError
@@ -129,5 +130,14 @@ def _first_difference(ours: list[str], theirs: list[str]) -> tuple[str, str]:
 
 
 def describe(value: Any) -> str:
-    """A stable text of a JSON-like value, for ``compare``."""
-    return json.dumps(value, sort_keys=True, default=str)
+    """A stable text of a JSON-like value, for ``compare``; functions and classes by name."""
+    return json.dumps(value, sort_keys=True, default=_text)
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, functools.partial):
+        return [value.func, list(value.args), value.keywords]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if isinstance(name, str) else str(value)

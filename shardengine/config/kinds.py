@@ -256,7 +256,7 @@ _SPELLINGS = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
 }
 DTYPE = spelled(_SPELLINGS)
-STATE_DTYPE = spelled({"fp32": _SPELLINGS["fp32"], "bf16": _SPELLINGS["bf16"], "8bit": ("8bit", "8-bit", "int8")})
+STATE_DTYPE = spelled({"fp32": _SPELLINGS["fp32"], "bf16": _SPELLINGS["bf16"], "8bit": ("8bit",)})
 AUTOCAST_DTYPE = spelled({"bfloat16": _SPELLINGS["bf16"], "float16": _SPELLINGS["fp16"]})
 BETAS = _two(FRACTION, "each >= 0 and < 1")
 THREE = Kind(

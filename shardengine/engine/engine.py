@@ -161,7 +161,7 @@ class Engine(Inspection):
             monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
             form = groups_for(self.module, resolved, optimizer, parameters)
-            return resolved, form, Source.of(self.module, weights)
+            return resolved, form, Source.of(self.module, weights, f" (rank {mesh.rank})")
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]

@@ -208,6 +208,8 @@ def full_optimizer_state(
                 raise UsageError(f"full_optimizer_state: the entry of {name!r} was replaced; write into its tensors")
         for name, entry in entries.items() if core.mesh.rank == 0 else ():
             _check_entry(name, entry, given[name], fixed.get(name, {}))
+            if problem := optimizer.misfit(given[name]):
+                raise UsageError(f"full_optimizer_state, {name!r}: {problem}; nothing was written")
 
     early = core.reducer.early_use.suspended() if writable else nullcontext()  # what is stepped inside would be lost
     edited = core.step_state.editing() if writable else nullcontext()

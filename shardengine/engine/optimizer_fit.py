@@ -18,7 +18,7 @@ from torch import Tensor
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 from shardengine.kernels import REMAINDER
-from shardengine.optim import AVERAGE, ShardedOptimizer
+from shardengine.optim import AVERAGE, ShardedOptimizer, stays
 from shardengine.sharding import ParameterSpec
 
 STEP = "step"
@@ -226,6 +226,8 @@ def _tensors(
             _refuse(core, f"{key!r} of {name!r}: expected a tensor of shape {wanted}{as_what} got {came}")
         if not value.is_floating_point():
             _refuse(core, f"{key!r} of {name!r}: expected a floating-point tensor, got {value.dtype}")
+        if problem := optimizer.misfit({key: value}):
+            _refuse(core, f"{name!r}: {problem}")
         yield key, value.detach()
 
 
@@ -266,7 +268,7 @@ def _options(core: Core, optimizer: ShardedOptimizer, saved: list[Any]) -> list[
     """Per group the saved options, packed; ``UsageError`` where they are another class's, or not available."""
     packed = []
     for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        options = {key: value for key, value in theirs.items() if key != "params"}
+        options = {key: value for key, value in theirs.items() if key != "params" and not stays(value)}
         if optimizer.arithmetic.family({**group, **options}) != optimizer.arithmetic.family(group):
             _refuse(
                 core, f"group {index} is stepped by another optimizer in the dict (use_muon): expected the same one"

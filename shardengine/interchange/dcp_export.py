@@ -99,7 +99,7 @@ def _optimizer(stored: Stored, late: dict[str, Callable[[], Tensor]]) -> dict[st
     flattened: dict[str, Any] = {}
     for group in saved["groups"]:
         options = {
-            key: tuple(value) if isinstance(value, list) else value
+            key: tuple(value) if isinstance(value, list) else float(value) if value in ("inf", "-inf") else value
             for key, value in {**({} if "use_muon" in group["options"] else defaults), **group["options"]}.items()
         }
         groups.append({**options, "params": list(group["params"])})

@@ -156,12 +156,24 @@ def widened_state(flats: Mapping[str, Tensor], state: str) -> Tensor:
     return stored.float()
 
 
+def misfit(values: Tensor, state: str, dtype: torch.dtype) -> str:
+    """What of ``values`` state ``state`` cannot be in ``dtype``, and what is expected; "" where all can. NaN is no
+    number of an int8, and fits where it stays visible."""
+    if dtype is torch.int8:
+        bad, expected = (values != values.round()) | (values < -128) | (values > 127), "whole numbers from -128 to 127"
+    elif dtype is torch.uint8 and state in _NEVER_NEGATIVE:
+        bad, expected = values < 0, "numbers that are not negative"
+    else:
+        return ""
+    if not bool(bad.any()):
+        return ""
+    return f"expected {expected}, as 8 bits hold them, got {values[bad].reshape(-1)[0].item():g}"
+
+
 def narrow_state(values: Tensor, flats: Mapping[str, Tensor], state: str, words: Tensor | None = None) -> None:
-    """State ``state`` becomes ``values`` (fp32), rounded. words: as in ``Code.narrowed``."""
+    """State ``state`` becomes ``values`` (fp32, without a ``misfit``), rounded. words: as in ``Code.narrowed``."""
     stored = flats[state]
-    if stored.dtype is torch.int8:
-        stored.copy_(values.round().clamp(-128, 127))
-    elif stored.dtype is torch.uint8:
+    if stored.dtype is torch.uint8:
         codes, scales = code_of(state).narrowed(values, words)
         stored.copy_(codes)
         flats[state + SCALE].copy_(scales)

@@ -27,6 +27,8 @@ from shardengine.loading.values import Reader, Values, carry_out_now
 
 Weights = str | Path | Reader | None
 """What a user may say: a folder, a file, an own reader, or nothing."""
+_PATTERNS = (0xA5, 0x5A)
+"""Bytes of what was not read yet."""
 
 
 @contextmanager
@@ -42,6 +44,45 @@ def meta_init() -> Iterator[None]:
     """
     with recording(carry_out_now) as record, pretrained_files.found_by_transformers(record):
         yield
+
+
+class _Watched:
+    """A user's reader, of which it is noticed that it leaves a target as it was. where: for messages.
+
+    The target is given with one pattern of bytes, and where an end of it has that afterwards, again with another: no
+    value is taken for the pattern, and a reader that does its work is asked once.
+    """
+
+    def __init__(self, reader: Reader, where: str) -> None:
+        self._reader = reader
+        self._where = where
+
+    @property
+    def tensors(self) -> Any:
+        """See ``Reader``."""
+        return self._reader.tensors
+
+    def close(self) -> None:
+        """See ``Reader``."""
+        self._reader.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, name: str, first: int, target: Tensor) -> None:
+        """See ``Reader``. UsageError where it filled nothing, or not all."""
+        ends = [target[:1], target[-1:]]
+        for pattern in _PATTERNS:
+            target.view(torch.uint8).fill_(pattern)
+            self._reader.read(name, first, target)
+            ends = [end for end in ends if end.numel() and bool((end.view(torch.uint8) == pattern).all())]
+            if not ends:
+                return
+        raise UsageError(
+            f"weights=: read({name!r}, {first}, target) left its target, or an end of it, as it was given"
+            f"{self._where}: expected all {target.numel()} elements ({target.dtype}) to be written, in place, from "
+            f"number {first} of {name!r} on"
+        )
 
 
 class Source:
@@ -68,8 +109,9 @@ class Source:
             )
 
     @classmethod
-    def of(cls, model: nn.Module, weights: Weights) -> Source | None:
-        """Of ``model``, from ``weights`` and from how it was made; None where its values are in memory."""
+    def of(cls, model: nn.Module, weights: Weights, where: str = "") -> Source | None:
+        """Of ``model``, from ``weights`` and from how it was made; None where its values are in memory. where: this
+        rank, for messages."""
         tensors = dict(_named(model))
         records = {id(r): r for t in tensors.values() if t.is_meta and (r := recording_of(t)) is not None}
         if len(records) > 1:
@@ -87,7 +129,9 @@ class Source:
                 f"weights=: expected a model without values, but {real!r} has some: make the model inside of "
                 "`with shardengine.meta_init():`, or load its state dict and leave weights= out"
             )
-        reader = SafetensorsFiles.of(Path(weights)) if isinstance(weights, (str, Path)) else weights
+        reader: Reader = (
+            SafetensorsFiles.of(Path(weights)) if isinstance(weights, str | Path) else _Watched(weights, where)
+        )
         record = Recording() if record is None else record
         matched = _match(model, record, reader)
         source = cls(model, record, matched)

@@ -10,6 +10,7 @@ muon               Muon's arithmetic, which needs whole matrices
 muon_with_adamw    Muon with AdamW for the rest, as one torch optimizer
 matrices           whole matrices out of slices: owners, batches, messages
 optimizer          torch's surface over shards; norm, clipping factor, the order of buckets
+options            what the options of groups may be
 resolve            an optimizer in any form that initialize takes, checked
 foreign            those of other libraries, by name
 averages           moving averages of the weights
@@ -34,6 +35,7 @@ from shardengine.optim.matrices import Plan as MatrixPlan
 from shardengine.optim.muon_with_adamw import MuonWithAdamW, hidden_matrices
 from shardengine.optim.needs import Needs
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
+from shardengine.optim.options import check_groups, stays
 from shardengine.optim.resolve import check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
 
@@ -49,10 +51,12 @@ __all__ = [
     "Settings",
     "ShardedOptimizer",
     "Verdict",
+    "check_groups",
     "check_options",
     "check_owned",
     "groups_for",
     "hidden_matrices",
     "lend",
     "lr_schedules",
+    "stays",
 ]

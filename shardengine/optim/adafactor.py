@@ -177,8 +177,6 @@ class Adafactor(Arithmetic):
                 f"{what}: expected beta1 to be None in all groups, or in none, got {group.get('beta1')} in group "
                 f"{index} and {first.get('beta1')} in group 0"
             )
-        if group.get("lr") is None and not group.get("relative_step"):
-            raise UsageError(f"{what}: expected a learning rate in group {index}, got lr=None without relative_step")
 
     def begin_sums(self, groups: Sequence[dict[str, Any]], steps: Mapping[int, int], sums: WholeSums) -> None:
         """See ``Arithmetic``."""

@@ -5,7 +5,8 @@ may be stepped so. Must not know: buckets, stages, where states are kept.
 
 [Note: A class on slices] The user's own class does the arithmetic. For each action a worker is made, an instance with
 everything that the user's has but for its groups and states: its group holds one flat ``nn.Parameter`` per slice, with
-the slice of the gradient (unscaled and clipped) as ``.grad``, and its state is what is kept. What the class has in its
+the slice of the gradient (unscaled and clipped) as ``.grad``, which it may write to, because nothing reads it after
+that, and its state is what is kept. What the class has in its
 state with the shape of the parameter is kept by element, beside the master weights, in whatever tier; a slice of it is
 handed in. A parameter's first step is made with an empty state, so that the class begins it as it wants (NAdam with
 zeros, Rprop with the learning rate), and what it has made is kept then.
@@ -176,12 +177,11 @@ class Workers:
 @dataclass(frozen=True)
 class Learnt:
     """What a trial has found out about a class. states: name and dtype of what it keeps by element · facts: what it
-    keeps of a parameter, as examples · writes_gradient: whether it changes gradients · changes_options: whether it
-    changes those of its groups · pilot: a slice after a step, with other numbers."""
+    keeps of a parameter, as examples · changes_options: whether it changes those of its groups · pilot: a slice after a
+    step, with other numbers."""
 
     states: dict[str, torch.dtype]
     facts: Facts
-    writes_gradient: bool
     changes_options: bool
     pilot: Slice
 
@@ -314,8 +314,6 @@ class Elementwise(Arithmetic):
         if "gradient" in flats:
             given = flats["gradient"][cut]
             gradient = given.float() if factor is None else torch.mul(given.float(), factor)
-            if gradient is given and self._learnt.writes_gradient:
-                gradient = given.clone()
         facts = self._facts.get(self._names[bisect_right(self._numbers, span.first) - 1])
         if facts is None:
             return Slice(weight, gradient, None)

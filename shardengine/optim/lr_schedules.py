@@ -59,6 +59,7 @@ _NOT_FROM_JSON = {
     **dict.fromkeys(("SequentialLR", "ChainedScheduler"), "it needs other schedule objects"),
     "ReduceLROnPlateau": "it needs a metric, which the loop gives to its step()",
 }
+_AND_THEN = {"ReduceLROnPlateau": "; then call engine.lr_scheduler.step(metric) after each evaluation"}
 _TORCH: dict[str, type[lr_scheduler.LRScheduler]] = {
     name: found
     for name, found in vars(lr_scheduler).items()
@@ -283,8 +284,9 @@ def _read(config: SchedulerConfig) -> tuple[type[lr_scheduler.LRScheduler] | Non
         return _read_torch(_TORCH[config.type], config.params)
     if config.type in _NOT_FROM_JSON:
         raise ConfigError(
-            f"scheduler.type: {config.type} cannot come from JSON, because {_NOT_FROM_JSON[config.type]}; "
-            "build it in Python and pass it to initialize(lr_scheduler=...)"
+            f"scheduler.type: {config.type} cannot come from JSON, because {_NOT_FROM_JSON[config.type]}; leave the "
+            "section out and pass a function from the optimizer to the scheduler, initialize(lr_scheduler=lambda "
+            f"optimizer: {config.type}(optimizer, ...)){_AND_THEN.get(config.type, '')}"
         )
     if config.type not in NAMED:
         close = nearest(config.type, (*NAMED, *_TORCH))

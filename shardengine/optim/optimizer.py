@@ -34,15 +34,17 @@ import torch
 from torch import Tensor
 
 from shardengine import kernels
+from shardengine.comm import describe
 from shardengine.ddp import GradientBucket, Payload, Phase, Reducer
 from shardengine.errors import InternalError, MismatchError, UsageError
-from shardengine.kernels import Spans, StateForm, narrow_state, widened_state
+from shardengine.kernels import Spans, StateForm, misfit, narrow_state, widened_state
 from shardengine.offload import HOST
 from shardengine.optim import matrices, sums, torch_hooks
 from shardengine.optim.arithmetic import Action, Arithmetic
 from shardengine.optim.averages import AVERAGE, Advance, Begin, Swap
 from shardengine.optim.in_backward import StepsInBackward
 from shardengine.optim.needs import Forms, Needs, stored_forms
+from shardengine.optim.options import rate_of
 from shardengine.optim.torch_hooks import StatesElsewhere
 from shardengine.optim.update import Label, Part, Segments, Settings, Update, Verdict, Work, rewrite_bucket, step_bucket
 from shardengine.other_engines import read_from_optimizer
@@ -281,10 +283,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._layout.parameters[parameter].is_stepped:
                 total += near
         options = [
-            (key, float(value) if isinstance(value, Tensor) else value)
-            for group in self.param_groups
-            for key, value in group.items()
-            if key != "params"
+            (key, describe(value)) for group in self.param_groups for key, value in group.items() if key != "params"
         ]
         text = repr((options, self.scaling, self._reducer.views.digest, sorted(self.divisors)))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
@@ -660,8 +659,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.norm.item()
 
     def watch_rates(self) -> None:
-        """Call it at each micro-batch of a window: warns once where learning rates change from one to the next."""
-        before, self._rates = self._rates, [_plain(group["lr"]) for group in self.param_groups]
+        """Call it at each micro-batch of a window: warns once where learning rates change from one to the next.
+
+        UsageError for one that is none.
+        """
+        rates = [rate_of(group, number, "step") for number, group in enumerate(self.param_groups)]
+        before, self._rates = self._rates, rates
         if before and before != self._rates and not self._told_of_rates:
             self._told_of_rates = True
             if self._reducer.buckets[0].bucket.rank == 0:
@@ -707,6 +710,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in held.keys() - {WEIGHT, AVERAGE}:
             if stored[name] is not held[name]:
                 narrow_state(held[name], stored, name)
+
+    def misfit(self, states: Mapping[str, Any]) -> str:
+        """Which of ``states`` (by name) cannot be kept as states are kept here, and why; "" where all can."""
+        forms = self.forms
+        for name in forms.keys() & states.keys():
+            if problem := misfit(states[name], name, forms[name].dtype):
+                return f"{name!r}: {problem}"
+        return ""
 
     def stored(self, bucket: Bucket, *, writable: bool = False) -> dict[str, Tensor]:
         """As ``held``, but states as they are stored, by the names in ``forms``."""
@@ -784,8 +795,3 @@ def _no_step() -> None:
 
 def _no_engine(_group: dict[str, Any]) -> None:
     raise UsageError("add_param_group: expected the optimizer of an open engine, got one without an engine")
-
-
-def _plain(rate: Any) -> Any:
-    """A learning rate as it is now: a tensor's value, or what was given."""
-    return float(rate) if isinstance(rate, Tensor) else rate

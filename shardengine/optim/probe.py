@@ -145,16 +145,14 @@ class _Way:
         self._parts = [self.slices] if len(self.slices) == 2 else [self.slices[:1], self.slices[1:]]
         self._lasting = [workers.make([(options, part)]) for part in self._parts]
         self.options = [dict(options) for _ in self._parts]
-        self.writes_gradient = False
         self.late = ""  # a state that was not there after the first step
         if callable(getattr(workers.made_by, "train", None)):
             self._call("train")
 
     def step(self, number: int) -> None:
         """Step number ``number``, from 1."""
-        gradients = _gradients(self._cut, number)
-        for each, gradient in zip(self.slices, gradients, strict=True):
-            each.give(gradient.clone())
+        for each, gradient in zip(self.slices, _gradients(self._cut, number), strict=True):
+            each.give(gradient)
         for worker, part in zip(self._lasting, self._parts, strict=True):
             for parameter, each in zip(worker.param_groups[0]["params"], part, strict=True):
                 parameter.grad = each.gradient
@@ -162,8 +160,6 @@ class _Way:
         self._call("step")
         now = {*(self.slices[0].states or {}), *self.slices[0].facts}
         self.late = self.late or next(iter(sorted(now.difference(*kept)) if number > 1 else ()), "")
-        for each, gradient in zip(self.slices, gradients, strict=True):
-            self.writes_gradient |= each.gradient is not None and not torch.equal(each.gradient, gradient)
 
     def _call(self, method: str) -> None:
         for number, (worker, part) in enumerate(zip(self._lasting, self._parts, strict=True)):
@@ -251,8 +247,7 @@ def _learn(workers: Workers, advice: str, groups: Sequence[Mapping[str, Any]]) -
             "expected options with which it keeps the same states in all groups"
         )
     first = found[0]
-    writes, changes = any(e.writes_gradient for e in found), any(e.changes_options for e in found)
-    return Learnt(first.states, first.facts, writes, changes, first.pilot)
+    return Learnt(first.states, first.facts, any(each.changes_options for each in found), first.pilot)
 
 
 def _for_trial(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,7 +318,7 @@ def _learnt(workers: Workers, options: dict[str, Any], whole: _Way) -> Learnt:
     gradient = _numbers((_FEW,), 1)
     pilot = Slice(matrix.weight.reshape(-1)[:_FEW].clone(), gradient, few, {})
     changes = bool(_difference(options, whole.options[0]))
-    return Learnt({k: v.dtype for k, v in states.items()}, dict(matrix.facts), whole.writes_gradient, changes, pilot)
+    return Learnt({k: v.dtype for k, v in states.items()}, dict(matrix.facts), changes, pilot)
 
 
 def _try_together(workers: Workers, options: Sequence[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from shardengine.config import Config, OptimizerConfig
 from shardengine.errors import UsageError
 from shardengine.offload import CPUAdam
-from shardengine.optim import adafactor, foreign, muon_with_adamw, probe
+from shardengine.optim import adafactor, foreign, muon_with_adamw, options, probe
 from shardengine.optim.arithmetic import DECOUPLED, Arithmetic, Declared, is_declared
 from shardengine.optim.lion import Lion
 from shardengine.optim.muon import KIND, USES_MUON, Muon, uses_muon
@@ -162,6 +162,7 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
 
 def _check_groups(model: nn.Module, groups: list[dict[str, Any]]) -> None:
     check_owned(model, groups)
+    options.check_groups(groups, "initialize")
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
         raise UsageError("initialize: all of the optimizer's parameters are frozen (requires_grad=False)")
 

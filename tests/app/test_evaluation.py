@@ -30,15 +30,22 @@ def without_valid_tokens() -> Rows:
     return Rows(rows.input_ids, labels, rows.attention_mask)
 
 
+def draw(*_: object) -> None:
+    """As models do in forward that add noise, also in evaluation."""
+    torch.rand(3)
+
+
 def losses_case(stage: str) -> list[float]:
     """Of files with many rows, with fewer than ranks, and with a batch that has nothing to predict."""
     rank_sums = RankSums(mesh_of_this_process())
     settings = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": STAGES[stage]}
     engine = shardengine.initialize(make_llama(), {**settings, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
                                     mesh=rank_sums.mesh)  # fmt: skip
+    drawing = engine.module.register_forward_pre_hook(draw)
     before = torch.get_rng_state()
     found = [evaluation.validate(engine, rows, rank_sums) for rows in (unequal_rows(23), unequal_rows(1))]
     assert engine.module.training and torch.equal(torch.get_rng_state(), before)
+    drawing.remove()
     engine.eval()
     found.append(evaluation.validate(engine, without_valid_tokens(), rank_sums))
     assert not engine.module.training

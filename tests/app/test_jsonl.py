@@ -77,6 +77,21 @@ def test_an_empty_file_and_an_empty_text(tmp_path: Path):
         jsonl.read(write(tmp_path, {"text": ""}))
 
 
+@pytest.mark.parametrize("form", ["text", "documents", "apart", "examples"])
+def test_of_the_data_at_most_128_rows_are_validated_and_of_a_file_of_its_own_all(form: str, tmp_path: Path):
+    """The help says so: a large file would be validated for longer than it is trained on."""
+    lines = [{"text": "abc"}] * 3000 if form in ("documents", "apart") else [example(1, 2)] * 3000
+    path = write(tmp_path, *lines)
+    if form == "text":
+        path = str(tmp_path / "data.txt")
+        Path(path).write_text("0123456789" * 1200, encoding="utf-8")
+    kind = {"apart": "apart"}.get(form)
+    whole = reading.load_blocks(path, encode, 4, END, how=reading.How(kind))
+    assert len(whole.validation) == 128 and len(whole.training) > 2000
+    own = reading.load_blocks(path, encode, 4, END, how=reading.How(kind, held_out=path))
+    assert len(own.validation) == len(own.training) == 3000
+
+
 def test_what_is_read(tmp_path: Path):
     path = tmp_path / "data.JSONL"
     text = '\ufeff{"text": "one\\ntwo", "id": 1}\r\n\n{"text": "a\u2028b"}'  # a BOM, Windows' ends, a line separator

@@ -220,11 +220,18 @@ LATEST: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("way", sorted(LATEST.keys() - {"other file"}))
 def test_latest_may_be_anything(good: Path, tmp_path: Path, way: str) -> None:
     damage.copy(good, tmp_path / "a")
-    LATEST[way](tmp_path / "a" / "latest")
+    latest = tmp_path / "a" / "latest"
+    LATEST[way](latest)
+    fine = latest.is_file() and latest.read_text(encoding="latin1").strip() == "step-00000002"
     engine = damage.make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         assert engine.load_checkpoint(tmp_path / "a").global_steps == 2
+    said = [str(each.message) for each in told if "goes back to" in str(each.message)]
+    expected = [] if fine or not os.path.lexists(latest) else [f"/a/step-00000002, because {latest} names "]
+    assert len(said) == len(expected) and all(part in text for part, text in zip(expected, said, strict=True))
+    names = {"something gone": "'step-00000009', which is not there", "itself": "'latest', which", "binary": "no check"}
+    assert f"{latest} names {names.get(way, '')}" in said[0] if said else way not in names
     damage.train(engine)
     if way != "directory":
         engine.save_checkpoint(tmp_path / "a")
@@ -233,6 +240,14 @@ def test_latest_may_be_anything(good: Path, tmp_path: Path, way: str) -> None:
         with pytest.raises(CheckpointError, match="Is a directory"):
             engine.save_checkpoint(tmp_path / "a")
         assert sorted(directory.saved(tmp_path / "a")) == ["step-00000001", "step-00000002"]
+    engine.close()
+
+
+def test_latest_that_names_nothing_beside_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step-00000009\n", encoding="utf-8")
+    engine = damage.make()
+    with pytest.raises(CheckpointError, match=r"it has none \(.*latest names 'step-00000009', which is not there\)"):
+        engine.load_checkpoint(tmp_path)
     engine.close()
 
 

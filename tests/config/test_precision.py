@@ -49,6 +49,12 @@ def test_numbers_of_a_precision_that_is_off_are_accepted(section: dict[str, Any]
         ({"fp16": {"enabled": True, "min_loss_scale": 1e-60}}, "fp16.min_loss_scale", "at least 2 ** -126"),
         ({"fp16": {"enabled": True, "loss_scale": 1e39}}, "fp16.loss_scale", "< 3e+38"),
         ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype", "got"),
+        (
+            {"data_types": {"optimizer_state_dtype": "int8"}},
+            "data_types.optimizer_state_dtype",
+            '"fp32" or "bf16" or "8bit"',
+        ),
+        ({"data_types": {"optimizer_state_dtype": "8-bit"}}, "data_types.optimizer_state_dtype", "got"),
         ({"communication_data_type": "fp64"}, "communication_data_type", "got"),
     ],
 )

@@ -168,6 +168,31 @@ def test_a_checkpoint_without_averages_begins_them_with_its_weights(pools: Pools
     assert all((found["ema"][name] == value).all() for name, value in found["weights"].items())
 
 
+def take_dict() -> dict[str, Any]:
+    """Of an optimizer without averages, into an engine that has them, of other weights."""
+    config = cases.config_of("2")
+    without = cases.make_engine(cases.make_mlp(), config, "AdamW")
+    cases.run_steps(without, 2)
+    assert without.optimizer is not None
+    weights, states = without.state_dict(), without.optimizer.state_dict()
+    without.close()
+    engine = cases.make_engine(cases.make_mlp(), {**config, **EMA, "zero_optimization": cases.STAGES["3"]}, "AdamW")
+    cases.run_steps(engine, 3)
+    engine.load_state_dict(weights)
+    assert engine.optimizer is not None
+    engine.optimizer.load_state_dict(states)
+    found = {"ema": averages_in(engine), "weights": {n: v.numpy() for n, v in engine.state_dict().items()}}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_dict_without_averages_begins_them_with_the_weights(pools: Pools, ranks: int) -> None:
+    found = pools(ranks).run(take_dict)[0]
+    assert found["weights"]
+    assert all((found["ema"][name] == value).all() for name, value in found["weights"].items())
+
+
 def test_what_cannot_be_done_says_so() -> None:
     engine = cases.make_engine(cases.make_mlp(), {**cases.config_of("2"), **EMA})
     with engine.ema():

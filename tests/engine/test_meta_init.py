@@ -6,6 +6,7 @@ Owns: equality with ``Net()`` and ``load_state_dict`` on the CPU, random states,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -347,6 +348,59 @@ def test_a_reader_of_ones_own_is_asked_and_closed() -> None:
     for name, value in engine.state_dict().items():
         assert torch.equal(value, state[name])
     engine.close()
+
+
+class Forgetful(Own):
+    """Fills a part of its targets. Its values have the bytes that targets are given with."""
+
+    def __init__(self, state: dict[str, Tensor], part: str) -> None:
+        super().__init__(state)
+        self.part = part
+
+    def read(self, name: str, first: int, target: Tensor) -> None:
+        if self.part == "all":
+            super().read(name, first, target)
+        elif self.part == "another tensor":
+            target = self.tensors[name].reshape(-1)[first : first + target.numel()]
+        elif self.part == "beginning":
+            super().read(name, first, target[:-1])
+        elif self.part == "end":
+            super().read(name, first + 1, target[1:])
+
+
+def forgetful(part: str, stage: str) -> str:
+    with torch.device("meta"):
+        model = Small()
+    state = {name: value.view(torch.uint8).fill_(0xA5).view(value.dtype) for name, value in plain_state().items()}
+    mesh = cases.mesh_of_this_process()
+    reader = Forgetful(state, part if mesh.rank == mesh.ranks - 1 else "all")
+    engine = shardengine.initialize(model, cases.config_of(stage), mesh=mesh, weights=reader)
+    shown = engine.state_dict()
+    engine.close()
+    return "" if all(torch.equal(value, state[name]) for name, value in shown.items()) else "other values"
+
+
+def plain_state() -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in Small().state_dict().items()}
+
+
+LEFT = r"weights=: read\('[ab].\w+', \d+, target\) left its target, or an end of it, as it was given \(rank %d\): exp"
+
+
+@pytest.mark.parametrize("stage", ["3", "0"])
+@pytest.mark.parametrize("part", ["nothing", "another tensor", "beginning", "end"])
+def test_a_reader_that_leaves_something_out_is_found_out(part: str, stage: str) -> None:
+    with pytest.raises(UsageError, match=LEFT % 0):
+        forgetful(part, stage)
+
+
+def test_a_reader_of_one_rank_that_leaves_something_out(pools: Pools) -> None:
+    errors = pools(2).run_expecting_errors(forgetful, "nothing", "3")
+    assert re.search(LEFT % 1, errors[1]), errors
+
+
+def test_a_reader_whose_values_are_as_targets_were_is_believed(pools: Pools) -> None:
+    assert pools(2).run(forgetful, "all", "3") == ["", ""]
 
 
 def one_rank_alone(folder: str, what: str) -> str:

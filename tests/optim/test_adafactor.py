@@ -291,7 +291,9 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
     with pytest.raises(UsageError, match="has already taken steps"):
         start(optimizer)
     network = cases.make_mlp()
-    with pytest.raises(UsageError, match=r"learning rate in group 0, got lr=None without relative_step"):
+    with pytest.raises(
+        UsageError, match=r"option 'lr' of optimizer group 0, is None: expected a finite"
+    ):
         start(Transformers(network.parameters(), relative_step=False))
     parameters = list(network.parameters())
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "beta1": 0.9}]

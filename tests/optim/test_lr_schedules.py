@@ -233,6 +233,11 @@ def test_a_schedule_resumes_from_its_state(kind: str, params: dict[str, Any]) ->
         ("OneCycleLR", {"max_lr": 1.0}, "torch's OneCycleLR says: You must define either total_steps"),
         ("LambdaLR", {}, "cannot come from JSON, because it needs a Python function"),
         ("ReduceLROnPlateau", {}, "cannot come from JSON, because it needs a metric"),
+        (
+            "ReduceLROnPlateau",
+            {},
+            "initialize(lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)); then ",
+        ),
         ("WarmupCosine", {}, 'unknown schedule "WarmupCosine"; the nearest valid name is "WarmupCosineLR"'),
         ("LRScheduler", {}, 'unknown schedule "LRScheduler"'),
     ],

@@ -335,6 +335,31 @@ def test_the_state_of_one_parameter_is_elsewhere() -> None:
     engine.close()
 
 
+def test_a_look_at_the_state_counts_until_the_next_step_or_load() -> None:
+    """``torch.distributed.checkpoint.state_dict`` looks whether there is any before it asks for all of it; other code
+    looks, too, and later dicts have only what was stepped."""
+    engine = sharded("AdamW", 1)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    usual = states_of(engine)
+    assert optimizer.state and len(states_of(engine)["state"]) > len(usual["state"])
+    assert_alike(states_of(engine), usual)
+    assert optimizer.state
+    run(engine, 1, 2)
+    assert list(states_of(engine)["state"]) == list(usual["state"])
+    assert optimizer.state
+    load(engine, usual)
+    assert_alike(states_of(engine), usual)
+    assert optimizer.state
+    with pytest.raises(UsageError):
+        load(engine, {})
+    assert_alike(states_of(engine), usual)
+    assert optimizer.state
+    engine.zero_grad()
+    assert_alike(states_of(engine), usual)
+    engine.close()
+
+
 def test_hooks_of_both_dicts() -> None:
     """Registered on either object, before or after initialize; as torch calls them."""
     model, said = make_net(), list[str]()

@@ -138,6 +138,27 @@ class Clips(Base):
         return torch.as_tensor(p.grad * min(1.0, 1e3 / (p.grad.norm().item() + 1e-6)))
 
 
+class ClipsFar(Base):
+    """By a norm that only a gradient of a broken step has."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        return torch.as_tensor(p.grad * min(1.0, 1e8 / (p.grad.norm().item() + 1e-6)))
+
+
+class Trusts(Base):
+    """Weights of a larger tensor a little more, whatever its gradient."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        return torch.as_tensor(p.grad * (1 + 1e-6 * p.square().mean().sqrt()))
+
+
+class Lifts(Base):
+    """Gradients of a tensor in which all are small."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        return torch.as_tensor(p.grad * max(1.0, 0.1 / (p.grad.square().mean().sqrt().item() + 1e-6)))
+
+
 class Low(Base):
     """Its state has a name that the engine has."""
 
@@ -166,6 +187,9 @@ REFUSED = {
     Closure: "raised TypeError: .*missing 1 required positional argument",
     Alias: "is the same tensor as 'one'",
     Clips: "looks at whole tensors",
+    ClipsFar: "looks at whole tensors",
+    Trusts: "looks at whole tensors",
+    Lifts: "looks at whole tensors",
     Low: "its state is called 'low'",
     Lookahead: "holds another optimizer in its attribute 'inner'",
     Muon: "it looks at whole matrices",
@@ -223,6 +247,24 @@ def test_a_class_that_does_something_else_with_large_parameters_is_found_out(siz
     engine.backward(engine(torch.ones(1, size)).sum())
     with pytest.raises(UsageError, match=said):
         engine.step()
+    engine.close()
+
+
+class Growing(Base):
+    """Makes its gradients larger, and would see it if it was given one again."""
+
+    def change(self, p: Any, group: dict[str, Any]) -> torch.Tensor:
+        p.grad.mul_(1e12)
+        if not torch.isfinite(p.grad).all():
+            raise ValueError("a gradient is not finite")
+        return torch.as_tensor(p.grad.sign())
+
+
+def test_a_class_that_writes_gradients_is_given_new_ones_in_each_step() -> None:
+    model = cases.make_mlp()
+    engine = shardengine.initialize(model, {**cases.config_of("1"), "gradient_clipping": 0.0},
+                                    optimizer=Growing(model.parameters()))  # fmt: skip
+    cases.run_steps(engine, 5)
     engine.close()
 
 

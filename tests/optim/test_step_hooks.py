@@ -191,6 +191,22 @@ def test_the_user_steps_a_scheduler_that_needs_a_metric(way: str) -> None:
     engine.close()
 
 
+def test_it_goes_with_an_optimizer_that_the_config_names() -> None:
+    """As the refusal of ``"scheduler": {"type": "ReduceLROnPlateau"}`` says."""
+    config = {**cases.config_of("2"), "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine = shardengine.initialize(
+        cases.make_mlp(),
+        config,
+        lr_scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+    )
+    for step, metric in enumerate(METRICS):
+        engine.backward(cases.loss_of(engine, step, 0, 0))
+        engine.step()
+        engine.lr_scheduler.step(metric)
+    assert engine.get_lr() == [1.25e-3]
+    engine.close()
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_it_is_in_checkpoints_and_state_dicts(steps: int, tmp_path: Path) -> None:
     """At the first moment its best metric is infinite, which JSON has not."""

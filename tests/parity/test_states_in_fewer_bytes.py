@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import shardengine
-from shardengine.errors import ShardEngineError, UsageError
+from shardengine.errors import MismatchError, ShardEngineError, UsageError
 from tests import oracle
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -290,6 +292,52 @@ def test_five_bytes_per_parameter(pools: Pools, stage: str) -> None:
     for found in pools(2).run(five_bytes, stage):
         assert found["each"] == 2 + 1 + PER_ELEMENT["8bit"]
         assert found["zeros"] and found["names"] == {("weight", "exp_avg", "exp_avg_sq", "remainder", "step")}
+
+
+# What does not fit
+
+
+def writing_misfits(stage: str) -> list[str]:
+    """What a dict or ``full_optimizer_state`` would write that 8 bits do not hold; nothing is written then."""
+    config = config_of(stage, "8bit", bf16={"enabled": True, "split_masters": True})
+    engine = cases.make_engine(cases.make_mlp(), config)
+    cases.run_steps(engine, 2)
+    optimizer, said = engine.optimizer, list[str]()
+    assert optimizer is not None
+    before, given = cases.digest([cases.local_state(engine)]), optimizer.state_dict()
+    misfits = (("remainder", 128.0), ("remainder", 0.5), ("remainder", math.nan), ("exp_avg_sq", -1e-9))
+    for key, value in misfits:
+        other = copy.deepcopy(given)
+        for entry in list(other["state"].values())[-1:] if other else ():
+            entry[key].view(-1)[0] = value
+        with pytest.raises((UsageError, MismatchError)) as caught:
+            optimizer.load_state_dict(other)
+        said.append(str(caught.value))
+        with (
+            pytest.raises((UsageError, MismatchError)) as caught,
+            engine.full_optimizer_state(["scale"], writable=True) as full,
+        ):
+            full["scale"][key].fill_(value)  # type: ignore[index]
+        said.append(str(caught.value))
+    assert cases.digest([cases.local_state(engine)]) == before
+    with engine.full_optimizer_state(["scale"], writable=True) as full:
+        full["scale"]["remainder"].fill_(-128)  # type: ignore[index]
+        full["scale"]["exp_avg_sq"].fill_(math.nan)  # type: ignore[index]
+    with engine.full_optimizer_state(["scale"]) as full:
+        entry = full["scale"]
+        assert entry is not None and float(entry["remainder"]) == -128 and math.isnan(entry["exp_avg_sq"])
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_values_that_8_bits_do_not_hold_are_refused(pools: Pools, stage: str) -> None:
+    said, other = pools(2).run(writing_misfits, stage)
+    whole, positive = "expected whole numbers from -128 to 127", "expected numbers that are not negative"
+    parts = [(whole, "128"), (whole, "0.5"), (whole, "nan"), (positive, "-1e-09")]
+    for text, (expected, came) in zip(said, [part for part in parts for _ in range(2)], strict=True):
+        assert f"{expected}, as 8 bits hold them, got {came}" in text and "nothing was" in text
+    assert all("rank 0" in text for text in other)
 
 
 # What cannot be
