@@ -1,12 +1,12 @@
-// Optimizer states in bf16 and in codes of 8 bits, and masters split into weights and remainders, widened and narrowed one
-// whole tile at a time, a tile being a block of codes: moments.py: [Note: States of 8 bits], whose letters these are. In
-// the namespace of one instruction set.
+// Optimizer states in bf16 and in codes of 8 bits, and weights with remainders, widened and narrowed one whole tile at
+// a time, a tile being a block of codes: moments.py: [Note: States of 8 bits], whose letters these are. In the
+// namespace of one instruction set.
 //
-// What such a step takes is the instructions of widening, drawing and narrowing, hardly its bytes. So loops have a length
-// that the compiler knows, and what is rare, values that are not finite, is looked for once and has loops of its own.
+// Such a step takes what widening, drawing and narrowing take, more than its bytes. So loops have a length that the
+// compiler knows, and what is not finite is looked for once a tile and has loops of its own.
 
-constexpr int64_t UPDATE_TILE = 256;  // small: conversions run while the memory of the next tile is on its way: measured
-constexpr uint32_t INFINITE = 0x7F800000, LEAST_SCALE = 0x0D800000;  // 2^-100
+constexpr int64_t UPDATE_TILE = 256;  // small: conversions run while the memory of the next one is on its way: measured
+constexpr uint32_t INFINITE = 0x7F800000, LEAST_SCALE = 0x0D800000;  // as bits: infinity, 2^-100
 constexpr uint32_t GOLDEN = 0x9E3779B9;
 
 template <bool has_sign> struct Code;
@@ -21,12 +21,12 @@ template <> struct Code<false> {
     static constexpr float CUT = 0x1p-16f, TOP = 65535.0f / 65536.0f, UNIT = 1.0f / TOP;
 };
 
-// One of a rule's moments in a tile.
+// One of a rule's moments in a tile; all null where the rule does not have it.
 struct Moment {
-    void *kept;        // what is not fp32. Null: there is no such moment, or it is
+    void *kept;        // halves or codes, null: neither, for `wide` is what is kept
     float *scale;      // of codes, else null
-    float *wide;       // as fp32: where it is kept, or a room
-    uint32_t largest;  // magnitude in `wide`, of what is not kept so
+    float *wide;       // fp32
+    uint32_t largest;  // of halves and codes: the largest magnitude in `wide`, as bits
 };
 
 FUNCTION Moment moment_at(int32_t type, void *memory, float *scales, int64_t at, float *room) {
@@ -76,16 +76,18 @@ FUNCTION void draw(uint32_t *__restrict words, uint64_t first, uint32_t key_0, u
 FUNCTION void draw_in_rows(uint32_t *__restrict words, uint64_t first, uint32_t key_0, uint32_t key_1) {
     for (int64_t done = 0; done < UPDATE_TILE;) {
         const uint64_t number = first + static_cast<uint64_t>(done);
-        const int64_t begin = static_cast<int64_t>(number & 255), row_left = 256 - begin, left = UPDATE_TILE - done;
-        uint32_t *to = words + done, next = random_word(number >> 8, key_0, key_1) + static_cast<uint32_t>(begin) * GOLDEN;
-        done += row_left < left ? row_left : left;
-        for (; to < words + done; to++, next += GOLDEN) *to = mixed(next);
+        const uint32_t begin = static_cast<uint32_t>(number & 255);
+        const int64_t of_row = 256 - begin, left = UPDATE_TILE - done, many = of_row < left ? of_row : left;
+        uint32_t *to = words + done, next = random_word(number >> 8, key_0, key_1) + begin * GOLDEN;
+        for (int64_t i = 0; i < many; i++, next += GOLDEN) to[i] = mixed(next);
+        done += many;
     }
 }
 
-// What becomes a size when it is shifted right by 19, of one element or of a vector of them. word: the element's random
-// one, of which a state with a sign takes the lower half, one without the upper half.
-template <bool has_sign, bool random, class Floats, class Words> INLINE Words before_shift(Words bits, Words word, float part) {
+// What is a size when it is shifted right by 19, of one element or a vector of them. word: the random one, of which a
+// state with a sign takes the lower half and one without the upper half.
+template <bool has_sign, bool random, class Floats, class Words>
+INLINE Words shifted_size(Words bits, Words word, float part) {
     using C = Code<has_sign>;
     const Words noise = random ? (word >> (has_sign ? 0 : 16) & 0xFFFF) << 3 : word * 0;
     const Floats number = same_bits<Floats>(bits & 0x7FFFFFFF) * part + C::CUT;
@@ -96,14 +98,14 @@ template <bool has_sign, bool random, class Floats, class Words> INLINE Words be
 template <bool has_sign, bool random>
 FUNCTION void narrow_codes(const float *__restrict values, const uint32_t *__restrict words, uint8_t *__restrict codes,
                            float part) {
-#if defined(WITH_PACKS)  // instructions that limit while they narrow: a compiler narrows by masks and shuffles instead
+#if defined(WITH_PACKS)  // a compiler narrows by masks and shuffles; these instructions narrow to the nearest in range
     for (int64_t i = 0; i < UPDATE_TILE; i += 32) {
         EightInts sizes[4], signs[4];
         for (int j = 0; j < 4; j++) {
             EightWords bits, word = {};
             __builtin_memcpy(&bits, values + i + 8 * j, sizeof bits);
             if (random) __builtin_memcpy(&word, words + i + 8 * j, sizeof word);
-            sizes[j] = same_bits<EightInts>(before_shift<has_sign, random, EightFloats>(bits, word, part)) >> 19;
+            sizes[j] = same_bits<EightInts>(shifted_size<has_sign, random, EightFloats>(bits, word, part)) >> 19;
             signs[j] = same_bits<EightInts>(bits);
         }
         // to 16 bits and to 8, each half of a vector by itself
@@ -115,14 +117,15 @@ FUNCTION void narrow_codes(const float *__restrict values, const uint32_t *__res
             const SixteenShorts high_signs = __builtin_ia32_packssdw256(signs[2], signs[3]);
             packed = __builtin_ia32_packsswb256(low, high) | (__builtin_ia32_packsswb256(low_signs, high_signs) & -128);
         }
-        const EightInts ordered = __builtin_ia32_permvarsi256(same_bits<EightInts>(packed), EightInts{0, 4, 1, 5, 2, 6, 3, 7});
+        constexpr EightInts ORDER = {0, 4, 1, 5, 2, 6, 3, 7};
+        const EightInts ordered = __builtin_ia32_permvarsi256(same_bits<EightInts>(packed), ORDER);
         __builtin_memcpy(codes + i, &ordered, sizeof ordered);
     }
 #else
     using C = Code<has_sign>;
     for (int64_t i = 0; i < UPDATE_TILE; i++) {
         const uint32_t bits = bits_of(values[i]), word = random ? words[i] : 0;
-        int32_t size = static_cast<int32_t>(before_shift<has_sign, random, float>(bits, word, part)) >> 19;
+        int32_t size = static_cast<int32_t>(shifted_size<has_sign, random, float>(bits, word, part)) >> 19;
         size = size > C::MOST ? C::MOST : size;
         size = size < 0 ? 0 : size;
         codes[i] = static_cast<uint8_t>(has_sign ? size | static_cast<int32_t>(bits >> 24 & 128) : size);
@@ -135,8 +138,9 @@ template <int shift, bool finite>
 FUNCTION void round_at_random(const float *__restrict from, const uint32_t *__restrict words, uint16_t *__restrict to) {
     for (int64_t i = 0; i < UPDATE_TILE; i++) {
         const uint32_t bits = bits_of(from[i]), size = magnitude(from[i]), added = words[i] >> shift & 0xFFFF;
-        const uint32_t adds = finite ? ~0u : 0 - ((size - INFINITE) >> 31), nan = finite ? 0 : 0 - ((INFINITE - size) >> 31);
-        to[i] = static_cast<uint16_t>(((bits + (added & adds)) >> 16 & ~nan) | (0x7FC0 & nan));
+        const uint32_t below = finite ? ~0u : 0 - ((size - INFINITE) >> 31);
+        const uint32_t nan = finite ? 0 : 0 - ((INFINITE - size) >> 31);
+        to[i] = static_cast<uint16_t>(((bits + (added & below)) >> 16 & ~nan) | (0x7FC0 & nan));
     }
 }
 
@@ -185,15 +189,16 @@ FUNCTION void split(const float *__restrict from, const uint32_t *__restrict wor
     for (int64_t i = 0; i < UPDATE_TILE; i++) {
         const uint32_t bits = bits_of(from[i]), size = magnitude(from[i]);
         const uint32_t noise = random ? mixed(words[i] + GOLDEN) & 0xFF : 0x7F + (bits >> 8 & 1);
-        const uint32_t fits = finite ? ~0u : 0 - ((size - INFINITE) >> 31), nan = finite ? 0 : 0 - ((INFINITE - size) >> 31);
+        const uint32_t below = finite ? ~0u : 0 - ((size - INFINITE) >> 31);
+        const uint32_t nan = finite ? 0 : 0 - ((INFINITE - size) >> 31);
         const uint32_t upper = (bits + noise) >> 8, high = (upper + 0x7F + (upper >> 8 & 1)) >> 8;
         const int32_t left = static_cast<int32_t>(upper - (high << 8)), kept = left > 127 ? 127 : left;
-        weights[i] = static_cast<uint16_t>((high & fits) | (bits >> 16 & ~fits & ~nan) | (0x7FC0 & nan));
-        remainders[i] = static_cast<int8_t>(kept & static_cast<int32_t>(fits));
+        weights[i] = static_cast<uint16_t>((high & below) | (bits >> 16 & ~below & ~nan) | (0x7FC0 & nan));
+        remainders[i] = static_cast<int8_t>(kept & static_cast<int32_t>(below));
     }
 }
 
-FUNCTION void narrow_weights_and_remainders(const float *from, const uint32_t *words, uint16_t *weights, int8_t *remainders) {
+FUNCTION void narrow_with_remainders(const float *from, const uint32_t *words, uint16_t *weights, int8_t *remainders) {
     if (!words)
         split<false, false>(from, nullptr, weights, remainders);
     else if (all_finite(FP32, from, 0, UPDATE_TILE))

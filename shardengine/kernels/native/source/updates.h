@@ -10,19 +10,21 @@ struct Numbers {
 
 using Step = void (*)(float *, const float *, Moment &, Moment &, int64_t, const Numbers &);
 
-// Kept: as what an element of a moment is kept. What is not fp32 is widened here, where division and root take their
-// time, and its largest magnitude found; the tile is a whole one then.
+// Kept: what is kept of an element of a moment. What is not fp32 is widened here, where division and root take their
+// time anyway, and its largest magnitude found; the tile is a whole one then.
 template <Form form, bool nesterov, class Kept>
 FUNCTION void step(float *__restrict weight, const float *__restrict gradient, Moment &first, Moment &second,
                    int64_t given_count, const Numbers &numbers) {
-    constexpr bool widens = sizeof(Kept) < sizeof(float), has_average = form != FORM_PLAIN, has_square = form == FORM_ADAM;
+    constexpr bool widens = sizeof(Kept) < sizeof(float);
+    constexpr bool has_average = form != FORM_PLAIN, has_square = form == FORM_ADAM;
     const Numbers n = numbers;
     const int64_t count = widens ? UPDATE_TILE : given_count;
-    const Kept *__restrict kept_average = static_cast<const Kept *>(first.kept);
-    const Kept *__restrict kept_square = static_cast<const Kept *>(second.kept);
-    float *__restrict average = first.wide, *__restrict square = second.wide;
+    const Kept *kept_average = static_cast<const Kept *>(first.kept);
+    const Kept *kept_square = static_cast<const Kept *>(second.kept);
+    float *average = first.wide, *square = second.wide;
     const float average_scale = first.scale ? *first.scale : 1.0f, square_scale = second.scale ? *second.scale : 1.0f;
     uint32_t largest_average = 0, largest_square = 0;
+    EACH_ALONE  // but for the largest, which a compiler sees
     for (int64_t i = 0; i < count; i++) {
         const float g = gradient[i] * n.scale;
         const float w = weight[i] * n.decay;
@@ -46,9 +48,9 @@ FUNCTION void step(float *__restrict weight, const float *__restrict gradient, M
             m = form == FORM_FIRST ? g : m * n.keep + g * n.take;
             direction = nesterov ? g + m * n.keep : m;
         }
-        weight[i] = w - direction * n.rate;
         if (has_average) average[i] = m;
         if (has_square) square[i] = v;
+        weight[i] = w - direction * n.rate;
         if (widens) largest_average = larger(largest_average, magnitude(m));
         if (widens) largest_square = larger(largest_square, magnitude(v));
     }
@@ -75,11 +77,12 @@ FUNCTION void add_l2(const float *gradient, const float *weight, float *out, int
     for (int64_t i = 0; i < count; i++) out[i] = gradient[i] * n.scale + (weight[i] * n.decay) * n.l2;
 }
 
-// Where all is fp32.
+// fp32 alone.
 FUNCTION void update_in_place(const UpdateArguments &a, const Numbers &numbers, Step step, int64_t at, int64_t count) {
     Moment average = moment_at(FP32, a.average, nullptr, at, nullptr);
     Moment square = moment_at(FP32, a.square, nullptr, at, nullptr);
-    step(static_cast<float *>(a.weight) + at, static_cast<const float *>(a.gradient) + at, average, square, count, numbers);
+    const float *gradient = static_cast<const float *>(a.gradient) + at;
+    step(static_cast<float *>(a.weight) + at, gradient, average, square, count, numbers);
 }
 
 // A whole tile.
@@ -108,7 +111,7 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
     narrow_moment<true>(a.state_type, average, drawn);
     narrow_moment<false>(a.state_type, square, drawn);
     if (a.remainder) {
-        narrow_weights_and_remainders(weight, drawn, halves, a.remainder + at);
+        narrow_with_remainders(weight, drawn, halves, a.remainder + at);
     } else if (a.stochastic && a.weight_type == BF16) {
         draw(words, number, a.key_0, a.key_1);
         if (all_finite(FP32, weight, 0, UPDATE_TILE))
@@ -121,33 +124,37 @@ FUNCTION void update_tile(const UpdateArguments &a, Numbers numbers, Step step, 
     if (a.low) narrow(a.low_type, weight, a.low, at, UPDATE_TILE);
 }
 
-// The first `count` elements of a tile: in rooms for a whole one, with zeros behind them.
-FUNCTION void update_part(const UpdateArguments &a, const Numbers &numbers, Step step, int64_t at, int64_t first, int64_t count) {
-    constexpr int PARTS = 6;
-    alignas(64) uint8_t rooms[PARTS][UPDATE_TILE * sizeof(float)] = {};
+// A tile that is not whole, in rooms for a whole one. Behind its elements are zeros, whose moments are never larger than
+// those of its elements.
+FUNCTION void update_part(const UpdateArguments &a, const Numbers &numbers, Step step, int64_t at, int64_t first,
+                          int64_t count) {
+    constexpr int PARTS = 6, GRADIENT = 1;
     const int32_t types[PARTS] = {a.weight_type, a.gradient_type, a.state_type, a.state_type, CODES, a.low_type};
-    void *const memory[PARTS] = {a.weight, const_cast<void *>(a.gradient), a.average, a.square, a.remainder, a.low};
-    void *parts[PARTS], *places[PARTS];
+    void *const all[PARTS] = {a.weight, const_cast<void *>(a.gradient), a.average, a.square, a.remainder, a.low};
+    alignas(64) uint8_t rooms[PARTS][UPDATE_TILE * sizeof(float)];
+    void *memory[PARTS], *room[PARTS];
     size_t sizes[PARTS];
     for (int i = 0; i < PARTS; i++) {
         const int64_t size = types[i] == FP32 ? 4 : types[i] == CODES ? 1 : 2;
-        sizes[i] = memory[i] ? static_cast<size_t>(size * count) : 0;
-        parts[i] = memory[i] ? static_cast<uint8_t *>(memory[i]) + size * at : nullptr;
-        places[i] = memory[i] ? rooms[i] : nullptr;
-        if (memory[i]) __builtin_memcpy(rooms[i], parts[i], sizes[i]);
+        sizes[i] = all[i] ? static_cast<size_t>(size * count) : 0;
+        memory[i] = all[i] ? static_cast<uint8_t *>(all[i]) + size * at : nullptr;
+        room[i] = all[i] ? rooms[i] : nullptr;
+        if (!all[i]) continue;
+        __builtin_memcpy(rooms[i], memory[i], sizes[i]);
+        __builtin_memset(rooms[i] + sizes[i], 0, sizeof rooms[i] - sizes[i]);
     }
     UpdateArguments whole = a;
-    whole.weight = places[0];
-    whole.gradient = places[1];
-    whole.average = places[2];
-    whole.square = places[3];
-    whole.remainder = static_cast<int8_t *>(places[4]);
-    whole.low = places[5];
+    whole.weight = room[0];
+    whole.gradient = room[GRADIENT];
+    whole.average = room[2];
+    whole.square = room[3];
+    whole.remainder = static_cast<int8_t *>(room[4]);
+    whole.low = room[5];
     if (a.average_scale) whole.average_scale += at / UPDATE_TILE;
     if (a.square_scale) whole.square_scale += at / UPDATE_TILE;
     update_tile(whole, numbers, step, 0, first);
     for (int i = 0; i < PARTS; i++)
-        if (memory[i] && i != 1) __builtin_memcpy(parts[i], rooms[i], sizes[i]);
+        if (all[i] && i != GRADIENT) __builtin_memcpy(memory[i], rooms[i], sizes[i]);
 }
 
 // Elements [begin, end) of those in all spans, counted through.
