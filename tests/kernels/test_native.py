@@ -111,6 +111,29 @@ def test_states_in_fewer_bytes_have_the_bits_of_the_reference(forced: str, dtype
         check_update(narrowed(some_case(seed, 1300 + seed % 37), dtype, at_random=seed % 4 != 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_states_in_fewer_bytes_of_any_length_have_the_bits_of_the_reference(forced: str, dtype: torch.dtype) -> None:
+    """What lies behind the last element stays, and so do the bits where a parameter ends within a tile."""
+    for length in (1, 3, 31, 32, 33, 255, 256, 257, 300, 511, 512, 515):
+        for number, kind in enumerate(OPTIONS):
+            case = narrowed(some_case(4 * length + number, 600, kind), dtype, at_random=length % 2 == 1)
+            check_update(case._replace(spans=Spans([(0, length, 256 * number)])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_nan_of_any_bits_stays_one_where_bits_are_drawn(forced: str, dtype: torch.dtype) -> None:
+    """Random bits added to one with all bits set would make it a zero."""
+    gradient = torch.zeros(600)
+    gradient[256:400:7] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    rule = rule_for("AdamW", OPTIONS["AdamW"], 2)
+    flats = {"weight": torch.ones(600, dtype=torch.bfloat16), "gradient": gradient}
+    flats |= {name: torch.zeros(600) for name in rule.states}
+    case = narrowed(Case(flats, Spans([(0, 600)]), rule, {}), dtype, at_random=False)
+    case = case._replace(options={"noise": Noise(1, 2), "state_noise": Noise(3, 4)})
+    check_update(case)
+    assert torch.equal(case.flats["weight"].isnan(), gradient.isnan())
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_threads_change_no_bit_of_states_in_blocks(forced: str, threads: Any, kind: str) -> None:
     """Where the work of a thread ends within a block, the block is the other one's."""

@@ -1,17 +1,16 @@
 // fp32 from and to bf16 and fp16, to nearest even, NaN stays NaN: in the namespace of one instruction set.
 // Integer code that any compiler vectorises; fp16 by instructions where the set has them, with the same bits.
 
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &value, sizeof bits);
-    return bits;
+template <class To, class From> INLINE To same_bits(const From &from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
 }
 
-INLINE float float_of(uint32_t bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-}
+INLINE uint32_t bits_of(float value) { return same_bits<uint32_t>(value); }
+
+INLINE float float_of(uint32_t bits) { return same_bits<float>(bits); }
 
 INLINE uint16_t bf16_of(float value) {
     const uint32_t bits = bits_of(value);
@@ -103,4 +102,16 @@ FUNCTION void narrow(int32_t type, const float *from, void *memory, int64_t at, 
         narrow_bf16(from, halves, count);
     else
         narrow_fp16(from, halves, count);
+}
+
+FUNCTION bool all_finite(int32_t type, const void *memory, int64_t at, int64_t count) {
+    uint32_t beyond = 0;
+    if (type == FP32) {
+        const uint32_t *words = static_cast<const uint32_t *>(memory) + at;
+        for (int64_t i = 0; i < count; i++) beyond |= (words[i] & 0x7F800000) == 0x7F800000;
+    } else {
+        const uint16_t *halves = static_cast<const uint16_t *>(memory) + at, mask = type == BF16 ? 0x7F80 : 0x7C00;
+        for (int64_t i = 0; i < count; i++) beyond |= (halves[i] & mask) == mask;
+    }
+    return !beyond;
 }

@@ -17,6 +17,10 @@
 
 #if defined(__x86_64__)  // immintrin.h alone would take as long to compile as all of this
 typedef float EightFloats __attribute__((vector_size(32)));
+typedef uint32_t EightWords __attribute__((vector_size(32)));
+typedef int EightInts __attribute__((vector_size(32)));
+typedef short SixteenShorts __attribute__((vector_size(32)));
+typedef char Bytes __attribute__((vector_size(32)));
 typedef short EightHalves __attribute__((vector_size(16)));
 #if defined(__clang__)
 typedef _Float16 EightNumbers __attribute__((vector_size(16)));
@@ -52,9 +56,11 @@ struct Bodies {
 
 #if defined(__x86_64__)
 #define WITH_F16C
+#define WITH_PACKS
 #define BODY avx2
 #define TARGET __attribute__((target("avx2,f16c")))
 #include "bodies.h"
+#undef WITH_PACKS
 #define BODY avx512
 #define TARGET __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 #include "bodies.h"

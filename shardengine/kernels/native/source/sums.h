@@ -16,18 +16,6 @@ FUNCTION void round_to(int32_t type, float *values, int64_t count) {
     widened(type, halves, 0, values, count);
 }
 
-FUNCTION bool all_finite(int32_t type, const void *memory, int64_t at, int64_t count) {
-    uint32_t beyond = 0;
-    if (type == FP32) {
-        const uint32_t *words = static_cast<const uint32_t *>(memory) + at;
-        for (int64_t i = 0; i < count; i++) beyond |= (words[i] & 0x7F800000) == 0x7F800000;
-    } else {
-        const uint16_t *halves = static_cast<const uint16_t *>(memory) + at, mask = type == BF16 ? 0x7F80 : 0x7C00;
-        for (int64_t i = 0; i < count; i++) beyond |= (halves[i] & mask) == mask;
-    }
-    return !beyond;
-}
-
 // The tree over ranks as a stack: after term i as many pairs are closed as i has ones at its end; an odd one out waits.
 // room: two tiles per level. The result lies in a term or in the room.
 FUNCTION const float *tree_of_terms(const SumArguments &a, int64_t at, float (*room)[2][SUM_TILE], int64_t count) {
