@@ -4,9 +4,9 @@ Owns: which rank writes which elements, and which views take them back. Must not
 
 A part is a flat slice of a parameter's weights or optimizer state, or a whole buffer (key "buffer"), which alone keeps
 its shape. Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
-replicated ones (stage 0) cut by the same slices, what is
-kept of parameters as a whole by one rank each, frozen parameters outside of the flat buffers in equal shares, buffers
-by rank 0. Where every rank has buffers of its own (``broadcast_buffers`` is off) each writes and takes back its own.
+replicated ones (stage 0) cut by the same slices, what is kept of parameters as a whole by one rank each, frozen
+parameters outside of the flat buffers in equal shares, buffers by rank 0. Where every rank has buffers of its own
+(``broadcast_buffers`` is off) each writes and takes back its own.
 """
 
 from __future__ import annotations

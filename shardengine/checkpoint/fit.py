@@ -83,6 +83,7 @@ class _Saved:
         self.groups: list[dict[str, Any]] = optimizer["groups"]
         self.steps: dict[str, int] = optimizer["steps"]
         self.facts: dict[str, Any] = optimizer.get("facts", {})
+        self.whole: dict[str, Any] = optimizer.get("whole", {})
         self.ranks: int = saved["world_size"]
         self.own_buffers: bool = saved["own_buffers"]
         self.scheduler = saved["lr_scheduler"]
@@ -220,6 +221,8 @@ def _compare_optimizers(
             f'data_types.optimizer_state_dtype to "{words[0]}", or take the weights alone (weights_only=True); '
             "engine.optimizer.state_dict() and load_state_dict() go from one to the other"
         )
+    elif wrong := _misshapen(there, optimizer, sources):
+        found.problems.append(wrong)
     elif states != there.states and strict:
         texts = [" and ".join(sorted(names)) or "no state" for names in (there.states, states)]
         found.problems.append(f"optimizer: {kinds[0]} has {texts[0]} in the checkpoint, {texts[1]} here")
@@ -252,6 +255,23 @@ def _compare_optimizers(
     found.facts = {name: there.facts[origin] for name, origin in origins.items() if origin in there.facts}
     if problem := optimizer.arithmetic.problem(found.facts, {n for n, o in origins.items() if there.steps.get(o)}):
         found.problems.append(f"optimizer: {problem}")
+
+
+def _misshapen(there: _Saved, optimizer: ShardedOptimizer, sources: dict[str, str]) -> str:
+    """What of the tensors that are kept of parameters as a whole has another dtype or shape, "" where nothing has."""
+    for spec, tensors in optimizer.whole_states():
+        origin = sources.get(spec.name, "")
+        for key, tensor in tensors.items():
+            saved = there.tensors.get((origin, key))
+            if saved is None:
+                continue
+            shape = there.whole.get(origin, {}).get(key)
+            if saved[0] is not tensor.dtype or shape != list(tensor.shape):
+                return (
+                    f"{spec.name} ({key}): expected {str(tensor.dtype).removeprefix('torch.')} of shape "
+                    f"{list(tensor.shape)}, the checkpoint has {str(saved[0]).removeprefix('torch.')} of shape {shape}"
+                )
+    return ""
 
 
 def _match_groups(

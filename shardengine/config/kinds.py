@@ -267,11 +267,16 @@ THREE = Kind(
 NOT_POSITIVE = _checked(
     "a number <= 0",
     {"type": "number", "maximum": 0},
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value <= 0,
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and -1e300 <= value <= 0,
 )
 EPSILONS = Kind(
     "a list of two numbers >= 0, of which the first may be null",
-    {"type": "array", "items": {"anyOf": [NOT_NEGATIVE.schema, {"type": "null"}]}, "minItems": 2, "maxItems": 2},
+    {
+        "type": "array",
+        "prefixItems": [{"anyOf": [NOT_NEGATIVE.schema, {"type": "null"}]}, NOT_NEGATIVE.schema],
+        "minItems": 2,
+        "maxItems": 2,
+    },
     _epsilons,
 )
 PAIR = _two(NOT_NEGATIVE, "each >= 0")

@@ -259,7 +259,8 @@ class Inspection:
 
     @staticmethod
     def _rates(optimizer: ShardedOptimizer) -> list[float]:
-        return [math.nan if group["lr"] is None else float(group["lr"]) for group in optimizer.param_groups]
+        rates = [(group["lr"], group.get("relative_step")) for group in optimizer.param_groups]
+        return [math.nan if rate is None or own else float(rate) for rate, own in rates]
 
     def _live_bytes(self) -> Counter[str]:
         """By tier."""

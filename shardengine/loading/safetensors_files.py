@@ -17,10 +17,10 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,14 @@ class Entry:
     start: int
 
 
+class _Reading(NamedTuple):
+    """Of tensor ``name``, with as many bytes short as each of ``blocks`` says, below 0."""
+
+    path: Path
+    name: str
+    blocks: list[Future[int]]
+
+
 class SafetensorsFiles:
     """The tensors of one folder, or of ``files``. UsageError names the file and what is wrong with it."""
 
@@ -65,6 +73,7 @@ class SafetensorsFiles:
         self._opened: dict[tuple[Path, bool], int] = {}
         self._local = threading.local()
         self._threads: ThreadPoolExecutor | None = None
+        self._under_way: list[_Reading] = []
         self._paths = list(files)
         for path in self._paths:
             head = _head(path)
@@ -82,30 +91,45 @@ class SafetensorsFiles:
 
     def read(self, name: str, first: int, target: Tensor) -> None:
         """Fill ``target`` (1-D, contiguous, on the CPU, of the tensor's own dtype) with elements from ``first`` on."""
+        self._end(self._begin(name, first, target))
+
+    def begin_read(self, name: str, first: int, target: Tensor) -> None:
+        """As ``read``, but ``target`` is filled when ``finish`` returns."""
+        self._under_way.append(self._begin(name, first, target))
+
+    def finish(self) -> None:
+        """What was begun is read."""
+        begun, self._under_way = self._under_way, []
+        wait(block for each in begun for block in each.blocks)
+        for each in begun:
+            self._end(each)
+
+    def _begin(self, name: str, first: int, target: Tensor) -> _Reading:
         entry = self.tensors[name]
         data = target.view(torch.uint8) if target.dtype is not torch.uint8 else target
         start, total = entry.start + first * entry.dtype.itemsize, data.numel()
+        blocks = [(at, min(at + _BLOCK, total)) for at in range(0, total, _BLOCK)]
         try:
             files = self._open(entry.path, direct=False), self._open(entry.path, direct=True)
-            blocks = [(at, min(at + _BLOCK, total)) for at in range(0, total, _BLOCK)]
-
-            def fill(at: int, end: int) -> int:
-                part = direct_io.memory_of(data[at:end])
-                count = direct_io.read_cached(files[0], part, start + at)
-                return count + self._read_past(files[1], part[count:], start + at + count) - (end - at)
-
-            if len(blocks) == 1:
-                short = fill(*blocks[0])
-            else:
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_THREADS, "weights-reader")
-                futures = [self._threads.submit(fill, *block) for block in blocks]
-                wait(futures)
-                short = min((future.result() for future in futures), default=0)
         except OSError as error:
-            raise UsageError(f"{entry.path}: {name!r} cannot be read: {error.strerror or error}") from error
+            raise _cannot_be_read(entry.path, name, error) from error
+
+        def fill(at: int, end: int) -> int:
+            part = direct_io.memory_of(data[at:end])
+            count = direct_io.read_cached(files[0], part, start + at)
+            return count + self._read_past(files[1], part[count:], start + at + count) - (end - at)
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, "weights-reader")
+        return _Reading(entry.path, name, [self._threads.submit(fill, *block) for block in blocks])
+
+    def _end(self, reading: _Reading) -> None:
+        try:
+            short = min((block.result() for block in reading.blocks), default=0)
+        except OSError as error:
+            raise _cannot_be_read(reading.path, reading.name, error) from error
         if short:
-            raise UsageError(f"{entry.path}: it ends inside of {name!r}; copy or download the file again")
+            raise UsageError(f"{reading.path}: it ends inside of {reading.name!r}; copy or download the file again")
 
     def facts(self) -> list[str]:
         """What tells these files from others: their names, sizes, and a checksum of some blocks of each."""
@@ -137,10 +161,15 @@ class SafetensorsFiles:
         number = self._opened.pop((path, direct), None)
         if number is None:
             if len(self._opened) >= _MAX_OPEN:
+                wait(block for each in self._under_way for block in each.blocks)  # they may read from it
                 os.close(self._opened.pop(next(iter(self._opened))))
             number = direct_io.open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
         self._opened[path, direct] = number
         return number
+
+
+def _cannot_be_read(path: Path, name: str, error: OSError) -> UsageError:
+    return UsageError(f"{path}: {name!r} cannot be read: {error.strerror or error}")
 
 
 def _digest(path: Path) -> str:

@@ -155,10 +155,16 @@ class Source:
         """Values depend on ``states``, which are rank 0's. To be called before any is asked for."""
         self._values.prepare(self._views.values(), states)
 
-    def fill(self, parameter: Tensor, order: Sequence[int], first: int, target: Tensor) -> None:
+    def fill(self, parameter: Tensor, order: Sequence[int], first: int, target: Tensor, *, later: bool = False) -> None:
         """Elements of ``parameter`` from ``first`` on, counted with its dimensions in ``order`` (() is their own),
-        → ``target``, 1-D on any device, as the parameter's dtype has them."""
-        self._values.fill_rounded(self._views[id(parameter)].permuted(order), parameter.dtype, first, target)
+        → ``target``, 1-D on any device, as the parameter's dtype has them. later: it may be filled as late as
+        ``finish`` returns."""
+        view = self._views[id(parameter)].permuted(order)
+        self._values.fill_rounded(view, parameter.dtype, first, target, later=later)
+
+    def finish(self) -> None:
+        """What was to be filled later is filled."""
+        self._values.finish()
 
     def close(self) -> None:
         """Let go of files and of what was kept."""

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,6 +63,17 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Nothing more will be read."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A reader that reads while more is asked of it."""
+
+    def begin_read(self, name: str, first: int, target: Tensor) -> None:
+        """As ``read``, but ``target`` is filled when ``finish`` returns."""
+
+    def finish(self) -> None:
+        """What was begun is read."""
 
 
 class Values:
@@ -239,10 +250,16 @@ class Values:
 
     # Intervals ([Note: Intervals])
 
-    def fill_rounded(self, view: View, dtype: torch.dtype, first: int, target: Tensor) -> None:
+    def finish(self) -> None:
+        """What was to be filled later is filled."""
+        for reader in {id(reader): reader for reader, _ in self._record.sources.values()}.values():
+            if isinstance(reader, ReadsAhead):
+                reader.finish()
+
+    def fill_rounded(self, view: View, dtype: torch.dtype, first: int, target: Tensor, *, later: bool = False) -> None:
         """As ``fill``, of what elements of ``view`` are as ``dtype``."""
         if dtype in (view.dtype, target.dtype):
-            self.fill(view, first, target)
+            self.fill(view, first, target, later=later)
             return
         for at in range(0, target.numel(), _AT_ONCE):
             part = target[at : at + _AT_ONCE]
@@ -250,23 +267,26 @@ class Values:
             self.fill(view, first + at, rounded)
             part.copy_(rounded)
 
-    def fill(self, view: View, first: int, target: Tensor) -> None:
-        """Elements of ``view`` from ``first`` on, in the order of its dimensions, → ``target`` (1-D), cast to it."""
+    def fill(self, view: View, first: int, target: Tensor, *, later: bool = False) -> None:
+        """Elements of ``view`` from ``first`` on, in the order of its dimensions, → ``target`` (1-D), cast to it.
+
+        later: ``target`` may be filled as late as ``finish`` returns.
+        """
         for begin, count, done in _runs(view, first, target.numel(), self._whole_below(view)):
             if begin < 0:
                 flat = self.whole(view).reshape(-1)
                 target[done : done + count].copy_(flat[first + done : first + done + count])
             else:
-                self._fill_storage(view, begin, target[done : done + count])
+                self._fill_storage(view, begin, target[done : done + count], later=later)
 
     def _whole_below(self, view: View) -> int:
         return _SHORT if view.numel > _SHORT else 0
 
-    def _fill_storage(self, view: View, begin: int, target: Tensor) -> None:
+    def _fill_storage(self, view: View, begin: int, target: Tensor, *, later: bool) -> None:
         """Elements of the storage of ``view``, which counts them in its dtype, from ``begin`` on."""
         storage = view.storage
         if storage in self._record.sources:
-            self._read(storage, view.dtype, begin, target)
+            self._read(storage, view.dtype, begin, target, later=later)
             return
         writers = self._record.writers.get(storage, [])
         step = self._step(writers[0]) if len(writers) == 1 else None
@@ -279,19 +299,22 @@ class Values:
             self._copy_whole(view, begin, target)
             return
         for source, first, done, count in parts:
-            self.fill_rounded(source, made.dtype, first, target[done : done + count])
+            self.fill_rounded(source, made.dtype, first, target[done : done + count], later=later)
 
     def _copy_whole(self, view: View, begin: int, target: Tensor) -> None:
         flat = torch.empty(0, dtype=view.dtype).set_(self._storage(view.storage))
         target.copy_(flat[begin : begin + target.numel()])
 
-    def _read(self, storage: int, dtype: torch.dtype, begin: int, target: Tensor) -> None:
+    def _read(self, storage: int, dtype: torch.dtype, begin: int, target: Tensor, *, later: bool) -> None:
         reader, name = self._record.sources[storage]
         own = reader.tensors[name].dtype
         if own != dtype:
             self._copy_whole(View(storage, dtype, (), (), 0), begin, target)
         elif target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            reader.read(name, begin, target)
+            if later and isinstance(reader, ReadsAhead):
+                reader.begin_read(name, begin, target)
+            else:
+                reader.read(name, begin, target)
         else:
             for at in range(0, target.numel(), 4 * _AT_ONCE):
                 part = target[at : at + 4 * _AT_ONCE]

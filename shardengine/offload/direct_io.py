@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where there is no room."""
 preadv, pwritev, fallocate, fsync = os.preadv, os.pwritev, os.posix_fallocate, os.fdatasync
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_LIBC = ctypes.CDLL(None)
+_LOWEST_BIT = bytes(state & 1 for state in range(256))
+_PRIVATE = mmap.PROT_READ | mmap.PROT_WRITE  # of pages that nobody writes: ctypes asks for it
 _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -48,13 +52,37 @@ def read(file: int, parts: Sequence[memoryview], offset: int, least: int) -> int
 
 
 def read_cached(file: int, part: memoryview, offset: int) -> int:
-    """Of what is to fill ``part``, take what the page cache has, up to the first byte that it has not; how many."""
+    """Of what is to fill ``part``, take what the page cache has, up to the first page that it has not; how many bytes.
+
+    Nothing is asked for that is not there: that would make the system read ahead, at the cost of what reads past it.
+    """
+    count = _cached(file, offset, len(part))
     try:
-        return preadv(file, [part], offset, getattr(os, "RWF_NOWAIT", 0))
+        return preadv(file, [part[:count]], offset, getattr(os, "RWF_NOWAIT", 0)) if count else 0
     except OSError as error:
         if error.errno in (errno.EAGAIN, *_UNABLE):
             return 0
         raise
+
+
+def _cached(file: int, offset: int, length: int) -> int:
+    """How many of the bytes [offset, offset + length) that come first are in the page cache; all where nobody says."""
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    end = min(offset + length, os.fstat(file).st_size)
+    if end <= offset:
+        return 0
+    states = (ctypes.c_ubyte * -(-(end - start) // mmap.PAGESIZE))()
+    try:
+        with mmap.mmap(file, end - start, mmap.MAP_PRIVATE, _PRIVATE, offset=start) as window:
+            first = ctypes.c_ubyte.from_buffer(window)
+            failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(end - start), states)
+            del first
+    except (OSError, ValueError, TypeError, AttributeError):
+        return length
+    missing = bytes(states).translate(_LOWEST_BIT).find(0)
+    if failed or missing < 0:
+        return length
+    return max(0, min(length, start + missing * mmap.PAGESIZE - offset))
 
 
 def write(file: int, parts: Sequence[memoryview], offset: int) -> None:

@@ -52,6 +52,10 @@ class ShardStore(ABC):
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep copies of ``tensors``, too: flat, of one length, new names."""
 
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """As ``add``, of tensors that nobody else has: their memory may become the store's."""
+        self.add(tensors)
+
     @abstractmethod
     def add_zeros(self, forms: Forms) -> None:
         """Keep zeros, too: new names."""
@@ -131,6 +135,14 @@ class MemoryStore(ShardStore):
         """See ``ShardStore``."""
         for name, tensor in tensors.items():
             self._tensors[name] = self._new(tensor.numel(), tensor.dtype).copy_(tensor)
+        self._count(tensors)
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """See ``ShardStore``."""
+        if self.away:
+            self.add(tensors)
+            return
+        self._tensors |= tensors
         self._count(tensors)
 
     def add_zeros(self, forms: Forms) -> None:

@@ -187,19 +187,30 @@ class Adafactor(Arithmetic):
             gradient, form = _gradient(each.flats, each.span, each.factor), _form(specs[each.number])
             squares = squares_of_slice(form, gradient, each.span.first)
             weight = each.flats["weight"][each.span.start : each.span.end].float()
-            _add(parts, each, torch.cat([squares, exact_sum_of_squares(weight).view(2, 1)], dim=1), sums)
+            add_slice(parts, each, torch.cat([squares, exact_sum_of_squares(weight).view(2, 1)], dim=1), sums)
         found = sums.add(parts, sums_of)
-        for number, size in _sizes({n: whole[-1:] for n, whole in found.items()}, specs).items():
-            options = _Options.of(groups[specs[number].group], steps[number])
+        for number, size in _root_mean_squares({n: each[-1:] for n, each in found.items()}, specs).items():
+            options = self._options(groups, specs[number].group, steps[number])
             self._new[specs[number].name] = self._advance(specs[number], options, found[number][:-1], size)
         parts = {}
         for each in sums.slices(weights=False):
             gradient, spec = _gradient(each.flats, each.span, each.factor), specs[each.number]
             part = squares_of_direction(_form(spec), gradient, each.span.first, *self._how(spec, gradient.device))
-            _add(parts, each, part.view(2, 1), sums)
-        for number, size in _sizes(sums.add(parts, lambda _: 1), specs).items():
+            add_slice(parts, each, part.view(2, 1), sums)
+        for number, size in _root_mean_squares(sums.add(parts, lambda _: 1), specs).items():
             new = self._new[specs[number].name]
             new.divisor = max(1.0, size / new.options.threshold)
+
+    def _options(self, groups: Sequence[dict[str, Any]], index: int, step: int) -> _Options:
+        try:
+            self.check_options(groups[index], "step", index, groups[0])
+            return _Options.of(groups[index], step)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            options = {key: value for key, value in groups[index].items() if key not in ("params", "param_names")}
+            raise UsageError(
+                f"step: optimizer group {index} has other options than {self.kind} takes: expected those that its "
+                f"class was made with, numbers where they were numbers, got {str(options)[:300]} ({error})"
+            ) from error
 
     def _advance(self, spec: ParameterSpec, options: _Options, found: Tensor, size: float) -> _New:
         """What is kept after this step. found: sums of squares of the gradient's rows, then of its columns · size: as
@@ -286,7 +297,7 @@ def _gradient(flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) ->
     return given if factor is None else given * factor
 
 
-def _sizes(squares: Mapping[int, Tensor], specs: Mapping[int, ParameterSpec]) -> dict[int, float]:
+def _root_mean_squares(squares: Mapping[int, Tensor], specs: Mapping[int, ParameterSpec]) -> dict[int, float]:
     """Number of each parameter → a root mean square, from the sum of its squares, [1]. The host waits, once."""
     found = torch.cat(list(squares.values())).tolist() if squares else []
     return {number: math.sqrt(sum_of / specs[number].numel) for number, sum_of in zip(squares, found, strict=True)}
@@ -296,11 +307,11 @@ def _inverse_root(values: Tensor) -> Tensor:
     return values.sqrt().reciprocal()
 
 
-def _add(parts: dict[int, Tensor], each: Stepped, part: Tensor, sums: WholeSums) -> None:
+def add_slice(parts: dict[int, Tensor], each: Stepped, part: Tensor, sums: WholeSums) -> None:
     """``part``, sums of a slice, joins those of the slices before it."""
     near = part.to(sums.device)
     parts[each.number] = join_sums(parts[each.number], near) if each.number in parts else near
 
 
 def _number(rate: Any) -> float:
-    return float(rate) if rate is not None else 0.0
+    return math.nan if rate is None else float(rate)  # where it is None, it is not used

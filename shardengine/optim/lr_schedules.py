@@ -108,6 +108,11 @@ def check_extended(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def make(given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer) -> Any:
     """The scheduler over ``optimizer``: ``given`` (one, or a function from the optimizer to one), else the config's."""
+    if given is None and config is not None and any(group.get("relative_step") for group in optimizer.param_groups):
+        raise UsageError(
+            f"scheduler: expected none, got {config.type}: with relative_step=True the optimizer finds its learning "
+            "rate itself; set relative_step=False and give it lr="
+        )
     if given is None:
         return None if config is None else build(config, optimizer)
     scheduler = given if isinstance(given, lr_scheduler.LRScheduler) else given(optimizer)

@@ -66,8 +66,7 @@ class Needs:
         if not self.by_sums:
             return matrices.Plan(layout, self.whole, state).bytes_beside(rank)
         plan = sums.plan_of(layout, len(self.families), state)
-        kept = self.bytes_kept_whole(layout)
-        return 5 * kept + sums.bytes_on_way(plan, rank)
+        return 3 * self.bytes_kept_whole(layout) + sums.bytes_on_way(plan, rank) + sums.bytes_of_largest(plan, rank)
 
     def bytes_sent(self, layout: Layout, state: Placement, rank: int) -> int:
         """Bytes that ``rank`` sends for them in a step in which every parameter has a gradient."""

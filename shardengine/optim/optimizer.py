@@ -307,7 +307,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if tuple(map(self.arithmetic.family, self.param_groups)) != self._families:
             raise UsageError("optimizer: use_muon of a group was changed after initialize, expected it to stay")
         if any(self._missing_states(state.bucket) for state in self._reducer.buckets):
-            raise UsageError("SGD: momentum was raised from 0 after initialize; expected momentum from the start")
+            raise UsageError(
+                "SGD: momentum was raised from 0 after initialize; expected momentum from the start"
+                if self.kind == "SGD"
+                else f"{self.kind}: with an option that was changed after initialize it keeps more of each element; "
+                "expected that option from the start"
+            )
         for each in self.hooked:  # torch's schedulers warn where no step came before theirs
             each.__dict__["_opt_called"] = True
         self.await_reader()
@@ -367,7 +372,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What is kept of bucket number ``index``, with its gradient and, if asked, its weights; the gradient's
         factor."""
         state = self._reducer.buckets[index]
-        bucket, update = state.bucket, self.update or Update()
+        bucket, update = state.bucket, self.update
+        if update is None:
+            raise InternalError("a bucket is read for a step that has not begun")
         store = bucket.state_store
         held = dict(store.check_out())
         if weights:

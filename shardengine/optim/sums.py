@@ -1,10 +1,11 @@
 """Sums over whole parameters out of the slices of all ranks, for the optimizers whose step needs them.
 
-Owns: who adds up what, and the messages. Must not know: what is summed, what is done with it.
+Owns: who adds up what, how many sums a parameter has, and the messages. Must not know: what is done with them.
 
 [Note: Owners of sums] Each rank adds up what it has of a parameter, exactly (``kernels.factored``), and sends that to
 the parameter's owner, 16 bytes for a sum; the owner adds what the ranks have sent, and sends the sums to all, 8 bytes
-each. Both are one message for all parameters. Where every rank steps everything nothing is sent: the sums are the same.
+each. Both are one message for all parameters, each time that sums are asked for. Where every rank steps everything
+nothing is sent: the sums are the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from shardengine.stages import Placement
 
 _SUM, _PARTIAL = 8, 16
 """Bytes of a sum, and of what a rank has of one."""
+_MADE, _OF_CUT, _OF_SCATTERED = 64, 12, 48
+"""Bytes at one moment: per sum while new states are made of it; per element of a cut; and of a parameter whose rows are
+scattered, in fp64 and twice."""
 
 
 Read = Callable[[int, bool], AbstractContextManager[tuple[Mapping[str, Tensor], Tensor | None]]]
@@ -66,6 +70,15 @@ def bytes_on_way(plan: Plan, rank: int) -> int:
         length_of(n) for n in plan.specs for r in range(plan.ranks) if plan.owners[n] == rank and plan.cuts(n, r)
     )
     return _PARTIAL * (2 * here + owned) + _SUM * sum(map(length_of, plan.specs))
+
+
+def bytes_of_largest(plan: Plan, rank: int) -> int:
+    """Bytes that ``rank`` takes for one parameter at one moment, at most: what is made of its sums, or of its gradient,
+    of which a cut is there with its factor and as a direction, and all of it where its rows are scattered."""
+    sums = max((_MADE * sums_of(spec) for spec in plan.specs.values()), default=0)
+    cuts = max((cut.length for number in plan.specs for cut in plan.cuts(number, rank)), default=0)
+    scattered = [spec.numel for spec in plan.specs.values() if Factored(spec.shape, spec.order).scattered]
+    return sums + _OF_CUT * cuts + _OF_SCATTERED * max(scattered, default=0)
 
 
 class Sums:

@@ -96,6 +96,8 @@ def place(
                 if source is not None and not mesh.platform.is_apart:
                     mesh.platform.free_cached()  # malloc would leave holes between the shards, one per unit
             units.append(unit)
+        if source is not None:
+            source.finish()
     return units
 
 
@@ -182,6 +184,9 @@ class _Filling:
 
     def from_source(self, bucket: Bucket, source: Source) -> None:
         """This rank's slice of the values; all slices where they will rest replicated ([Note: From a source])."""
+        if self._weights is Placement.SHARDED and bucket.state is Placement.SHARDED and bucket.rests_apart:
+            self._shard_from(bucket, source)
+            return
         full, layout = self._values_of(bucket), bucket.layout
         interval = layout.interval(Placement.SHARDED, bucket.rank)
         for piece in self._layout.pieces_within(layout, interval):
@@ -195,6 +200,25 @@ class _Filling:
         for each in sent:
             self._collectives.move(each, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.START).wait()
         self._end(bucket, full)
+
+    def _shard_from(self, bucket: Bucket, source: Source) -> None:
+        """This rank's slice, straight to where it will rest: the bucket's full length is not touched."""
+        layout, flat_buffer = bucket.layout, bucket.flat_buffer
+        first, last = layout.interval(Placement.SHARDED, bucket.rank)
+        dtype = torch.float32 if self._masters else bucket.full.dtype
+        own, end = torch.empty(last - first, dtype=dtype, device=bucket.full.device), first
+        master = master_dtype_of(bucket, self._which)
+        waits = master is not None or dtype != bucket.full.dtype or flat_buffer.homes.weights is not None
+        for piece in self._layout.pieces_within(layout, (first, last)):
+            parameter, spec = self._by_index[piece.parameter].parameter, self._layout.parameters[piece.parameter]
+            own[end - first : piece.start - first].zero_()
+            end = piece.end
+            source.fill(parameter, spec.order, piece.offset, own[piece.start - first : end - first], later=True)
+        own[end - first :].zero_()
+        if waits:
+            source.finish()
+        bucket.adopt_slice(own, master, flat_buffer.homes.weights)
+        self._show(bucket)
 
     def _values_of(self, bucket: Bucket) -> Tensor:
         """Memory for the values of ``bucket``: its own, or where master weights will keep them unrounded, fp32."""
@@ -211,6 +235,10 @@ class _Filling:
     def _end(self, bucket: Bucket, full: Tensor) -> None:
         """``bucket`` has its values: so have its master weights, and the parameters that end in it show them."""
         begin_master(bucket, full, self._which)
+        self._show(bucket)
+
+    def _show(self, bucket: Bucket) -> None:
+        """The parameters that end in ``bucket`` show their place in it."""
         for piece in self._layout.pieces(bucket.layout):
             if piece.offset_end == self._layout.parameters[piece.parameter].numel:
                 member = self._by_index[piece.parameter]
@@ -257,7 +285,12 @@ def _show_outside(left: LeftShards, outside: Iterable[nn.Parameter], collectives
 
 def begin_master(bucket: Bucket, values: Tensor, which: Precision) -> None:
     """Master weights of ``bucket`` with ``values``, where an optimizer steps it and not its weights themselves."""
-    flat_buffer = bucket.flat_buffer
-    dtype = which.master_dtype(flat_buffer.dtype, copied=flat_buffer.homes.needs_copy(bucket.layout.index))
-    if flat_buffer.is_stepped and dtype is not None:
+    if (dtype := master_dtype_of(bucket, which)) is not None:
         bucket.begin_master(values, dtype)
+
+
+def master_dtype_of(bucket: Bucket, which: Precision) -> torch.dtype | None:
+    """The dtype of its master weights; None where there are none."""
+    flat_buffer = bucket.flat_buffer
+    copied = flat_buffer.homes.needs_copy(bucket.layout.index)
+    return which.master_dtype(flat_buffer.dtype, copied=copied) if flat_buffer.is_stepped else None

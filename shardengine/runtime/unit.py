@@ -128,7 +128,7 @@ class Unit:
         """
         for flat_buffer in self.flat_buffers:
             for bucket in flat_buffer.buckets:
-                if bucket.layout.slice_length < bucket.layout.length or flat_buffer.homes.weights is not None:
+                if bucket.weight_store is None and bucket.rests_apart:
                     bucket.detach_shard(flat_buffer.homes.weights)
         self.reshard()
 

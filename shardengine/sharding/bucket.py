@@ -88,6 +88,20 @@ class Bucket:
         stepped = full if self.state is Placement.REPLICATED else self.own_slice(full)
         self.state_store.add({MASTER: stepped.to(dtype)})
 
+    def adopt_slice(self, own: Tensor, master: torch.dtype | None, tier: Tier | None) -> None:
+        """From the start the shard is in memory of its own, or in ``tier``, and so are master weights, where these have
+        a dtype (master). own: the values of this rank's slice, which nobody else has, in the weights' dtype or
+        unrounded."""
+        shard = own.to(self.full.dtype)
+        if master is not None:
+            kept = own.to(master)
+            self.state_store.adopt({MASTER: kept.clone() if kept is shard else kept})
+        self.weight_store = self._new_weight_store(tier)
+        self.weight_store.adopt({SHARD: shard})
+
+    def _new_weight_store(self, tier: Tier | None) -> ShardStore:
+        return MemoryStore(self.flat_buffer.platform) if tier is None else tier.store()
+
     def begin_states(self, forms: Mapping[str, StateForm]) -> None:
         """Zeros for each optimizer state, of what this rank steps."""
         count = self.layout.elements(self.state)
@@ -118,9 +132,14 @@ class Bucket:
             return self.own_slice(self.full)
         return self.weight_store.tensors(writable=writable)[SHARD]
 
+    @property
+    def rests_apart(self) -> bool:
+        """Whether a shard needs memory of its own: at one rank, in the device's memory, ``full`` is it."""
+        return self.layout.slice_length < self.layout.length or self.flat_buffer.homes.weights is not None
+
     def detach_shard(self, tier: Tier | None = None) -> None:
         """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
-        store = MemoryStore(self.flat_buffer.platform) if tier is None else tier.store()
+        store = self._new_weight_store(tier)
         store.add({SHARD: self.own_slice(self.full)})
         self.weight_store = store
 

@@ -6,7 +6,9 @@ Owns: equality with ``Net()`` and ``load_state_dict`` on the CPU, random states,
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +22,14 @@ import shardengine
 from shardengine.errors import MismatchError, UsageError
 from shardengine.loading import SafetensorsFiles
 from shardengine.offload import direct_io
-from tests.support import cases
+from tests.support import HANG_S, cases
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
-save_file = pytest.importorskip("safetensors.torch").save_file
+save_file, load_file = (
+    pytest.importorskip("safetensors.torch").save_file,
+    pytest.importorskip("safetensors.torch").load_file,
+)
 WIDTH, MIB = 16, 1 << 20
 
 
@@ -425,3 +430,83 @@ def test_a_failure_of_one_rank_is_one_of_all(pools: Pools, tmp_path: Path) -> No
     save_file({name: value + 1 for name, value in Small().state_dict().items()}, tmp_path / "other/model.safetensors")
     for said in pools(2).run(one_rank_alone, str(tmp_path), "other"):
         assert "way in which weights get values" in said and "model.safetensors: " in said
+
+
+def test_reads_that_were_begun_are_there_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held up until everything was asked for, from more files than are open at one time; what is missing, or cannot be
+    read, is said at the end."""
+    state = {f"{number}.{name}": torch.randn(700) for number in range(70) for name in "ab"}
+    for number in range(70):
+        part = {key: value for key, value in state.items() if key.startswith(f"{number}.")}
+        save_file(part, tmp_path / f"{number}.safetensors")
+    files, go_on, ordinarily = SafetensorsFiles.of(tmp_path), threading.Event(), direct_io.read_cached
+
+    def held_up(*args: Any) -> int:
+        assert go_on.wait(HANG_S)
+        return ordinarily(*args)
+
+    monkeypatch.setattr(direct_io, "read_cached", held_up)
+    found = {name: torch.full((600,), torch.nan) for name in list(state)[:40]}
+    for name, target in found.items():
+        files.begin_read(name, 50, target)
+    assert all(target.isnan().all() for target in found.values())
+    go_on.set()
+    more = {name: torch.full((600,), torch.nan) for name in list(state)[40:]}
+    for name, target in more.items():
+        files.begin_read(name, 50, target)
+    files.finish()
+    for name, target in (found | more).items():
+        assert torch.equal(target, state[name][50:650]), name
+    last = tmp_path / "69.safetensors"
+    os.truncate(last, last.stat().st_size - 400)
+    for name in ("69.a", "69.b"):
+        files.begin_read(name, 0, torch.empty(700))
+    with pytest.raises(UsageError, match=r"69\.safetensors: it ends inside of '69\.[ab]'"):
+        files.finish()
+    files.finish()
+    files.close()
+
+
+def begun_late(folder: str, zero: dict[str, Any], low: dict[str, Any]) -> bool:
+    """Whether all weights are there when ``initialize`` returns; reads are held up until somebody waits for them."""
+    go_on, cached, finish, patch = (
+        threading.Event(),
+        direct_io.read_cached,
+        SafetensorsFiles.finish,
+        pytest.MonkeyPatch(),
+    )
+
+    def held_up(*args: Any) -> int:
+        assert go_on.wait(HANG_S)
+        return cached(*args)
+
+    def awaited(files: SafetensorsFiles) -> None:
+        go_on.set()
+        finish(files)
+
+    patch.setattr(direct_io, "read_cached", held_up)
+    patch.setattr(SafetensorsFiles, "finish", awaited)
+    with shardengine.meta_init():
+        model = Small()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    config: dict[str, Any] = {**cases.config_of("3", zero=zero), **low}
+    engine = shardengine.initialize(model, config, optimizer=sgd, weights=folder, mesh=cases.mesh_of_this_process())
+    patch.undo()
+    state, same = load_file(f"{folder}/model.safetensors"), True
+    with engine.full_optimizer_state() as whole:
+        for name, value in state.items() if engine.rank == 0 else ():
+            same &= torch.equal((whole[name] or {})["weight"], value)
+    for name, value in engine.state_dict().items():
+        same &= torch.equal(value, state[name].to(value.dtype))
+    engine.close()
+    return same
+
+
+@pytest.mark.parametrize("low", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize(("ranks", "tier"), [(2, "none"), (1, "cpu"), (2, "cpu")])
+def test_an_engine_begins_when_all_is_read(
+    pools: Pools, tmp_path: Path, low: dict[str, Any], tier: str, ranks: int
+) -> None:
+    save_file(Small().state_dict(), tmp_path / "model.safetensors")
+    zero = {} if tier == "none" else {"offload_param": {"device": tier}, "offload_optimizer": {"device": tier}}
+    assert all(pools(ranks).run(begun_late, str(tmp_path), zero, low))

@@ -110,16 +110,17 @@ def test_a_sum_of_all_squares_is_exact(own: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("own", OWN, ids=name_of)
-def test_cuts_change_nothing_where_numbers_are_far_apart(own: Any) -> None:
+@pytest.mark.parametrize("shape", [(6, 3000), (18_000,), (6, 3000, 1), (3000, 6)])
+def test_cuts_change_nothing_where_numbers_are_far_apart(own: Any, shape: tuple[int, ...]) -> None:
     """Squares of which one has nothing of another in 106 bits."""
-    values = numbers((6, 3000), 3, decades=36).reshape(-1)
-    form, found = Factored((6, 3000)), []
+    values = numbers((18_000,), 3, decades=36)
+    form, found = Factored(shape), []
     for cuts in (*places(18_000), [*range(0, 18_000, 16), 18_000]):
         parts = [own.squares_of_slice(form, values[a:b], a) for a, b in itertools.pairwise(cuts)]
         for total in (parts, parts[::-1]):
             found.append(functools.reduce(join_sums, total)[0])
     assert all(torch.equal(found[0], each) for each in found)
-    for row in range(6):
+    for row in range(6) if shape == (6, 3000) else ():
         exact = sum(Fraction(value) ** 2 for value in values[row * 3000 : (row + 1) * 3000].tolist())
         assert abs(Fraction(found[0][row].item()) - exact) <= exact * Fraction(1, 1 << 53)
 

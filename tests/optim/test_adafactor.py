@@ -6,8 +6,11 @@ The arithmetic at every stage is compared in ``tests/parity/test_adafactor.py``.
 from __future__ import annotations
 
 import copy
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +20,12 @@ from transformers.optimization import Adafactor as Transformers
 
 import shardengine
 from shardengine.app.cli import main
-from shardengine.errors import ConfigError, MismatchError, UsageError
-from shardengine.kernels import Factored
+from shardengine.checkpoint import directory, index
+from shardengine.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from shardengine.interchange.stored import Stored
+from shardengine.kernels import Factored, Span
+from shardengine.optim.adafactor import add_slice
+from shardengine.optim.arithmetic import Stepped
 from tests.interchange import test_export_elsewhere as elsewhere
 from tests.stages.test_traffic import counted
 from tests.support import adafactor_cases as adafactor
@@ -173,6 +180,154 @@ def test_dcp_asks_for_all_of_it() -> None:
     second.close()
 
 
+def go_on_from(form: str, stage: str) -> tuple[bool, list[Any]]:
+    """Rank 0 alone has plain torch's dict; what this rank has then, whether all of it is that, and its pieces."""
+    network, optimizer = made(form)
+    plain(network, optimizer, 0, 3)
+    engine = adafactor.engine_of(form, config(stage))
+    assert engine.optimizer is not None
+    engine.optimizer.load_state_dict(optimizer.state_dict() if engine.rank == 0 else {})
+    same = True
+    with engine.full_optimizer_state() as whole:
+        for name, parameter in network.named_parameters():
+            for key, value in (whole[name] or {}).items():
+                if key in adafactor.NAMES[form]:
+                    same &= torch.equal(value, optimizer.state[parameter][key])
+    state = cases.local_state(engine)
+    engine.close()
+    return same, state
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_rank_has_what_rank_0_is_given(pools: Pools, form: str) -> None:
+    results = pools(3).run(go_on_from, form, "2")
+    assert all(same for same, _ in results)
+    whole = cases.assemble([state for _, state in results])
+    rows = adafactor.NAMES[form][0]
+    assert (whole["out.weight", rows] > 0).all()
+
+
+def save(folder: str) -> None:
+    engine = adafactor.engine_of("torch", config("3"), "odd")
+    cases.run_steps(engine, 2, adafactor.odd_loss)
+    engine.save_checkpoint(folder, tag="a")
+    engine.close()
+
+
+def test_a_checkpoint_has_each_of_them_once(pools: Pools, tmp_path: Path) -> None:
+    """Also those of weights that lie by channels, which are read and exported in their own order."""
+    pools(3).run(save, str(tmp_path))
+    files: set[str] = set()
+    with Stored(tmp_path / "a") as stored:
+        for name, kinds in stored.index["tensors"].items():
+            for key, row in kinds.items():
+                if key in adafactor.NAMES["torch"]:
+                    assert len(row["pieces"]) == 1, (name, key)
+                    files.add(row["pieces"][0][0])
+                    assert list(stored.whole(name, key).shape) == stored.index["optimizer"]["whole"][name][key]
+        assert len(files) == 3
+        network = adafactor.make_odd()
+        optimizer = adafactor.make("torch", [p for p in network.parameters() if p.requires_grad])
+        engine = adafactor.engine_of("torch", config("1"), "odd")
+        with pytest.warns(UserWarning, match="the global batch was 3 samples"):
+            engine.load_checkpoint(str(tmp_path), tag="a")
+        assert engine.optimizer is not None
+        optimizer.load_state_dict(engine.optimizer.state_dict())
+        state = {name: optimizer.state[p] for name, p in network.named_parameters() if p.requires_grad}
+        for name in ("conv.weight", "turned", "experts"):
+            for key in ("row_var", "col_var"):
+                assert torch.equal(stored.whole(name, key), state[name][key]), (name, key)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda whole: whole["out.weight"].update(row_var=[1, 3]),
+            r"of shape \[3, 1\], the checkpoint has .* \[1, 3\]",
+        ),
+        (lambda whole: whole["out.weight"].pop("row_var"), r"the checkpoint has float32 of shape None"),
+        (lambda whole: whole["out.weight"].update(row_var=[-3]), r"damaged or not of shardengine \(optimizer whole"),
+        (lambda whole: whole["out.weight"].update(row_var="3"), r"damaged or not of shardengine \(optimizer whole"),
+    ],
+)
+def test_an_index_that_says_something_else_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], said: str
+) -> None:
+    engine = adafactor.engine_of("torch", config())
+    cases.run_steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="a")
+    path = tmp_path / "a" / directory.INDEX
+    found = json.loads(path.read_text(encoding="utf-8"))["index"]
+    change(found["optimizer"]["whole"])
+    path.write_text(index.to_text(found), encoding="utf-8")
+    with pytest.raises((CheckpointError, UsageError), match=said):
+        engine.load_checkpoint(str(tmp_path), tag="a")
+    engine.close()
+
+
+def test_rates_that_are_found_in_each_step(tmp_path: Path) -> None:
+    """No learning rate: shown as NaN, saved, in dicts, and no schedule."""
+    first, second = (adafactor.engine_of("transformers", config(), warmup_init=True) for _ in range(2))
+    assert first.optimizer is not None and second.optimizer is not None
+    cases.run_steps(first, 2)
+    assert math.isnan(first.get_lr()[0])
+    second.load_state_dict(first.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    rows = [[cases.run_micro_batch(each, cases.loss_of, step, 0) for step in (2, 3)] for each in (first, second)]
+    assert rows[0] == rows[1]
+    second.optimizer.param_groups[0]["relative_step"] = False
+    with pytest.raises(UsageError, match=r"option 'lr' of optimizer group 0, is None"):
+        cases.run_micro_batch(second, cases.loss_of, 4, 0)
+    first.close()
+    second.close()
+    network = cases.make_mlp()
+    scheduled = config(scheduler={"type": "WarmupLR", "params": {}})
+    with pytest.raises(UsageError, match="with relative_step=True the optimizer finds its learning rate itself"):
+        shardengine.initialize(network, scheduled, optimizer=Transformers(network.parameters()))
+
+
+def test_a_rate_may_be_a_tensor() -> None:
+    number, tensor = (adafactor.engine_of("torch", config(), lr=rate) for rate in (0.25, torch.tensor(0.25)))
+    assert cases.run_steps(number, 2)["losses"] == cases.run_steps(tensor, 2)["losses"]
+    number.close()
+    tensor.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("eps", 1e-3, r"step: optimizer group 0 has other options than transformers.Adafactor takes"),
+        ("beta1", 0.9, r"transformers.Adafactor: with an option that was changed after initialize it keeps more"),
+        ("decay_rate", None, r"step: optimizer group 0 has other options"),
+    ],
+)
+def test_options_that_are_changed_to_what_they_cannot_be(option: str, value: Any, said: str) -> None:
+    engine = adafactor.engine_of("transformers", config())
+    assert engine.optimizer is not None
+    cases.run_steps(engine, 1)
+    before = {name: each.clone() for name, each in engine.state_dict().items()}
+    engine.optimizer.param_groups[0][option] = value
+    with pytest.raises(UsageError, match=said):
+        cases.run_micro_batch(engine, cases.loss_of, 1, 0)
+    assert all(torch.equal(before[name], each) for name, each in engine.state_dict().items())
+    engine.close()
+
+
+def test_a_group_of_another_kind_does_not_join() -> None:
+    network: Any = cases.make_mlp()
+    network.out.requires_grad_(False)
+    optimizer = adafactor.make("transformers", [p for p in network.parameters() if p.requires_grad])
+    engine = shardengine.initialize(network, config(), optimizer=optimizer, mesh=cases.mesh_of_this_process())
+    network.out.requires_grad_(True)
+    assert engine.optimizer is not None
+    options = {key: value for key, value in engine.optimizer.param_groups[0].items() if key != "params"}
+    with pytest.raises(UsageError, match=r"add_param_group: expected beta1 to be None in all groups"):
+        engine.optimizer.add_param_group({**options, "beta1": 0.9, "params": list(network.out.parameters())})
+    engine.close()
+
+
 # Bytes
 
 
@@ -291,9 +446,7 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
     with pytest.raises(UsageError, match="has already taken steps"):
         start(optimizer)
     network = cases.make_mlp()
-    with pytest.raises(
-        UsageError, match=r"option 'lr' of optimizer group 0, is None: expected a finite"
-    ):
+    with pytest.raises(UsageError, match=r"option 'lr' of optimizer group 0, is None: expected a finite"):
         start(Transformers(network.parameters(), relative_step=False))
     parameters = list(network.parameters())
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "beta1": 0.9}]
@@ -319,6 +472,66 @@ def test_a_checkpoint_of_one_form_is_none_of_the_other(tmp_path: Path) -> None:
         first.optimizer.load_state_dict(states)
     first.close()
     second.close()
+
+
+def peak(shape: tuple[int, ...], form: str, options: dict[str, Any], *, channels_last: bool) -> tuple[int, float]:
+    """Bytes that a step allocates at one moment, counted outside, and the bound that is said."""
+    weight = torch.randn(shape) / 30
+    network: Any = nn.Module()
+    network.weight = nn.Parameter(weight.to(memory_format=torch.channels_last) if channels_last else weight)
+    network.forward = lambda x: (network.weight * x).sum()
+    optimizer = adafactor.make(form, [network.weight], **options)
+    engine = shardengine.initialize(network, config("2", zero={"reduce_bucket_size": 1 << 20}), optimizer=optimizer)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(())))
+        engine.step()
+    engine.backward(engine(torch.ones(())))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        engine.step()
+    total = most = 0
+    results: Any = profile.profiler
+    for event in sorted(results.kineto_results.events(), key=lambda each: each.start_ns()):
+        total += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, total)
+    said = engine.memory()["predicted_buffer_bytes"]
+    engine.close()
+    return most, said
+
+
+@pytest.mark.parametrize(
+    ("shape", "form", "options", "channels_last"),
+    [((256, 1024), "torch", {}, False), ((64, 32, 3, 3), "torch", {}, False), ((64, 32, 3, 3), "torch", {}, True),
+     ((256, 1024), "transformers", {"lr": 0.1, "relative_step": False, "beta1": 0.9}, False),
+     ((65536,), "torch", {}, False)],
+)  # fmt: skip
+def test_a_step_takes_no_more_memory_than_is_said(
+    shape: tuple[int, ...], form: str, options: dict[str, Any], *, channels_last: bool
+) -> None:
+    most, said = peak(shape, form, options, channels_last=channels_last)
+    assert 0 < most <= said
+
+
+def frozen(stage: str) -> dict[str, float]:
+    engine = adafactor.engine_of("torch", config(stage), "odd")
+    cases.run_steps(engine, 1, adafactor.odd_loss)
+    found = engine.memory()
+    engine.close()
+    return found
+
+
+def test_what_is_frozen_has_no_rows_and_columns(pools: Pools) -> None:
+    for found in pools(2).run(frozen, "2"):
+        assert found["measured_model_state_bytes"] == found["predicted_model_state_bytes"]
+
+
+def test_parts_of_a_parameter_are_added_exactly() -> None:
+    """Several buckets of one rank: what a sum lacks is not lost."""
+    parts: dict[int, torch.Tensor] = {}
+    whole = SimpleNamespace(device=torch.device("cpu"))
+    each = Stepped(7, {}, Span(0, 1, 0), None)
+    for pair in ([1.0, 0.0], [2.0**-60, 0.0], [-1.0, 0.0]):
+        add_slice(parts, each, torch.tensor(pair, dtype=torch.float64).view(2, 1), whole)
+    assert parts[7][0].item() == 2.0**-60
 
 
 def test_sums_know_where_columns_lie_together() -> None:

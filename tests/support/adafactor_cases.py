@@ -26,6 +26,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "torch": [
         {"lr": 0.3, "eps": (0.02, 0.2), "d": 2.0, "beta2_decay": -0.5},
         {"lr": 1e-3, "eps": (0.0, 0.0), "maximize": True},
+        {"lr": 0.8, "weight_decay": 0.2},
     ],
     "transformers": [
         {"warmup_init": True},
