@@ -22,7 +22,14 @@ def test_a_tiny_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_ratio_is_of_plain_torch() -> None:
     row: dict[str, Any] = {"seconds": {"ours": [2.0] * 3, "plain": [4.0] * 3}, "trial_s": 0.05, "same_bits": True}
     rows = optimizers.summarise({"NAdam": {**row, "by": "its class"}})
-    assert optimizers.cells(rows) == [["NAdam", "its class", "50", "2000.0", "0.500 [0.500, 0.500]"]]
+    assert optimizers.cells(rows) == [["NAdam", "its class", "50", "2000.0", "0.500 [0.500, 0.500]", ""]]
+
+
+def test_beside_deepspeed() -> None:
+    whole = {"ours": [1.0] * 3, "deepspeed": [4.0] * 3}
+    seconds = {"ours": [1.0] * 3, "plain": [1.0] * 3}
+    row: dict[str, Any] = {"seconds": seconds, "whole": whole, "trial_s": 0.0, "same_bits": True, "by": "owners"}
+    assert optimizers.cells(optimizers.summarise({"Muon": row}))[0][-1] == "0.250 [0.250, 0.250]"
 
 
 def test_other_weights_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

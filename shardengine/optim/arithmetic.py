@@ -255,7 +255,15 @@ class Declared(Arithmetic):
         """See ``Arithmetic``."""
         noise = None if seed is None else Noise(seed, step)
         state_noise = Noise(self._seed, step) if self.draws else None
-        return KernelAction(kernels.rule_for(self.kind, group, step), noise, state_noise)
+        try:
+            rule = kernels.rule_for(self.kind, group, step)
+        except (TypeError, ValueError, KeyError) as error:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            raise UsageError(
+                f"optimizer group {index}: {self.kind} cannot be stepped with {str(options)[:300]}: expected its "
+                f"options as torch has them, numbers that are numbers ({type(error).__name__}: {error})"
+            ) from error
+        return KernelAction(rule, noise, state_noise)
 
     def forms(self, states: Iterable[str]) -> dict[str, StateForm]:
         """See ``Arithmetic``."""

@@ -70,7 +70,10 @@ def arithmetic_of(
         raise probe.already_stepped(name)
     if kind in ("Adam", "AdamW"):  # in torch each group's option decides, whatever the class
         kind = "AdamW" if optimizer.param_groups[0].get(DECOUPLED, kind == "AdamW") else "Adam"
-    return Declared(kind, kept_in, seed, splits=splits), notice
+    made = Declared(kind, kept_in, seed, splits=splits)
+    for number, group in enumerate(optimizer.param_groups):
+        made.action(group, number, 1, None)  # an option that is none is said now
+    return made, notice
 
 
 def _muon_of(

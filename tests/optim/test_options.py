@@ -199,3 +199,23 @@ def differing_later() -> str:
 def test_and_so_are_those_that_are_set_later(pools: Pools) -> None:
     for said in pools(2).run(differing_later):
         assert "the optimizer's options (learning rates and the like) differ between ranks" in said
+
+
+@pytest.mark.parametrize(("option", "value"), [("weight_decay", None), ("eps", "small"), ("betas", (0.9,))])
+def test_an_option_that_is_no_number_is_said_at_the_start_and_in_a_step(option: str, value: Any) -> None:
+    network = cases.make_mlp()
+    optimizer = torch.optim.AdamW(network.parameters())
+    good = optimizer.param_groups[0][option]
+    said = f"optimizer group 0: AdamW cannot be stepped with .*{option}"
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(UsageError, match=said):
+        shardengine.initialize(network, cases.config_of("1"), optimizer=optimizer)
+    optimizer.param_groups[0][option] = good
+    engine = shardengine.initialize(network, cases.config_of("1"), optimizer=optimizer)
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0][option] = value
+    with pytest.raises(UsageError, match=said):
+        cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    engine.optimizer.param_groups[0][option] = good
+    engine.step()
+    engine.close()
