@@ -81,7 +81,7 @@ def convergence(precision: str, label: str, name: str = "convergence") -> str:
 def loading() -> str:
     """The table of loading."""
     lines = []
-    found = result("load-epyc-2core")
+    found = result("load-xeon-2core")
     names = {found["disk"]: "*the disk*", "shardengine": "**shardengine**"}
     for name, row in found["rows"].items():
         if name.startswith("plainly") and name != found["disk"]:
@@ -96,22 +96,23 @@ def loading() -> str:
 def optimizers() -> str:
     """The table of classes of optimizers."""
     lines = []
-    for name, row in result("optimizers-epyc-2core")["rows"].items():
+    for name, row in result("optimizers-xeon-2core")["rows"].items():
         by = "the kernels" if row["by"] == "kernels" else row["by"]
         trial = f"{row['trial_s'] * 1e3:.0f}" if row["trial_s"] else ""
-        lines.append(f"| {name} | {by} | {interval(row['of_plain'], 3)} | {trial} |")
+        other = interval(row["of_deepspeed"], 3) if "of_deepspeed" in row else ""
+        lines.append(f"| {name} | {by} | {interval(row['of_plain'], 3)} | {other} | {trial} |")
     return " ".join(" ".join(lines).split())
 
 
 def states(part: str, name: str) -> Any:
     """A row of one thread."""
-    rows = result("states-epyc-2core")["threads"]["1"]
+    rows = result("states-xeon-2core")["threads"]["1"]
     return next((row for row in rows if (row["part"], row["name"]) == (part, name)), None)
 
 
 def states_table() -> str:
     """The table of a step with states in fewer bytes."""
-    peers = {f"8 bits, {name} {version}": name for name, version in result("states-epyc-2core")["peers"].items()}
+    peers = {f"8 bits, {name} {version}": name for name, version in result("states-xeon-2core")["peers"].items()}
     lines = []
     for shown, name in ({"fp32": "fp32", "bf16": "bf16", "8 bits": "8bit"} | peers).items():
         cells = [shown]
@@ -147,7 +148,7 @@ def long_runs() -> str:
 def kept_on_disk() -> str:
     """The table of states in fewer bytes on a disk."""
     lines = []
-    for name, row in result("nvme-epyc-2core")["kept"].items():
+    for name, row in result("nvme-xeon-2core")["kept"].items():
         if row.get("base"):
             numbers = [f"{row['bytes']:.2f}", f"{row['states_fewer']:.2f}", interval(row["speed"], 2)]
             lines.append(f"| {' | '.join([name, *numbers])} | {row['at_most']:.2f} |")
@@ -226,12 +227,12 @@ README, LIMITS = "README.md", "docs/limits.md"
 QUOTES: list[tuple[str, Callable[[], str]]] = [
     (BENCHMARKS, other_runs),
     (BENCHMARKS, loading),
-    (BENCHMARKS, lambda: f"A Llama of {result('load-epyc-2core')['file_bytes'] / 1e9:.2f} GB"),
+    (BENCHMARKS, lambda: f"A Llama of {result('load-xeon-2core')['file_bytes'] / 1e9:.2f} GB"),
     (BENCHMARKS, lambda: f"{size('step-epyc-2core'):.0f}M parameters, fp32, AdamW, clip 1.0, 4 × 128 tokens"),
     (BENCHMARKS, lambda: f"In each of {result('step-epyc-2core')['rounds']} rounds the variants of one library"),
-    (BENCHMARKS, lambda: f"class in plain torch, {size('optimizers-epyc-2core'):.0f}M parameters"),
-    (BENCHMARKS, lambda: f"2 cores, {size('nvme-epyc-2core'):.0f}M parameters)"),
-    (BENCHMARKS, lambda: f"{result('states-epyc-2core')['parameters'] / 1e6:.1f}M parameters, 1 thread without"),
+    (BENCHMARKS, lambda: f"class in plain torch, {size('optimizers-xeon-2core'):.0f}M parameters"),
+    (BENCHMARKS, lambda: f"2 cores, {size('nvme-xeon-2core'):.0f}M parameters)"),
+    (BENCHMARKS, lambda: f"{result('states-xeon-2core')['parameters'] / 1e6:.1f}M parameters, 1 thread with"),
     (BENCHMARKS, lambda: f"{result('adam-xeon-2core')['parameters'] / 1e6:.0f}M parameters, 1 thread with AVX-512"),
     (README, lambda: f"GPT-2 with {size('step-epyc-2core'):.0f}M parameters, fp32, AdamW, 2 ranks with 1 CPU thread"),
     (README, lambda: f"DeepSpeed {result('step-epyc-2core')['packages']['deepspeed']}; medians"),
