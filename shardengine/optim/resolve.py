@@ -82,11 +82,7 @@ def _muon_of(
     """``arithmetic_of`` for Muon, alone or with AdamW."""
     if optimizer.state:
         raise probe.already_stepped(name)
-    if splits:
-        raise UsageError(
-            f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
-            "that key to false"
-        )
+    _refuse_split_masters(name, splits=splits)
     if kept_in != "fp32" and all(map(uses_muon, optimizer.param_groups)):
         raise UsageError(
             f'data_types.optimizer_state_dtype: expected "fp32" for {name}, whose momentum is kept in fp32, got '
@@ -103,11 +99,7 @@ def _adafactor_of(optimizer: torch.optim.Optimizer, kind: str, kept_in: str, *, 
     name = name_of(type(optimizer))
     if optimizer.state:
         raise probe.already_stepped(name)
-    if splits:
-        raise UsageError(
-            f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
-            "that key to false"
-        )
+    _refuse_split_masters(name, splits=splits)
     if kept_in != "fp32":
         raise UsageError(
             f'data_types.optimizer_state_dtype: expected "fp32" for {name}, which keeps rows and columns alone, got '
@@ -117,6 +109,14 @@ def _adafactor_of(optimizer: torch.optim.Optimizer, kind: str, kept_in: str, *, 
     for number, group in enumerate(optimizer.param_groups):
         made.check_options(group, f"optimizer {name}", number, optimizer.param_groups[0])
     return made
+
+
+def _refuse_split_masters(name: str, *, splits: bool) -> None:
+    if splits:
+        raise UsageError(
+            f"bf16.split_masters: expected AdamW, Adam, SGD or Lion, got {name}, which steps fp32 master weights; set "
+            "that key to false"
+        )
 
 
 def name_of(made_by: type[torch.optim.Optimizer]) -> str:

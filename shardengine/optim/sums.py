@@ -28,8 +28,6 @@ _SUM, _PARTIAL = 8, 16
 _MADE, _OF_CUT, _OF_SCATTERED = 64, 12, 48
 """Bytes at one moment: per sum while new states are made of it; per element of a cut; and of a parameter whose rows are
 scattered, in fp64 and twice."""
-
-
 Read = Callable[[int, bool], AbstractContextManager[tuple[Mapping[str, Tensor], Tensor | None]]]
 """Lends what this rank keeps of a bucket, by its number, gradient included, and the factor of that. The flag: weights
 included."""
