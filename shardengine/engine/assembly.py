@@ -334,6 +334,7 @@ def _give_threads(rank: int, *, offloads: bool) -> None:
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
     """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
     reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.step_state)
+    reducer.take_over(core.reducer, core.layout)
     deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
     new = replace(
         core,

@@ -5,6 +5,7 @@ floats           fp16 and bf16
 blocks           int8 and int4 in blocks
 error_feedback   around another one: what was lost is added to the next message
 noop             nothing
+whole_gradients  functions of the user's, and torch's hooks
 
 Must not know: groups, stages, where gradients rest.
 """
@@ -19,6 +20,7 @@ from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
 from shardengine.ddp.comm_hooks.hook import CommHook, Messages
 from shardengine.ddp.comm_hooks.noop import NoopHook
+from shardengine.ddp.comm_hooks.whole_gradients import FutureWork, GradBucket, WholeGradients
 
 
 def by_name(name: str, params: Mapping[str, Any]) -> CommHook | None:
@@ -41,8 +43,11 @@ __all__ = [
     "CommHook",
     "ErrorFeedback",
     "FloatHook",
+    "FutureWork",
+    "GradBucket",
     "Messages",
     "NoopHook",
+    "WholeGradients",
     "by_name",
     "bytes_per_element",
 ]
