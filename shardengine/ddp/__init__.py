@@ -17,11 +17,12 @@ from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.comm_hooks import CommHook
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
-from shardengine.ddp.reducer import MAX_IN_FLIGHT, Payload, Reducer, no_payload
+from shardengine.ddp.reducer import ERROR, MAX_IN_FLIGHT, Payload, Reducer, no_payload
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 
 __all__ = [
+    "ERROR",
     "MAX_IN_FLIGHT",
     "BufferSync",
     "CommHook",

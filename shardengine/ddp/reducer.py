@@ -39,6 +39,8 @@ from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
 
+ERROR = "comm_error"
+"""The key of flat slices of what messages have not said yet."""
 MAX_IN_FLIGHT = 3
 """Buckets whose reduction is under way at one moment."""
 
@@ -182,6 +184,9 @@ class Reducer:
         for state in self.buckets:
             for parameter in state.pieces:
                 self._of_parameter.setdefault(parameter, []).append(state)
+        if isinstance(hook, ErrorFeedback) and collectives.mesh.ranks > 1:
+            for bucket in buckets:
+                hook.allocate(bucket.layout.index, bucket.layout.length, collectives.mesh.device)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode()
         self.early_use = EarlyUse(step_state)
@@ -536,20 +541,17 @@ class Reducer:
         """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""
         if isinstance(old.hook, WholeGradients):
             self.register(old.hook)
-        if not isinstance(self.hook, ErrorFeedback) or not isinstance(old.hook, ErrorFeedback):
-            return
-        for state in self.buckets:
-            layout = state.bucket.layout
-            self.hook.errors[layout.index] = state.bucket.full.new_zeros(layout.length, dtype=torch.float32)
-        targets = Targets(self._errors(self.hook, self.views.layout, [state.bucket for state in self.buckets]))
-        for part in self._errors(old.hook, before, [state.bucket for state in old.buckets]):
+        targets = Targets(self.errors(self.views.layout))
+        for part in old.errors(before):
             targets.receive(part)
 
-    @staticmethod
-    def _errors(hook: ErrorFeedback, layout: Layout, buckets: Sequence[Bucket]) -> Iterator[FlatSlice]:
-        for each in (bucket.layout for bucket in buckets):
-            if each.index in hook.errors:
-                yield from slices_of(layout, each, (each.start, each.end), {"error": hook.errors[each.index]})
+    def errors(self, layout: Layout) -> Iterator[FlatSlice]:
+        """What this rank's messages have not said yet, of all of every parameter; nothing without error feedback."""
+        if isinstance(self.hook, ErrorFeedback):
+            for each in (
+                state.bucket.layout for state in self.buckets if state.bucket.layout.index in self.hook.errors
+            ):
+                yield from slices_of(layout, each, (each.start, each.end), {ERROR: self.hook.errors[each.index]})
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
