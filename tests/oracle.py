@@ -11,6 +11,7 @@ set of parameters and adds their gradients up in the declared order:
   (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
 - a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
   mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to the next
+- quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
@@ -545,6 +546,7 @@ def train(
     torch_clip: float = 0.0,
     inside: int = 0,
     coding: tuple[str, bool] | None = None,
+    coded_weights: str = "",
     earlier: Trace | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
@@ -558,7 +560,7 @@ def train(
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
     averages. torch_clip: the norm to which the user clips. inside: ranks of a shard group of a hybrid mesh.
-    coding: the communication hook, and whether errors are fed back.
+    coding: the communication hook, and whether errors are fed back. coded_weights: how weights travel, "" as they are.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """
@@ -597,6 +599,9 @@ def train(
     model.zero_grad()
     handles = [p.register_post_accumulate_grad_hook(collect) for p in trained]
     for step in range(len(trace.losses), steps):
+        exact = {q: q.data for q in model.parameters()}
+        for q in model.parameters() if coded_weights and ranks > 1 else ():
+            q.data = coded(q.detach().float(), coded_weights).to(q.dtype)
         windows: list[list[list[dict[Tensor, Fires]]]] = []  # backward of the micro-batch, rank, micro-batch
         losses = [[0.0] * micros for _ in range(ranks)]
         rank0s = held[0]
@@ -616,6 +621,8 @@ def train(
             held[rank] = [b.clone() for b in buffers]
         for b, new in zip(buffers, held[0], strict=True):
             b.copy_(new)
+        for q, values in exact.items():
+            q.data = values
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
             sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]

@@ -69,7 +69,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Purpose
+from shardengine.comm import Coding, Collectives, Purpose
 from shardengine.ddp import Forward, Phase, Reducer
 from shardengine.errors import UsageError
 from shardengine.runtime.calls import Call, Calls, Line
@@ -144,7 +144,8 @@ class Turn:
 
 
 class Schedule:
-    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements unsharded ahead at most, 0: none."""
+    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements unsharded ahead at most, 0: none ·
+    coding: makes what travels of weights."""
 
     def __init__(
         self,
@@ -153,8 +154,10 @@ class Schedule:
         collectives: Collectives,
         reducer: Reducer,
         prefetch: int,
+        coding: Coding | None = None,
     ) -> None:
         self.units = units
+        self.coding = coding
         self._stage = stage
         self._collectives = collectives
         self._reducer = reducer
@@ -568,7 +571,7 @@ class Schedule:
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
-        unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
+        unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION, self.coding)
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is UnshardState.SHARDED:

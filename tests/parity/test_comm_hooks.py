@@ -92,6 +92,37 @@ def test_noop_sends_no_gradients(pools: Pools) -> None:
     assert pools(2).run(noop) == [0, 0]
 
 
+# Weights
+
+
+def train_on_coded_weights(stages: list[str], micros: int, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for stage in stages:
+        zero = {"reduce_bucket_size": 600, "zero_quantized_weights": True}
+        engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, micros, zero=zero, **options))
+        found[stage] = {**cases.run_steps(engine, STEPS), "traffic": engine.traffic()}
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_weights_in_integers(pools: Pools, ranks: int, low: bool, micros: int) -> None:
+    """They are coded once, also where they are gathered across and then inside, or inside again for backward."""
+    options: dict[str, Any] = {"bf16": {"enabled": True}} if low else {}
+    stages = ["3", "3k"] if ranks < 4 else ["3k hybrid", "3 hybrid", "3 hpZ"]
+    results = pools(ranks).run(train_on_coded_weights, stages, micros, options)
+    told = ({"low": torch.bfloat16} if low else {}) | ({"inside": 2} if ranks == 4 else {})
+    for stage in stages:
+        letter = cases.LETTER[stage]
+        truth = cases.truth("mlp", "AdamW", ranks, micros, letter, STEPS, coded_weights="int8", **told)
+        for result in results:
+            traffic = result[stage].pop("traffic")
+            assert traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"], stage
+        assert_equal_to_truth([result[stage] for result in results], truth, f"stage {stage}")
+
+
 # Functions of the user's
 
 
