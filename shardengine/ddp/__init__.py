@@ -7,6 +7,7 @@ reducer           readiness, order of launches, the end of a backward
 gradient_views    what parameter.grad shows
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's
+joining           ranks that have no more batches: what each says, what it hears
 
 Must not know: stages by name, how modules run, where weights rest.
 """
@@ -14,17 +15,20 @@ Must not know: stages by name, how modules run, where weights rest.
 from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
+from shardengine.ddp.joining import Attendance, Join
 from shardengine.ddp.reducer import MAX_IN_FLIGHT, Payload, Reducer, no_payload
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 
 __all__ = [
     "MAX_IN_FLIGHT",
+    "Attendance",
     "BufferSync",
     "EarlySteps",
     "Forward",
     "GradientBucket",
     "GradientViews",
+    "Join",
     "Payload",
     "Phase",
     "Reducer",

@@ -44,6 +44,7 @@ class _Source:
 @contextmanager
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
+    core.step_state.require("full_params", "full_params()")
     core.await_weights()
     chosen = _agree_on_names(core, "full_params", names, writable)
     wanted = _members_of(core, None if names is None else chosen)

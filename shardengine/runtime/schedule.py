@@ -74,6 +74,7 @@ from shardengine.ddp import Forward, Phase, Reducer
 from shardengine.errors import UsageError
 from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.prefetch_order import PrefetchOrders
+from shardengine.runtime.recorded_window import Event, RecordedWindow, What, in_order
 from shardengine.runtime.unit import Unit, UnshardState
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, Moment
@@ -168,6 +169,7 @@ class Schedule:
             flat_buffer.homes.weights is not None for unit in units for flat_buffer in unit.flat_buffers
         )
         self._calls = Calls()
+        self.recorded = RecordedWindow()
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
@@ -222,6 +224,8 @@ class Schedule:
             return
         if grad:
             self.finish_open_backward()
+        elif self._stage.moves_weights:
+            self._step_state.require("a forward without grad")
         self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
@@ -342,6 +346,7 @@ class Schedule:
             window.backward_failed()
             raise
         self._backward = Backward.BARE if bare else Backward.ENGINE
+        self.recorded.note(What.BACKWARD)
         self.pre_backward_root()
 
     def pre_backward_root(self, forward: Forward | None = None, line: Line | None = None) -> None:
@@ -389,6 +394,7 @@ class Schedule:
         if not hold.forward_only:
             self._hold_for_backward(index, call, announced=announced)
         if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
+            self.recorded.note(What.ADMIT, index)
             self._reducer.admit(index)
 
     def _hold_for_backward(self, index: int, call: Call, *, announced: bool) -> None:
@@ -422,6 +428,7 @@ class Schedule:
             hold.depth = 0  # of recomputations that were broken off
             self._calls.over(call)
             if self._calls.is_last(call) and not hold.kept and not self._may_grow(call):
+                self.recorded.note(What.CLOSE, call.unit)
                 self._reducer.close(call.unit)
         if not self._calls.is_followed(call):
             self._reshard_unless_held(call.unit)
@@ -490,6 +497,7 @@ class Schedule:
         if self._stage.moves_weights:
             self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
+        self.recorded.end_micro_batch(synchronises=self._window.synchronises, final=self._window.ends)
         self._reducer.finalize_backward()
         if self._step_state.phase is Phase.REDUCED:
             self._reducer.finish_gradients()
@@ -512,6 +520,46 @@ class Schedule:
             unit.recover()
         self._orders = PrefetchOrders()
         self._calls.forget()
+        self.recorded.drop()
+
+    def serve(self, events: Iterable[Event] | None) -> None:
+        """Take part with zeros in a micro-batch of other ranks, as ``events`` say (None: as such a model would); the
+        backward is over then (recorded_window: [Note: Serving])."""
+        self.recorded.is_paused = True
+        try:
+            self.reshard_all()
+            self.restart()
+            for what, index in self._expected() if events is None else events:
+                self._serve(what, index)
+            self.finalize_backward()
+        except BaseException:
+            self.backward_failed()
+            raise
+        finally:
+            self.recorded.is_paused = False
+
+    def _expected(self) -> list[Event]:
+        if not self._stage.moves_weights:
+            return [(What.BACKWARD, 0)]
+        units = range(1, len(self.units))
+        first = next((index for index in range(len(self.units)) if self.trains(index)), len(self.units))
+        back = [index for index in reversed(units) if index >= first and not self._holds[index].forward_only]
+        return in_order(units, back, reshards=self._stage.reshards_after_forward)
+
+    def _serve(self, what: What, index: int) -> None:
+        unit = self.units[index]
+        if what is What.BACKWARD:
+            self.begin_backward()
+        elif what is What.UNSHARD and unit.state is UnshardState.SHARDED:
+            self._unshard(unit)
+        elif what is What.WAIT and unit.state is UnshardState.UNSHARDING:
+            unit.wait_for_unshard()
+        elif what is What.RESHARD and unit.state is UnshardState.UNSHARDED:
+            unit.reshard()
+        elif what is What.ADMIT:
+            self._reducer.admit(index)
+        elif what is What.CLOSE:
+            self._reducer.close(index)
 
     def detach(self) -> None:
         """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
@@ -550,8 +598,9 @@ class Schedule:
             if spare(unit, hold):
                 continue
             if unit.state is UnshardState.UNSHARDING:
-                unit.wait_for_unshard()
+                self._await_unshard(unit)
             if unit.state is UnshardState.UNSHARDED:
+                self._note(What.RESHARD, unit.index)
                 unit.reshard(abandon=hold.lent)
             hold.clear()
 
@@ -565,13 +614,23 @@ class Schedule:
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
+        self._note(What.UNSHARD, unit.index)
         unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
         if unit.state is UnshardState.UNSHARDING:
-            unit.wait_for_unshard()
+            self._await_unshard(unit)
+
+    def _note(self, what: What, index: int) -> None:
+        """Without grad a rank may run what others do not."""
+        if self._grad_pass:
+            self.recorded.note(what, index)
+
+    def _await_unshard(self, unit: Unit) -> None:
+        self._note(What.WAIT, unit.index)
+        unit.wait_for_unshard()
 
     def _end_wait(self, *, but: int) -> None:
         """What waits since its forward is resharded, as another unit than ``but`` is needed."""
@@ -588,6 +647,7 @@ class Schedule:
         unit, hold = self.units[index], self._holds[index]
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not UnshardState.UNSHARDED:
             return False
+        self._note(What.RESHARD, index)
         unit.reshard()
         return True
 
