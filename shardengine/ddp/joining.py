@@ -76,7 +76,7 @@ class Join:
         self.gone: list[int] = []
 
     def open(self, *, by_active: bool, throws: bool) -> None:
-        """``engine.join`` begins. by_active: the mean is over ranks that had a micro-batch · throws: if one runs dry."""
+        """``engine.join`` begins. by_active: the mean is over ranks with a micro-batch · throws: if one runs dry."""
         self.is_open, self._by_active, self._throws = True, by_active, throws
 
     def run_dry(self, own: int) -> None:
@@ -150,6 +150,6 @@ def _early(counts: Sequence[int | None]) -> str:
     others = [rank for rank in range(len(counts)) if rank not in fewer]
     return (
         f"engine.join(throw_on_early_termination=True): ranks {list(fewer)} have run out of data before ranks {others} "
-        f"(micro-batches of this step: {had}); the step is dropped on every rank. Expected the same number of batches on "
-        "every rank, or throw_on_early_termination=False, with which the others go on"
+        f"(micro-batches of this step: {had}); the step is dropped on every rank. Expected the same number of batches "
+        "on every rank, or throw_on_early_termination=False, with which the others go on"
     )

@@ -346,7 +346,8 @@ class Reducer:
         """The window is complete: agree on which parameters were used (``touched``); collective.
 
         payload: what else is exchanged, made of the complete gradient → every rank's values and host bytes, [ranks, …].
-        With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or a backward was final before this one, those are added first.
+        With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or
+        a backward was final before this one, those are added first.
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
@@ -364,9 +365,7 @@ class Reducer:
         self.step_state.join.hear(rows[:, 0].tolist())
         return values, rows[:, 1:]
 
-    def _exchange_all(
-        self, payload: Callable[[], Payload], numbers: set[int]
-    ) -> tuple[Tensor, Tensor, frozenset[int]]:
+    def _exchange_all(self, payload: Callable[[], Payload], numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
         """As ``_exchange``, behind a byte of every rank."""
         host, values = payload()
         attends = torch.tensor([self.step_state.join.byte], dtype=torch.uint8)

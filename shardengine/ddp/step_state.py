@@ -411,8 +411,14 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "full_grads": (_outside_join, _complete),
     "full_grads(writable=True)": (_outside_join, _complete, _not_updating),
     "full_optimizer_state": (*_ALONE, *_NOTHING_STEPPED),
-    "state_dict": (_outside_join, _not_updating,),
-    "save_pretrained": (_outside_join, _not_updating,),
+    "state_dict": (
+        _outside_join,
+        _not_updating,
+    ),
+    "save_pretrained": (
+        _outside_join,
+        _not_updating,
+    ),
     "optimizer.state_dict()": (*_ALONE, *_NOTHING_STEPPED),
     "optimizer.load_state_dict()": _AT_REST,
     "load_state_dict": (*_ALONE, *_NOTHING_STEPPED),

@@ -91,12 +91,11 @@ def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop:
 
 def _serve_window(core: Core, loop: Loop) -> None:
     """What is left of the window, up to what is heard of it, with zeros."""
-    state, window, recorded = core.step_state, core.window, core.schedule.recorded
+    state, window, schedule = core.step_state, core.window, core.schedule
     while not state.is_agreed:
         loop.buffers()
-        part = recorded.micro_batch(window.micro_batches)
-        synchronises = part is None or part.synchronises
-        with nullcontext() if synchronises else window.no_sync():
-            core.schedule.serve(None if part is None else part.events)
-        if not state.is_agreed and synchronises:
+        part = schedule.next_micro_batch()
+        with nullcontext() if part.synchronises else window.no_sync():
+            schedule.serve(part.events)
+        if not state.is_agreed and part.synchronises:
             window.count()

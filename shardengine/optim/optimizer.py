@@ -813,8 +813,8 @@ _GONE = (
     "give a scheduler to initialize as lr_scheduler"
 )
 _JOINED = (
-    "inside engine.join() ranks that have run out of data would not change theirs; expected \"gradient_clipping\" in the "
-    "config, or a hook before the optimizer's step"
+    'inside engine.join() ranks that have run out of data would not change theirs; expected "gradient_clipping" in '
+    "the config, or a hook before the optimizer's step"
 )
 _STEPPED_WITH = (
     "buckets are stepped with it in backward already: expected offload_optimizer.step_in_backward to be false"

@@ -37,6 +37,10 @@ Event = tuple[What, int]
 """What, and the unit."""
 
 
+_MOST = 1 << 16
+"""Events of a micro-batch; what has more (forwards with grad that have no backward) is not written down."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What one did. synchronises: it was outside of ``no_sync`` · final: the window ended with it."""
@@ -57,18 +61,22 @@ class RecordedWindow:
 
     def note(self, what: What, unit: int = 0) -> None:
         """The schedule does this now."""
-        if not self.is_paused:
+        if not self.is_paused and len(self._events) < _MOST:
             self._events.append((what, unit))
 
     def end_micro_batch(self, *, synchronises: bool, final: bool) -> None:
         """A backward is over."""
-        if not self.is_paused:
-            self._running.append(MicroBatch(self._events, synchronises, final))
-            self._events = []
+        if self.is_paused:
+            return
+        number, done = len(self._running), MicroBatch(self._events, synchronises, final)
+        alike = (*self._running[-1:], *self._last[number : number + 1])  # mostly all are: kept once
+        self._running.append(next((before for before in alike if before == done), done))
+        self._events = []
 
     def end_window(self, *, regular: bool = True) -> None:
         """The step was taken. regular: the user has not said himself where it ends."""
-        if regular and not self.is_paused and self._running and self._running[-1].final:
+        whole = bool(self._running) and self._running[-1].final
+        if regular and whole and all(len(each.events) < _MOST for each in self._running):
             self._last = self._running
         self.drop()
 
@@ -76,18 +84,19 @@ class RecordedWindow:
         """The window is forgotten."""
         self._running, self._events = [], []
 
-    def micro_batch(self, number: int) -> MicroBatch | None:
-        """Number ``number`` of the last window, or its last one; without what this rank has done of it already."""
-        if not self._last:
-            return None
-        found = self._last[min(number, len(self._last) - 1)]
+    def micro_batch(self, number: int, otherwise: MicroBatch) -> MicroBatch:
+        """Number ``number`` of the last window, or its last one; without what this rank has done of it already.
+
+        otherwise: where there is no last window.
+        """
+        found = self._last[min(number, len(self._last) - 1)] if self._last else otherwise
         done, self._events = len(self._events), []
         return MicroBatch(found.events[done:], found.synchronises, found.final)
 
 
 def in_order(units: Sequence[int], back: Sequence[int], *, reshards: bool) -> list[Event]:
-    """What a model does that runs ``units`` (without the root, 0) one after the other, and through ``back`` in backward,
-    the last unit first. reshards: after forward."""
+    """What a model does that runs ``units`` (without the root, 0) one after the other, and ``back`` in backward, the
+    last unit first. reshards: after forward."""
     events: list[Event] = [(What.UNSHARD, 0), (What.WAIT, 0)]
     before: int | None = None
     for unit in units:

@@ -74,7 +74,7 @@ from shardengine.ddp import Forward, Phase, Reducer
 from shardengine.errors import UsageError
 from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.prefetch_order import PrefetchOrders
-from shardengine.runtime.recorded_window import Event, RecordedWindow, What, in_order
+from shardengine.runtime.recorded_window import Event, MicroBatch, RecordedWindow, What, in_order
 from shardengine.runtime.unit import Unit, UnshardState
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, Moment
@@ -522,14 +522,17 @@ class Schedule:
         self._calls.forget()
         self.recorded.drop()
 
-    def serve(self, events: Iterable[Event] | None) -> None:
-        """Take part with zeros in a micro-batch of other ranks, as ``events`` say (None: as such a model would); the
-        backward is over then (recorded_window: [Note: Serving])."""
+    def next_micro_batch(self) -> MicroBatch:
+        """What other ranks do in the micro-batch for which this one has no data (recorded_window: [Note: Serving])."""
+        return self.recorded.micro_batch(self._window.micro_batches, MicroBatch(self._expected()))
+
+    def serve(self, events: Sequence[Event]) -> None:
+        """Take part with zeros in a micro-batch of other ranks, as ``events`` say; the backward is over then."""
         self.recorded.is_paused = True
         try:
             self.reshard_all()
             self.restart()
-            for what, index in self._expected() if events is None else events:
+            for what, index in events:
                 self._serve(what, index)
             self.finalize_backward()
         except BaseException:
