@@ -73,6 +73,7 @@ def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop:
     core.schedule.finish_open_backward()
     if state.is_agreed:  # the body has ended between a window's last backward and its step
         loop.step()
+    core.schedule.begin_serving()
     join.run_dry(state.window.micro_batches)
     over = False
     while not over:

@@ -5,10 +5,11 @@ Must not know: units' weights, gradients, why there is no data.
 [Note: Serving] A rank that has run out of data (ddp/joining: [Note: Uneven inputs]) still has to issue every collective
 of the others, each group's in their order. Where weights rest replicated that is the reducer's one order of launches.
 Where units are gathered, it is the order in which the model runs them, which nobody can ask a rank that has nothing to
-run. So every rank writes down what its schedule does in a window: what it unshards, waits for and reshards, and which
-units' buckets may be launched (``Schedule``: [Note: End of a unit]). What is repeated keeps the rule that no rank waits
-in a gather before it has launched what others may wait for, because the rank that wrote it down kept it; it is the last
-window that this rank took part in from start to end.
+run. So every rank writes down what its schedule does in a window: which units are needed and resharded, where others
+are unsharded ahead, and which units' buckets may be launched (``Schedule``: [Note: End of a unit]). What is repeated
+keeps the rule that no rank waits in a gather before it has launched what others may wait for, because the rank that
+wrote it down kept it; it is the last window in which this rank had data from start to end. What is unsharded ahead is
+predicted anew, as the other ranks do it: what they predict may have changed since.
 
 A rank that never had such a window takes the order in which the model lists its units, there and back. Where the model
 runs them otherwise the collectives do not match: ranks compare what they have issued before they step, and all of them
@@ -18,15 +19,20 @@ raise ``MismatchError``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 class What(enum.Enum):
-    """What a schedule does. BACKWARD: one begins · ADMIT, CLOSE: as the reducer has them."""
+    """What a schedule does. REQUEST, AGAIN: a unit is the next that is needed, in forward or in backward · NEED: it is
+    unsharded and waited for, others are unsharded ahead · AHEAD: only that · BACKWARD: one begins · ADMIT, CLOSE: as
+    the reducer has them."""
 
-    UNSHARD = enum.auto()
-    WAIT = enum.auto()
+    REQUEST = enum.auto()
+    AGAIN = enum.auto()
+    NEED = enum.auto()
+    AHEAD = enum.auto()
     RESHARD = enum.auto()
     BACKWARD = enum.auto()
     ADMIT = enum.auto()
@@ -57,18 +63,31 @@ class RecordedWindow:
         self._last: list[MicroBatch] = []
         self._running: list[MicroBatch] = []
         self._events: list[Event] = []
-        self.is_paused = False
+        self._synchronises = True
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not this rank's own."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def note(self, what: What, unit: int = 0) -> None:
         """The schedule does this now."""
-        if not self.is_paused and len(self._events) < _MOST:
+        if not self._is_paused and len(self._events) < _MOST:
             self._events.append((what, unit))
 
-    def end_micro_batch(self, *, synchronises: bool, final: bool) -> None:
+    def begin_backward(self, *, synchronises: bool) -> None:
+        """A backward begins. synchronises: outside of ``no_sync``, in which a bare one may not end."""
+        self.note(What.BACKWARD)
+        self._synchronises = synchronises
+
+    def end_micro_batch(self, *, final: bool) -> None:
         """A backward is over."""
-        if self.is_paused:
-            return
-        number, done = len(self._running), MicroBatch(self._events, synchronises, final)
+        number, done = len(self._running), MicroBatch(self._events, self._synchronises, final)
         alike = (*self._running[-1:], *self._last[number : number + 1])  # mostly all are: kept once
         self._running.append(next((before for before in alike if before == done), done))
         self._events = []
@@ -94,18 +113,24 @@ class RecordedWindow:
         return MicroBatch(found.events[done:], found.synchronises, found.final)
 
 
-def in_order(units: Sequence[int], back: Sequence[int], *, reshards: bool) -> list[Event]:
+def in_order(units: Sequence[int], back: Sequence[int], spared: Collection[int], *, reshards: bool) -> list[Event]:
     """What a model does that runs ``units`` (without the root, 0) one after the other, and ``back`` in backward, the
-    last unit first. reshards: after forward."""
-    events: list[Event] = [(What.UNSHARD, 0), (What.WAIT, 0)]
-    before: int | None = None
+    last unit first. spared: whose backward needs no weights · reshards: after forward."""
+    events: list[Event] = [(What.NEED, 0)]
+    waiting: int | None = None
     for unit in units:
-        if reshards and before is not None:
-            events.append((What.RESHARD, before))
-        events += [(What.UNSHARD, unit), (What.WAIT, unit)]
-        before = unit
+        events.append((What.REQUEST, unit))
+        if waiting is not None and reshards:
+            events.append((What.RESHARD, waiting))
+        events.append((What.NEED, unit))
+        waiting = unit
     events.append((What.BACKWARD, 0))
     for unit in back:
-        events += [(What.UNSHARD, unit), (What.WAIT, unit), (What.ADMIT, unit), (What.CLOSE, unit)]
-        events.append((What.RESHARD, unit))
-    return events
+        if unit not in spared:
+            events.append((What.AGAIN, unit))
+            if waiting not in (None, unit) and reshards:
+                events.append((What.RESHARD, waiting or 0))
+            waiting = None
+            events.append((What.NEED, unit))
+        events += [(What.ADMIT, unit), (What.CLOSE, unit), (What.RESHARD, unit), (What.AHEAD, 0)]
+    return [*events, *((What.RESHARD, unit) for unit in (*units, 0))]

@@ -234,12 +234,8 @@ class Schedule:
             self._calls.enter(module)
         for hold in self._holds:
             hold.depth = 0
-        root = self.units[0]
-        if not root.summoned:
-            if root.state is UnshardState.SHARDED:
-                self._unshard(root)
-            self._prefetch()
-            self._wait_for_unshard(root)
+        if not self.units[0].summoned:
+            self._need(0)
 
     def post_forward_root(self, module: object, views: Sequence[Tensor]) -> bool:
         """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
@@ -346,7 +342,7 @@ class Schedule:
             window.backward_failed()
             raise
         self._backward = Backward.BARE if bare else Backward.ENGINE
-        self.recorded.note(What.BACKWARD)
+        self.recorded.begin_backward(synchronises=window.synchronises)
         self.pre_backward_root()
 
     def pre_backward_root(self, forward: Forward | None = None, line: Line | None = None) -> None:
@@ -497,7 +493,11 @@ class Schedule:
         if self._stage.moves_weights:
             self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
-        self.recorded.end_micro_batch(synchronises=self._window.synchronises, final=self._window.ends)
+        self.recorded.end_micro_batch(final=self._window.ends)
+        self._finish_gradients()
+
+    def _finish_gradients(self) -> None:
+        """No more gradients come in this backward."""
         self._reducer.finalize_backward()
         if self._step_state.phase is Phase.REDUCED:
             self._reducer.finish_gradients()
@@ -522,42 +522,52 @@ class Schedule:
         self._calls.forget()
         self.recorded.drop()
 
+    def begin_serving(self) -> None:
+        """This rank has run out of data, maybe in the middle of a micro-batch."""
+        self._backward = Backward.NONE
+        self._calls.forget()
+        with self.recorded.paused():
+            self._rest(spare_kept=True)
+
     def next_micro_batch(self) -> MicroBatch:
         """What other ranks do in the micro-batch for which this one has no data (recorded_window: [Note: Serving])."""
         return self.recorded.micro_batch(self._window.micro_batches, MicroBatch(self._expected()))
 
     def serve(self, events: Sequence[Event]) -> None:
         """Take part with zeros in a micro-batch of other ranks, as ``events`` say; the backward is over then."""
-        self.recorded.is_paused = True
+        self._grad_pass = True
         try:
-            self.reshard_all()
-            self.restart()
-            for what, index in events:
-                self._serve(what, index)
-            self.finalize_backward()
+            with self.recorded.paused():
+                for what, index in events:
+                    self._serve(what, index)
+                self.turn.take()
+                self._orders.of[True].end()
+            self._backward = Backward.NONE
+            self._finish_gradients()
         except BaseException:
             self.backward_failed()
             raise
-        finally:
-            self.recorded.is_paused = False
 
     def _expected(self) -> list[Event]:
         if not self._stage.moves_weights:
             return [(What.BACKWARD, 0)]
         units = range(1, len(self.units))
-        first = next((index for index in range(len(self.units)) if self.trains(index)), len(self.units))
-        back = [index for index in reversed(units) if index >= first and not self._holds[index].forward_only]
-        return in_order(units, back, reshards=self._stage.reshards_after_forward)
+        first = next((index for index in units if self.trains(index)), len(self.units))
+        spared = [index for index in units if self._holds[index].forward_only]
+        return in_order(units, range(len(units), first - 1, -1), spared, reshards=self._stage.reshards_after_forward)
 
     def _serve(self, what: What, index: int) -> None:
         unit = self.units[index]
         if what is What.BACKWARD:
             self.begin_backward()
-        elif what is What.UNSHARD and unit.state is UnshardState.SHARDED:
-            self._unshard(unit)
-        elif what is What.WAIT and unit.state is UnshardState.UNSHARDING:
-            unit.wait_for_unshard()
-        elif what is What.RESHARD and unit.state is UnshardState.UNSHARDED:
+        elif what in (What.REQUEST, What.AGAIN):
+            self._orders.request(True, index, turned=what is What.AGAIN)
+        elif what is What.NEED:
+            self._need(index)
+        elif what is What.AHEAD:
+            self._prefetch()
+        elif what is What.RESHARD and unit.state is not UnshardState.SHARDED:
+            self._wait_for_unshard(unit)
             unit.reshard()
         elif what is What.ADMIT:
             self._reducer.admit(index)
@@ -600,40 +610,40 @@ class Schedule:
         for unit, hold in zip(self.units, self._holds, strict=True):
             if spare(unit, hold):
                 continue
-            if unit.state is UnshardState.UNSHARDING:
-                self._await_unshard(unit)
-            if unit.state is UnshardState.UNSHARDED:
+            if unit.state is not UnshardState.SHARDED:
                 self._note(What.RESHARD, unit.index)
+                self._wait_for_unshard(unit)
                 unit.reshard(abandon=hold.lent)
             hold.clear()
 
     def _request(self, index: int) -> None:
-        unit = self.units[index]
-        self._orders.request(self._grad_pass, index, turned=not self._outermost)
+        turned = not self._outermost
+        self._note(What.AGAIN if turned else What.REQUEST, index)
+        self._orders.request(self._grad_pass, index, turned=turned)
         self._end_wait(but=index)
+        self._need(index)
+
+    def _need(self, index: int) -> None:
+        self._note(What.NEED, index)
+        unit = self.units[index]
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
         self._prefetch()
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
-        self._note(What.UNSHARD, unit.index)
         unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
         if unit.state is UnshardState.UNSHARDING:
-            self._await_unshard(unit)
+            unit.wait_for_unshard()
 
-    def _note(self, what: What, index: int) -> None:
+    def _note(self, what: What, index: int = 0) -> None:
         """Without grad a rank may run what others do not."""
         if self._grad_pass:
             self.recorded.note(what, index)
-
-    def _await_unshard(self, unit: Unit) -> None:
-        self._note(What.WAIT, unit.index)
-        unit.wait_for_unshard()
 
     def _end_wait(self, *, but: int) -> None:
         """What waits since its forward is resharded, as another unit than ``but`` is needed."""
@@ -644,6 +654,7 @@ class Schedule:
     def _reshard_unless_held(self, index: int) -> None:
         """Reshard unit ``index`` unless something holds it; then there is room to unshard ahead."""
         if self._reshard(index):
+            self._note(What.AHEAD)
             self._prefetch()
 
     def _reshard(self, index: int) -> bool:
