@@ -385,11 +385,11 @@ Call = Literal[
     "save_pretrained", "optimizer.state_dict()", "optimizer.load_state_dict()", "load_state_dict", "save_checkpoint",
     "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
-    "optimizer.train() or eval()", "engine.ema()", "engine.join()", "full_params", "a forward without grad",
-    "step(flush=True)", "set_gradient_accumulation_boundary()",
+    "optimizer.train() or eval()", "engine.ema()", "engine.join()", "a call of every rank", "saving",
+    "step(flush=True)",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
-"agreement" on gradients about, and "update" buckets."""
+"agreement" on gradients about, and "update" buckets. What a call needs before its first collective is asked there."""
 
 NEEDS: dict[Call, tuple[_Need, ...]] = {
     "any": (_reloaded,),
@@ -408,8 +408,8 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "zero_grad()": (_joined_window_whole, *_NOTHING_STEPPED),
     "clip_grad_norm_": (_clipped_by_config, _complete, _not_updating),
     "full_params(writable=True)": (*_ALONE, *_NOTHING_STEPPED),
-    "full_grads": (_outside_join, _complete),
-    "full_grads(writable=True)": (_outside_join, _complete, _not_updating),
+    "full_grads": (_complete,),
+    "full_grads(writable=True)": (_complete, _not_updating),
     "full_optimizer_state": (*_ALONE, *_NOTHING_STEPPED),
     "state_dict": (
         _outside_join,
@@ -422,7 +422,7 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "optimizer.state_dict()": (*_ALONE, *_NOTHING_STEPPED),
     "optimizer.load_state_dict()": _AT_REST,
     "load_state_dict": (*_ALONE, *_NOTHING_STEPPED),
-    "save_checkpoint": (_nobody_gone, _outside_ema, *_NOTHING_STEPPED, _outside_full_params),
+    "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params),
     "load_checkpoint": (*_ALONE, _not_stepping_early, _between_steps),
     "load_checkpoint after an interrupted step": _ALONE,
     "reset()": _ALONE,
@@ -432,10 +432,9 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "engine.ema()": (*_AT_REST, _outside_no_sync),
     "offload_states": _AT_REST,
     "engine.join()": (*_AT_REST, _outside_no_sync),
-    "full_params": (_outside_join,),
-    "a forward without grad": (_outside_join,),
+    "a call of every rank": (_outside_join,),
+    "saving": (_nobody_gone,),
     "step(flush=True)": (_outside_join,),
-    "set_gradient_accumulation_boundary()": (_outside_join,),
     "close()": (_outside_ema, _outside_full_params),
     "close(restore=False)": (*_ALONE, *_NOTHING_STEPPED),
 }

@@ -212,6 +212,8 @@ class Engine(Inspection):
         core.schedule.restart()
         if torch.is_grad_enabled():
             self._send_buffers()
+        elif core.stage.moves_weights:
+            core.step_state.require("a call of every rank", "a forward without grad")
         try:
             with core.precision.forward(core.mesh.platform.autocast_type):
                 return self.module(*args, **kwargs)
@@ -320,7 +322,7 @@ class Engine(Inspection):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
-        self._core.step_state.require("set_gradient_accumulation_boundary()")
+        self._core.step_state.require("a call of every rank", "set_gradient_accumulation_boundary()")
         self._window.set_boundary(bool(is_boundary))
 
     @reports_failure("step")
@@ -569,7 +571,9 @@ class Engine(Inspection):
         Lanes: compute, communication, waiting. On a GPU all of them show when the device did it, which the host asks
         for when the ``with`` block ends: there it waits for the device.
         """
-        return traced(self._need_core().collectives, path)
+        core = self._need_core()
+        core.step_state.require("a call of every rank", "trace")
+        return traced(core.collectives, path)
 
     # Checkpoints: nothing is read or written here; `checkpoint/` is loaded at the first call
 
@@ -604,7 +608,7 @@ class Engine(Inspection):
         if self._saves is not None:
             from shardengine import checkpoint
 
-            self._need_core()
+            self._need_core().step_state.require("a call of every rank", "wait_for_checkpoint")
             checkpoint.finish(self)
 
     @reports_failure("load_checkpoint")

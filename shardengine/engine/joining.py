@@ -12,11 +12,18 @@ from dataclasses import dataclass
 
 from shardengine.ddp import Join
 from shardengine.engine.core import Core
-from shardengine.errors import EarlyTerminationError, UsageError
+from shardengine.errors import EarlyTerminationError, MismatchError, UsageError
 from shardengine.optim import ShardedOptimizer
 
 _open: list[Join] = []
 """Of the engines of this process."""
+
+
+_GUESSED = (
+    "Rank {} had no data for a whole step inside engine.join() so far, so it gathered units in the order in which the "
+    "model lists its modules, which is perhaps not that in which it runs them: expected a step with data on every rank "
+    "before one runs out of it, or stage 0, 1 or 2, where nothing depends on that order"
+)
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,18 @@ def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop:
 def _serve_window(core: Core, loop: Loop) -> None:
     """What is left of the window, up to what is heard of it, with zeros."""
     state, window, schedule = core.step_state, core.window, core.schedule
+    guesses = schedule.guesses
     while not state.is_agreed:
         loop.buffers()
         part = schedule.next_micro_batch()
         with nullcontext() if part.synchronises else window.no_sync():
-            schedule.serve(part.events)
+            try:
+                schedule.serve(part.events)
+            except EarlyTerminationError:
+                raise
+            except MismatchError as error:
+                if not guesses:
+                    raise
+                raise MismatchError(f"{error}. {_GUESSED.format(state.rank)}") from error
         if not state.is_agreed and part.synchronises:
             window.count()

@@ -103,6 +103,11 @@ class RecordedWindow:
         """The window is forgotten."""
         self._running, self._events = [], []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has never had a whole window."""
+        return not self._last
+
     def micro_batch(self, number: int, otherwise: MicroBatch) -> MicroBatch:
         """Number ``number`` of the last window, or its last one; without what this rank has done of it already.
 

@@ -225,7 +225,7 @@ class Schedule:
         if grad:
             self.finish_open_backward()
         elif self._stage.moves_weights:
-            self._step_state.require("a forward without grad")
+            self._step_state.require("a call of every rank", "a forward without grad")
         self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
@@ -523,11 +523,15 @@ class Schedule:
         self.recorded.drop()
 
     def begin_serving(self) -> None:
-        """This rank has run out of data, maybe in the middle of a micro-batch."""
+        """This rank has run out of data, maybe in the middle of a micro-batch, whose units stay where they are."""
         self._backward = Backward.NONE
         self._calls.forget()
-        with self.recorded.paused():
-            self._rest(spare_kept=True)
+        self._outermost.clear()
+
+    @property
+    def guesses(self) -> bool:
+        """Whether ``next_micro_batch`` cannot know in which order units are gathered."""
+        return self._stage.moves_weights and self.recorded.is_empty
 
     def next_micro_batch(self) -> MicroBatch:
         """What other ranks do in the micro-batch for which this one has no data (recorded_window: [Note: Serving])."""

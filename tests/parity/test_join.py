@@ -284,9 +284,14 @@ def test_tiers(pools: Pools, tmp_path: Any, zero: dict[str, Any]) -> None:
     check(pools, Run((4, 7), 3, options={"zero_optimization": placed}), stages)
 
 
-@pytest.mark.parametrize("options", [{"overlap_comm": True}, {"overlap_comm": False}], ids=["overlap", "no overlap"])
-def test_overlap(pools: Pools, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap_comm": True}, {"overlap_comm": False}, {"debug": True}],
+    ids=["overlap", "no overlap", "every collective compared"],
+)
+def test_the_order_of_collectives_is_that_of_ranks_with_data(pools: Pools, options: dict[str, Any]) -> None:
     check(pools, Run((4, 1), by_active=True, options=options))
+    check(pools, Run((0, 5), 2, options=options))
 
 
 def test_weights_that_are_gathered_in_the_next_forward(pools: Pools) -> None:
