@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardengine.ddp import Join
 from shardengine.engine.core import Core
-from shardengine.errors import EarlyTerminationError, MismatchError, UsageError
+from shardengine.errors import CommunicationError, EarlyTerminationError, MismatchError, UsageError
 from shardengine.optim import ShardedOptimizer
 
 _open: list[Join] = []
@@ -64,6 +64,8 @@ def joined(core: Core, optimizer: ShardedOptimizer, loop: Loop, *, by_active: bo
         join.close()
         loop.drop(None)
         raise
+    except (CommunicationError, MismatchError):
+        raise  # what this rank has said of it stands
     except BaseException as error:
         failures = core.collectives.failures
         if failures.knows(error):  # a call of the engine has reported it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -384,34 +385,37 @@ def save_inside(stage: str, folder: str, wait: bool) -> tuple[list[str], str]:
         def body() -> None:
             with engine.join():
                 train(engine, 0, 1)
-                said.append(said_by(lambda: engine.save_checkpoint(folder, "all")))
-                if engine.rank == 1:
-                    if wait:
-                        train(engine, 1, 2)
+                engine.save_checkpoint(folder, "all")
+                if engine.rank == 1 and wait:
+                    train(engine, 1, 2)
                     said.append(said_by(lambda: engine.save_checkpoint(folder, "one")))
-                    if wait:
-                        train(engine, 2, 3)
+                    train(engine, 2, 3)
+                elif engine.rank == 1:
+                    engine.save_checkpoint(folder, "one")
 
-        end = said_by(body)
-        said_by(engine.reset)
-        said_by(engine.close)
-        return said, end
+        said.append(said_by(body))
+        time.sleep(2 * (not wait))  # both have heard
+        engine.reset()
+        train(engine, 3, 4)
+        engine.close()
+        return said, str(engine.global_steps)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("wait", [True, False], ids=["known", "not known"])
 def test_saving_a_checkpoint(pools: Pools, tmp_path: Path, stage: str, wait: bool) -> None:
-    (zero, end_zero), (one, end_one) = pools(2).run(save_inside, stage, str(tmp_path), wait)
-    assert zero[0] == one[0] == "nothing" and (tmp_path / "all").is_dir()
+    (zero, steps), (one, others) = pools(2).run(save_inside, stage, str(tmp_path), wait)
+    assert (tmp_path / "all").is_dir() and not (tmp_path / "one").exists()
     if wait:
         expected = "UsageError: save_checkpoint inside engine.join() (rank 1) after ranks [0] have run out of data"
-        assert one[1].startswith(expected), one
-        assert (end_zero, end_one) == ("nothing", "nothing")
+        assert one[0].startswith(expected), one
+        assert [*zero, *one[1:]] == ["nothing"] * 2 and steps == others == "4"
     else:
-        said = [one[1], end_zero]
+        said = [*zero, *one]
         assert any(each.startswith("MismatchError: ranks wait for each other") for each in said), said
         for each in said:
             assert "rank 1 stands in save_checkpoint" in each and "rank 0 stands in leaving join" in each, each
+        assert steps == others == "2"
 
 
 # Failures
