@@ -96,6 +96,11 @@ class Join:
         self._own = None if self._own is None else 0
 
     @property
+    def is_idle(self) -> bool:
+        """Whether this rank has no micro-batch in the running window."""
+        return self._own == 0
+
+    @property
     def share(self) -> float:
         """By what the window's gradient is too small: the part of the ranks that had a micro-batch, where the mean is
         over those; else 1."""

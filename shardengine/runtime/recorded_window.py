@@ -26,14 +26,15 @@ from dataclasses import dataclass
 
 class What(enum.Enum):
     """What a schedule does. REQUEST, AGAIN: a unit is the next that is needed, in forward or in backward · NEED: it is
-    unsharded and waited for, others are unsharded ahead · AHEAD: only that · BACKWARD: one begins · ADMIT, CLOSE: as
-    the reducer has them."""
+    unsharded and waited for, others are unsharded ahead · AHEAD: only that · KEEP: a unit is resharded, but not inside
+    of the shard group · BACKWARD: one begins · ADMIT, CLOSE: as the reducer has them."""
 
     REQUEST = enum.auto()
     AGAIN = enum.auto()
     NEED = enum.auto()
     AHEAD = enum.auto()
     RESHARD = enum.auto()
+    KEEP = enum.auto()
     BACKWARD = enum.auto()
     ADMIT = enum.auto()
     CLOSE = enum.auto()
@@ -118,23 +119,23 @@ class RecordedWindow:
         return MicroBatch(found.events[done:], found.synchronises, found.final)
 
 
-def in_order(units: Sequence[int], back: Sequence[int], spared: Collection[int], *, reshards: bool) -> list[Event]:
+def in_order(units: Sequence[int], back: Sequence[int], spared: Collection[int], after: What | None) -> list[Event]:
     """What a model does that runs ``units`` (without the root, 0) one after the other, and ``back`` in backward, the
-    last unit first. spared: whose backward needs no weights · reshards: after forward."""
+    last unit first. spared: whose backward needs no weights · after: what follows a unit's forward."""
     events: list[Event] = [(What.NEED, 0)]
     waiting: int | None = None
     for unit in units:
         events.append((What.REQUEST, unit))
-        if waiting is not None and reshards:
-            events.append((What.RESHARD, waiting))
+        if waiting is not None and after is not None:
+            events.append((What.RESHARD if waiting in spared else after, waiting))
         events.append((What.NEED, unit))
         waiting = unit
     events.append((What.BACKWARD, 0))
     for unit in back:
         if unit not in spared:
             events.append((What.AGAIN, unit))
-            if waiting not in (None, unit) and reshards:
-                events.append((What.RESHARD, waiting or 0))
+            if waiting is not None and waiting != unit and after is not None:
+                events.append((What.RESHARD, waiting))
             waiting = None
             events.append((What.NEED, unit))
         events += [(What.ADMIT, unit), (What.CLOSE, unit), (What.RESHARD, unit), (What.AHEAD, 0)]

@@ -162,6 +162,7 @@ class Schedule:
         self._prefetch_elements = prefetch
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
+        self._keeps_inside = stage.keeps_inside_after_forward
         if stage.moves_weights:
             reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
         self._orders = PrefetchOrders()
@@ -546,6 +547,8 @@ class Schedule:
                     self._serve(what, index)
                 self.turn.take()
                 self._orders.of[True].end()
+                for unit in self.units if self._keeps_inside else ():
+                    unit.forget_kept()
             self._backward = Backward.NONE
             self._finish_gradients()
         except BaseException:
@@ -558,7 +561,8 @@ class Schedule:
         units = range(1, len(self.units))
         first = next((index for index in units if self.trains(index)), len(self.units))
         spared = [index for index in units if self._holds[index].forward_only]
-        return in_order(units, range(len(units), first - 1, -1), spared, reshards=self._stage.reshards_after_forward)
+        after = What.KEEP if self._keeps_inside else What.RESHARD if self._stage.reshards_after_forward else None
+        return in_order(units, range(len(units), first - 1, -1), spared, after)
 
     def _serve(self, what: What, index: int) -> None:
         unit = self.units[index]
@@ -570,9 +574,9 @@ class Schedule:
             self._need(index)
         elif what is What.AHEAD:
             self._prefetch()
-        elif what is What.RESHARD and unit.state is not UnshardState.SHARDED:
+        elif what in (What.RESHARD, What.KEEP) and unit.state is not UnshardState.SHARDED:
             self._wait_for_unshard(unit)
-            unit.reshard()
+            unit.reshard(keep_inside=what is What.KEEP)
         elif what is What.ADMIT:
             self._reducer.admit(index)
         elif what is What.CLOSE:
@@ -618,6 +622,8 @@ class Schedule:
                 self._note(What.RESHARD, unit.index)
                 self._wait_for_unshard(unit)
                 unit.reshard(abandon=hold.lent)
+            if self._grad_pass:
+                unit.forget_kept()
             hold.clear()
 
     def _request(self, index: int) -> None:
@@ -665,8 +671,10 @@ class Schedule:
         unit, hold = self.units[index], self._holds[index]
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not UnshardState.UNSHARDED:
             return False
-        self._note(What.RESHARD, index)
-        unit.reshard()
+        keeps = self._keeps_inside and not self.in_backward and not hold.forward_only
+        keeps = keeps and (self._grad_pass or unit.keeps_inside)
+        self._note(What.KEEP if keeps else What.RESHARD, index)
+        unit.reshard(keep_inside=keeps)
         return True
 
     def _trace(self, what: str, index: int, hold: Hold) -> None:

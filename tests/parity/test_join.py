@@ -304,6 +304,55 @@ def test_buckets_that_are_stepped_in_backward(pools: Pools) -> None:
     check(pools, Run((5, 2), options=options, precision={"low": torch.bfloat16}), ["1", "2", "3k", "3"])
 
 
+@pytest.mark.parametrize(("name", "feeds_back"), [("int8", True), ("bf16", True), ("int4", False)])
+@pytest.mark.parametrize(("counts", "micros"), [((2, 4), 1), ((7, 0, 4), 3)])
+def test_communication_hooks(pools: Pools, counts: tuple[int, ...], micros: int, name: str, feeds_back: bool) -> None:
+    """Errors of a rank that has no data for a step wait; so the window without data at the end loses none."""
+    options = {"comm_hook": {"name": name, "params": {"error_feedback": feeds_back}}}
+    check(pools, Run(counts, micros, options=options, precision={"coding": (name, feeds_back)}))
+
+
+def train_twice(stage: str, runs: list[tuple[int, int]]) -> dict[str, Any]:
+    """One join after the other, with a hook that feeds errors back."""
+    options = {"comm_hook": {"name": "int8", "params": {"error_feedback": True}}}
+    engine = engine_of(Run((1,), options=options), stage)
+    step = 0
+    for counts in runs:
+        with engine.join():
+            for number in range(counts[engine.rank]):
+                cases.run_micro_batch(engine, cases.loss_of, step + number, 0)
+        step += max(counts)
+    found = facts_of(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_errors_that_are_fed_back_outlast_a_join(pools: Pools, stage: str) -> None:
+    runs = [(1, 3), (2, 2), (2, 0)]
+    firsts = [0, 3, 5]
+
+    def has(step: int, rank: int, micro: int) -> bool:
+        join = max(number for number, first in enumerate(firsts) if first <= step)
+        return step - firsts[join] < runs[join][rank]
+
+    network = cases.make_mlp()
+    truth = oracle.train(
+        network, cases.loss_of, ranks=2, steps=7, groups=cases.groups_of(network, "AdamW"), clip=cases.CLIP, has=has,
+        coding=("int8", True),
+    )  # fmt: skip
+    results = pools(2).run(train_twice, stage, runs)
+    assert_same(results[0]["weights"], truth.shown, stage)
+    assert_same(cases.assemble([found["state"] for found in results]), expected_state(truth), stage)
+
+
+@pytest.mark.parametrize(("counts", "micros"), [((1, 4, 0, 2), 1), ((3, 7, 9, 4), 3)])
+@pytest.mark.parametrize("by_active", [False, True], ids=["all", "active"])
+def test_hybrid_meshes(pools: Pools, counts: tuple[int, ...], micros: int, by_active: bool) -> None:
+    """A whole shard group may have run dry, or one rank of each."""
+    check(pools, Run(counts, micros, by_active=by_active, precision={"inside": 2}), list(cases.HYBRID))
+
+
 def train_muon(counts: tuple[int, ...], stages: list[str]) -> list[dict[str, Any]]:
     found = []
     for stage in stages:
