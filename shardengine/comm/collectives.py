@@ -379,14 +379,14 @@ class Collectives:
         record = self._record(line.name, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
         return self._issue(record, call)
 
-    def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
-        """Rank 0's ``tensor`` (contiguous) to all; blocks."""
+    def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose, source: int = 0) -> None:
+        """``tensor`` (contiguous) of rank ``source`` to all; blocks."""
         if self.mesh.ranks == 1:
             return
         flat = _sendable(tensor.detach().view(-1))
 
         def call() -> list[dist.Work]:
-            return [self.mesh.wire.broadcast(flat, 0, self.mesh.gather)]
+            return [self.mesh.wire.broadcast(flat, source, self.mesh.gather)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
         self._issue(self._record(GroupName.GATHER, "broadcast", what, sent, purpose), call).wait()

@@ -362,11 +362,12 @@ class Reducer:
         """The window is complete: agree on which parameters were used (``touched``); collective.
 
         payload: what else is exchanged, made of the complete gradient → every rank's values and host bytes, [ranks, …].
-        Where a rank has late gradients, or a backward was final before this one, those are added first.
+        With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or
+        a backward was final before this one, those are added first.
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
-        values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
+        values, rows, found = self._exchange_all(payload, self.used | ({self._parameters} if late else set()))
         used = found - {self._parameters}
         self.early_use.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
@@ -375,9 +376,16 @@ class Reducer:
                 self._join(state, late_anywhere, used)
             self._finish(0)
             self.used |= self.touched
-            values, rows, used = self._exchange(payload(), self.used)
+            values, rows, used = self._exchange_all(payload, self.used)
         self.touched = used
-        return values, rows
+        self.step_state.join.hear(rows[:, 0].tolist())
+        return values, rows[:, 1:]
+
+    def _exchange_all(self, payload: Callable[[], Payload], numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
+        """As ``_exchange``, behind a byte of every rank."""
+        host, values = payload()
+        attends = torch.tensor([self.step_state.join.byte], dtype=torch.uint8)
+        return self._exchange(Payload(torch.cat([attends, host]), values), numbers)
 
     def _exchange(self, payload: Payload | None, numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
         """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
@@ -500,7 +508,8 @@ class Reducer:
             return self._reduce_by(hook, state, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
-        coding = None if hook is None else Messages(hook, bucket.layout.index)
+        errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
+        coding = None if hook is None else Messages(hook, errors)
         options: dict[str, Any] = {"earlier": earlier, "coding": coding}
         return self._collectives.move(
             full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, **options
