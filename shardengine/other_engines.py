@@ -43,7 +43,7 @@ _SCALE = "read `engine.get_loss_scale()`"
 _LEFT_OUT = "ask `engine.was_step_applied()` after the step; `engine.skipped_steps` counts those that were skipped"
 _BUFFERS = "buffers are broadcast before the first micro-batch of a step: `broadcast_buffers` in the config"
 _FREED = "`engine.offload_states()` moves what rests on the device to host memory and frees transient buffers"
-_FIXED_BATCH = "the batch is the config's; `engine.step(flush=True)` ends a window of micro-batches early"
+_OWN_COUNT = "`engine.set_train_batch_size(samples)` changes it; `engine.step(flush=True)` ends a window early"
 _LOOP = "a training loop calls `engine(...)`, `engine.backward(loss)` and `engine.step()` itself"
 _RANK = "read `engine.rank`"
 _RANKS = "read `engine.world_size`"
@@ -170,7 +170,7 @@ ENGINE: Mapping[str, str] = {
     **_each("global_rank get_data_parallel_rank process_index", _RANK),
     **_each("local_rank local_process_index device_ids output_device", _DEVICES),
     **_each("dp_world_size num_processes seq_dp_world_size", _RANKS),
-    **_each("set_train_batch_size set_train_micro_batch_size managed_gradient_accumulation", _FIXED_BATCH),
+    **_each("managed_gradient_accumulation set_gradient_accumulation_steps", _OWN_COUNT),
     "get_batch_info": "call `engine.train_batch_size()`, `engine.train_micro_batch_size_per_gpu()` and "
     "`engine.gradient_accumulation_steps()`",
     **_each(

@@ -157,8 +157,7 @@ class Reducer:
         step_state: StepState,
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.rules = rules
-        self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
+        self.follow(rules)
         self.step_state = step_state
         self.platform = collectives.mesh.platform
         self._spill = CopyQueue(self.platform, pool)
@@ -184,6 +183,11 @@ class Reducer:
         away = bucket.state_store.away
         leaves, spill = away and not self.rules.gathers, self._spill if away and self.platform.is_apart else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
+
+    def follow(self, rules: Rules) -> None:
+        """Gradients are reduced by ``rules`` from now on; between two windows."""
+        self.rules = rules
+        self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
 
     @property
     def collectives(self) -> Collectives:

@@ -124,7 +124,7 @@ def build(
     )
     by_kernel = [groups[number] for number in needs.by_kernel]
     trial = KernelTrial.of(
-        config, _rules(config, stage, mesh.ranks), collectives, needs.kernel or kind, by_kernel, needs.of_kernel
+        config, rules_of(config, stage, mesh.ranks), collectives, needs.kernel or kind, by_kernel, needs.of_kernel
     )
 
     found, offer = run_on_all_ranks(
@@ -263,7 +263,7 @@ def _footprint(
         stage,
         plan,
         which,
-        _rules(config, stage, plan.ranks),
+        rules_of(config, stage, plan.ranks),
         state=needs.bytes_of,
         kept_whole=needs.bytes_kept_whole(plan),
         beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank),
@@ -338,7 +338,7 @@ def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan
     return new
 
 
-def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
+def rules_of(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     """What stage and config say about gradients."""
     which = precision.of(config)
     several = (config.gradient_accumulation_steps or 1) > 1
@@ -367,7 +367,7 @@ def _drive(
     buckets = [by_index[index] for index in range(len(plan.buckets))]
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
-    rules = _rules(config, stage, collectives.mesh.ranks)
+    rules = rules_of(config, stage, collectives.mesh.ranks)
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, prefetch)

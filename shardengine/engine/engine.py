@@ -25,6 +25,7 @@ from shardengine.ddp import Phase
 from shardengine.engine import (
     arguments,
     assembly,
+    batch_size,
     closing,
     exchanging,
     export,
@@ -280,6 +281,27 @@ class Engine(Inspection):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
         self._window.set_boundary(bool(is_boundary))
+
+    @reports_failure("set_train_batch_size")
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, ``train_batch_size`` samples make one: in more or fewer micro-batches; collective.
+
+        Between two steps. Micro-batches stay as large as they are, so that ``gradient_accumulation_steps()``, and what
+        ``backward`` divides losses by, follow. UsageError where that many samples do not divide, MismatchError where
+        ranks disagree; nothing has changed then. A checkpoint does not set it: call this after ``load_checkpoint``.
+        """
+        self.config = batch_size.change(self._need_core(), self.config, "set_train_batch_size", total=train_batch_size)
+
+    @reports_failure("set_train_micro_batch_size")
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From the next step on, micro-batches of a rank have ``micro_batch_size`` samples; collective.
+
+        As ``set_train_batch_size``, but the number of micro-batches stays. Nothing is computed from it: it is what
+        counters and ``train_batch_size()`` say.
+        """
+        self.config = batch_size.change(
+            self._need_core(), self.config, "set_train_micro_batch_size", micro=micro_batch_size
+        )
 
     @reports_failure("step")
     def step(self, *, flush: bool = False) -> None:
