@@ -156,7 +156,8 @@ ENGINE: Mapping[str, str] = {
     ),
     # The step
     "clip_fp32_gradients": "call `engine.clip_grad_norm_(max_norm)` before the step, or set `gradient_clipping`",
-    "clip_grad_value_": "call torch.nn.utils.clip_grad_value_(engine.parameters(), value) before `engine.step()`",
+    "clip_grad_value_": "call torch.nn.utils.clip_grad_value_(engine.parameters(), value) before `engine.step()`, or "
+    "set `gradient_clipping_value`",
     **_each("unscale_gradients unscale_", "`engine.step()` takes the loss scale off the gradients by itself"),
     **_each("loss_scale cur_scale loss_scaler scaler", _SCALE),
     **_each("optimizer_step_was_skipped overflow", _LEFT_OUT),

@@ -249,6 +249,11 @@ EVERY = Kind(
     {"anyOf": [SIZE.schema, {"type": "null"}, {"enum": list(_NEVER)}]},
     lambda value: 0 if value is None or value in _NEVER or value == math.inf else SIZE.parse(value),
 )
+NORM_TYPE = Kind(
+    'a number > 0, or "inf"',
+    {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(_NEVER)}]},
+    lambda value: "inf" if value in _NEVER or value == math.inf else number(0, above=True).parse(value),
+)
 POSITIVE, NOT_NEGATIVE, FRACTION = number(0, above=True), number(0), number(0, below=1)
 _SPELLINGS = {
     "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),

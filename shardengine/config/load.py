@@ -142,7 +142,8 @@ def load_or_default(config: Any, auto: Mapping[str, Any] | None = None) -> Confi
 def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = None) -> Config:
     reader = Reader(auto)
     reader.read(tree)
-    if "gradient_clipping" not in reader.values and "gradient_clipping" not in reader.automatic:
+    clipped = {"gradient_clipping", "gradient_clipping_value"}
+    if not clipped & {*reader.values, *reader.automatic}:
         reader.notices.append(NOT_CLIPPED)
     named = ("optimizer.", "scheduler.")
     kept = [key.name for key in KEYS.values() if key.status is Status.ACTIVE and not key.name.startswith(named)]

@@ -33,6 +33,7 @@ from shardengine.config.kinds import (
     EVERY,
     FRACTION,
     GROUP_SIZE,
+    NORM_TYPE,
     NOT_NEGATIVE,
     NOT_POSITIVE,
     OBJECT,
@@ -290,6 +291,14 @@ class TopLevel:
     train_micro_batch_size_per_gpu: int | None = key(None, _BATCH_SIZE, "Samples per rank and micro-batch.")
     gradient_accumulation_steps: int | None = key(None, _BATCH_SIZE, "Micro-batches per optimizer step.")
     gradient_clipping: float = key(0.0, NOT_NEGATIVE, "Largest global gradient norm; 0 switches clipping off.")
+    gradient_clipping_norm_type: float | Literal["inf"] = key(
+        2.0, NORM_TYPE, 'The order of that norm; "inf": the largest magnitude of an element.'
+    )
+    gradient_clipping_value: float = key(
+        0.0,
+        NOT_NEGATIVE,
+        "Largest magnitude of an element of the gradient; 0 switches it off. Instead of gradient_clipping.",
+    )
     nonfinite_gradients: Literal["skip", "raise", "step"] | None = key(
         None,
         optional(choice("skip", "raise", "step"), "skip; raise with step_in_backward"),

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, UsageError
-from shardengine.kernels import flatten, ordered_sum, sum_of_squares
+from shardengine.kernels import flatten, ordered_sum, power_sum, sum_of_squares
 from shardengine.offload import BufferPool, CopyQueue, Done
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 from shardengine.stages import Placement
@@ -364,6 +364,19 @@ class GradientBucket:
         else:
             return {}
         return dict(zip(self.own, found, strict=True))
+
+    def powers(self, order: float) -> dict[int, Tensor]:
+        """Parameter → ``power_sum`` of what this rank has of it in ``complete``."""
+        complete = self.complete
+        if complete is None:
+            return {}
+        return {parameter: power_sum(complete[start:end], order) for parameter, (start, end) in self.own.items()}
+
+    def clamp(self, limit: float) -> None:
+        """The gradient lies between -limit and limit from now on, rounded to the wire's dtype."""
+        if (gradient := self.gradient) is not None:
+            bound = torch.tensor(limit, dtype=self.wire).item()
+            gradient.clamp_(-bound, bound)
 
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""

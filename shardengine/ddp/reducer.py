@@ -33,7 +33,7 @@ from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
-from shardengine.kernels import flatten, ordered_sum
+from shardengine.kernels import flatten, join_powers, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, Layout
 from shardengine.stages import Placement
@@ -210,7 +210,7 @@ class Reducer:
             self._consumer.finish_gradients()
         else:
             self.agree(no_payload)
-            self.views.show(self.touched, None)
+            self.views.show(self.touched, None, powers=self.powers)
         self.step_state.move(Phase.AGREED)
 
     def following(self, index: int) -> list[GradientBucket]:
@@ -366,6 +366,22 @@ class Reducer:
             values, rows, used = self._exchange(payload(), self.used)
         self.touched = used
         return values, rows
+
+    def powers_here(self, order: float) -> dict[int, Tensor]:
+        """Parameter → ``power_sum`` of what this rank has of its complete gradient: 0-dim fp64, where that lies."""
+        found: dict[int, Tensor] = {}
+        for parameter, power in (pair for state in self.buckets for pair in state.powers(order).items()):
+            before = found.get(parameter)
+            found[parameter] = power if before is None else join_powers(torch.stack([before, power]), order)
+        return found
+
+    def powers(self, order: float) -> Tensor:
+        """``power_sum`` of each parameter's complete gradient, fp64 [parameters] on the device; collective."""
+        values = torch.zeros(self._parameters, dtype=torch.float64, device=self._collectives.mesh.device)
+        for parameter, power in self.powers_here(order).items():
+            values[parameter] = power
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        return join_powers(self._collectives.exchange_values(values, nothing, "norms of gradients")[0], order)
 
     def _exchange(self, payload: Payload | None, numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
         """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""

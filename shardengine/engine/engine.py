@@ -438,18 +438,23 @@ class Engine(Inspection):
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first.
 
+        The 2-norm, or of the order that ``gradient_clipping_norm_type`` or ``clip_grad_norm_`` said.
         In fp16 one that is not finite is inf: an overflow, also where it made NaNs.
         """
         self._need_core().schedule.finish_open_backward()
         norm = None if self.optimizer is None else self.optimizer.norm
         return None if norm is None else norm.item()
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> float:
+        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping.
+
+        norm_type: its order, ``math.inf`` for the largest magnitude; None for the config's. With another one than that
+        the call is collective.
+        """
         core, optimizer = self._need_core(), self._need_optimizer("clip_grad_norm_()")
         core.schedule.finish_open_backward()
         core.step_state.require("clip_grad_norm_")
-        return optimizer.clip_next_step(float(max_norm))
+        return optimizer.clip_next_step(float(max_norm), None if norm_type is None else float(norm_type))
 
     # Whole parameters
 
