@@ -38,7 +38,10 @@ _LOADS = "call `engine.load_checkpoint(dir)`, which takes states of any number o
 _STATE_DICT = "call `engine.state_dict()` on every rank: rank 0 gets the whole state dict, the others an empty one"
 _REDUCED = "gradients are reduced in `engine.backward(loss)`, and in `loss.backward()`"
 _NO_SYNC = "use `with engine.no_sync():` for micro-batches that do not communicate"
-_DIVISOR = "sums over ranks are divided by the number of ranks, or by nothing: `gradient_allreduce_op` in the config"
+_DIVISOR = (
+    "sums over ranks are divided once, by their number, or by what `engine.set_gradient_divide_factor(factor)` or "
+    "`gradient_divide_factor` in the config says"
+)
 _SCALE = "read `engine.get_loss_scale()`"
 _LEFT_OUT = "ask `engine.was_step_applied()` after the step; `engine.skipped_steps` counts those that were skipped"
 _BUFFERS = "buffers are broadcast before the first micro-batch of a step: `broadcast_buffers` in the config"
@@ -117,7 +120,7 @@ ENGINE: Mapping[str, str] = {
         "`engine.set_gradient_accumulation_boundary(b)` before its backward",
     ),
     **_each(
-        "set_gradient_divide_factor set_reduce_scatter_divide_factor set_gradient_divide_factors "
+        "set_reduce_scatter_divide_factor set_gradient_divide_factors "
         "gradient_predivide_factor postscale_gradients gradient_average set_force_sum_reduction_for_comms",
         _DIVISOR,
     ),

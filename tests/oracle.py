@@ -13,7 +13,8 @@ set of parameters and adds their gradients up in the declared order:
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
 - "full": micro-batches first, then ranks. "sharded": ranks first, then micro-batches. Equal for one micro-batch
-- the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean)
+- the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean), or
+  by a divisor that is given, in fp32
 - norm: squares added in fp64, the root (over the loss scale) rounded once to fp32. Another order p: powers of
   magnitudes instead of squares; infinity: the largest magnitude
 - the update multiplies gradients with min(1, max_norm / (norm + 1e-6)) / loss scale
@@ -72,7 +73,7 @@ class Sums:
     """How gradients are summed. ``wire`` None: the parameter's dtype; order: "full" or "sharded"."""
 
     order: str = "full"
-    divisor: int = 1
+    divisor: float = 1
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
@@ -97,8 +98,9 @@ def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Ten
         each = [over_ranks([row[m][:1] for row in grads]) for m in range(micros)]
         total = each[0] if micros == 1 else ordered_sum(each[:-1], kept) + each[-1]
         late = [[g for fires in row for g in fires[1:]] for row in grads]
-    complete = (total / sums.divisor).to(wire).float()
-    return add_late(complete, (over_ranks(late) / sums.divisor).to(wire).float(), wire) if any(late) else complete
+    divisor = torch.tensor(sums.divisor, dtype=torch.float32)
+    complete = (total / divisor).to(wire).float()
+    return add_late(complete, (over_ranks(late) / divisor).to(wire).float(), wire) if any(late) else complete
 
 
 def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
@@ -489,6 +491,7 @@ def train(
     order: str = "full",
     clip: float = 0.0,
     mean: bool = True,
+    divisor: float | None = None,
     wire: torch.dtype | None = None,
     reduce: torch.dtype = torch.float32,
     accumulate: torch.dtype = torch.float32,
@@ -508,9 +511,9 @@ def train(
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
-    list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
-    it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
-    the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
+    list of losses: a backward each. divisor: of sums over ranks, instead of what mean says. wire: what is sent, by
+    default each parameter's dtype. low: parameters are cast to it and the given values become their master weights, or
+    are forgotten where not keeps_masters; then ``seed`` rounds the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
     kept_in: "bf16" or "8bit" states, and the seed of their rounding.
     made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``. A list:
     one for each group, of which the declared ones are said by their kind.
@@ -523,7 +526,7 @@ def train(
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
     masters = {p: p.detach().float().clone() for p in trained if keeps_masters and (low or p.dtype) != torch.float32}
-    sums = Sums(order, ranks if mean else 1, wire, reduce, accumulate)
+    sums = Sums(order, divisor or (ranks if mean else 1), wire, reduce, accumulate)
     sizes = [p.numel() for p in model.parameters()]
     numbers = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
     for parameter in model.parameters() if low else ():

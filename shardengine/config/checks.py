@@ -36,6 +36,12 @@ def check_together(config: TopLevel, reader: Reader) -> None:
             f"expected gradients to be clipped by norm or by value, got both, and gradient_clipping "
             f"{config.gradient_clipping:g}; leave one of them out",
         )
+    if config.gradient_divide_factor is not None and reader.sources.get("gradient_allreduce_op") == "file":
+        reader.problem(
+            "gradient_divide_factor",
+            f'it says what sums are divided by, and gradient_allreduce_op "{config.gradient_allreduce_op}" says that '
+            "as well; leave one of them out",
+        )
     if reader.usable(*TRIPLE):
         _check_triple(config, reader)
     _check_ema(config, reader)

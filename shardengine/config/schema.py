@@ -313,6 +313,11 @@ class TopLevel:
     gradient_allreduce_op: Literal["mean", "sum"] = key(
         "mean", choice("mean", "sum"), "How the gradients of the ranks are combined."
     )
+    gradient_divide_factor: float | None = key(
+        None,
+        optional(number(0, above=True, below=3e38), "the number of ranks; 1 for a sum"),
+        "What sums of gradients over ranks are divided by, once, when they are complete.",
+    )
     gradient_accumulation: Literal["full", "sharded"] | None = key(
         None,
         optional(choice("full", "sharded"), "the stage's third letter"),

@@ -62,14 +62,14 @@ class Rules:
     """What stage and config say about gradients.
 
     gradients: where they rest between micro-batches · state: where optimizer state does, and so the complete gradient ·
-    divisor: 1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own ·
-    reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later micro-batches · scaled:
-    the loss is, so that a bare backward is refused.
+    divisor: of sums over ranks, their number for a mean · wire: the dtype in which gradients are sent, None for each
+    bucket's own · reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later
+    micro-batches · scaled: the loss is, so that a bare backward is refused.
     """
 
     gradients: Placement
     state: Placement
-    divisor: int
+    divisor: float
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32

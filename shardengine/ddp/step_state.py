@@ -340,7 +340,7 @@ Call = Literal[
     "save_pretrained", "optimizer.state_dict()", "optimizer.load_state_dict()", "load_state_dict", "save_checkpoint",
     "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
-    "optimizer.train() or eval()", "engine.ema()", "another batch size",
+    "optimizer.train() or eval()", "engine.ema()", "another setting",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets."""
@@ -377,7 +377,7 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
     "engine.ema()": (*_AT_REST, _outside_no_sync),
-    "another batch size": _AT_REST,
+    "another setting": _AT_REST,
     "offload_states": _AT_REST,
     "close()": (_outside_ema, _outside_full_params),
     "close(restore=False)": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),

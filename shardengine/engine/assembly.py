@@ -345,7 +345,7 @@ def rules_of(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     return Rules(
         gradients=stage.gradients,
         state=stage.state,
-        divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
+        divisor=config.gradient_divide_factor or (ranks if config.gradient_allreduce_op == "mean" else 1),
         wire=which.wire,
         reduce=which.reduce,
         accumulate=which.accumulate if several else torch.float32,

@@ -25,7 +25,6 @@ from shardengine.ddp import Phase
 from shardengine.engine import (
     arguments,
     assembly,
-    batch_size,
     closing,
     exchanging,
     export,
@@ -37,6 +36,7 @@ from shardengine.engine import (
     overflow,
     rebuild,
     recovery,
+    settings_between_steps,
 )
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached, check_free
@@ -290,7 +290,9 @@ class Engine(Inspection):
         ``backward`` divides losses by, follow. UsageError where that many samples do not divide, MismatchError where
         ranks disagree; nothing has changed then. A checkpoint does not set it: call this after ``load_checkpoint``.
         """
-        self.config = batch_size.change(self._need_core(), self.config, "set_train_batch_size", total=train_batch_size)
+        self.config = settings_between_steps.set_batch(
+            self._need_core(), self.config, "set_train_batch_size", total=train_batch_size
+        )
 
     @reports_failure("set_train_micro_batch_size")
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -299,8 +301,18 @@ class Engine(Inspection):
         As ``set_train_batch_size``, but the number of micro-batches stays. Nothing is computed from it: it is what
         counters and ``train_batch_size()`` say.
         """
-        self.config = batch_size.change(
+        self.config = settings_between_steps.set_batch(
             self._need_core(), self.config, "set_train_micro_batch_size", micro=micro_batch_size
+        )
+
+    @reports_failure("set_gradient_divide_factor")
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """From the next step on, sums of gradients over ranks are divided by ``factor``; collective, between two steps.
+
+        As ``gradient_divide_factor`` in the config, whose default is the number of ranks.
+        """
+        self.config = settings_between_steps.set_divide_factor(
+            self._need_core(), self.config, "set_gradient_divide_factor", factor
         )
 
     @reports_failure("step")

@@ -92,9 +92,9 @@ class Update:
 
     max_norm: to clip this one to, None for the configured value · norm_type: the order of its norm, likewise · scalars,
     on the device: "factor", what gradients are multiplied with, and "skip", whether it is skipped because the norm is
-    not finite; None: nothing, no · verdict: the latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
-    included · settled: whether the host has acted on the verdict · returned: what came back from the owners of whole
-    matrices, by bucket; None: they have not been asked
+    not finite; None: nothing, no · verdict: the latter for the host · touched: whose step counts have advanced ·
+    stepped: whole buckets that are done, weights included · settled: whether the host has acted on the verdict ·
+    returned: what came back from the owners of whole matrices, by bucket; None: they have not been asked
     """
 
     max_norm: float | None = None
