@@ -513,8 +513,9 @@ def train(
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
     list of losses: a backward each. divisor: of sums over ranks, instead of what mean says. wire: what is sent, by
     default each parameter's dtype. low: parameters are cast to it and the given values become their master weights, or
-    are forgotten where not keeps_masters; then ``seed`` rounds the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
-    kept_in: "bf16" or "8bit" states, and the seed of their rounding.
+    are forgotten where not keeps_masters; then ``seed`` rounds the weights stochastically (None: to nearest). scaler:
+    multiplies the loss. own_buffers: rank 0's are not sent. kept_in: "bf16" or "8bit" states, and the seed of their
+    rounding.
     made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``. A list:
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of

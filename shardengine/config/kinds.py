@@ -203,6 +203,13 @@ def _units(value: Any) -> str | tuple[str, ...]:
     return tuple(TEXT.parse(name) for name in value)
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    found = _units(value)
+    if isinstance(found, str):
+        raise ValueError
+    return found
+
+
 _FINITE = number(-1e300)
 
 
@@ -289,6 +296,11 @@ UNITS = Kind(
     '"auto" or a list of different module class names, at least one',
     {"anyOf": [{"const": "auto"}, {"type": "array", "items": TEXT.schema, "minItems": 1, "uniqueItems": True}]},
     _units,
+)
+NAMES = Kind(
+    "a list of different names or patterns of parameters",
+    {"type": "array", "items": TEXT.schema, "uniqueItems": True},
+    lambda value: () if value in ((), []) else _names(value),
 )
 PART = _checked(
     'a number from 0 to 1, or "auto"',

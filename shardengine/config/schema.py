@@ -33,6 +33,7 @@ from shardengine.config.kinds import (
     EVERY,
     FRACTION,
     GROUP_SIZE,
+    NAMES,
     NORM_TYPE,
     NOT_NEGATIVE,
     NOT_POSITIVE,
@@ -356,6 +357,12 @@ class TopLevel:
         optional(BOOL, "true on NCCL, false on gloo"),
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
         "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too.",
+    )
+    ignored_parameters: tuple[str, ...] = key(
+        (),
+        NAMES,
+        "Names, or patterns such as `vision.*`, of parameters that stay yours: they are not moved, cast, sharded, sent, "
+        "stepped or saved in checkpoints.",
     )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")

@@ -83,6 +83,7 @@ def _look(
         which=trial.precision,
         device=trial.device,
         gives_values=mesh.rank == 0 and source is None,
+        ignored=config.ignored_parameters,
     )
     for name, parameter in found.names.items():
         if source is not None and parameter.is_meta and not source.gives(parameter):
@@ -385,7 +386,9 @@ def _expect(
     """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
     if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
         return None, found.units
-    blocks, block_of = partition.find_blocks(model, config.zero_optimization.units)
+    blocks, block_of = partition.find_blocks(
+        model, config.zero_optimization.units, {id(p) for p in found.names.values()}
+    )
     numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
     members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
     return DeferredGather(units[0].members, members_of), blocks

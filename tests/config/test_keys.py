@@ -31,7 +31,7 @@ FROZEN = {
         fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
         fp16.loss_scale_window fp16.min_loss_scale
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
-        gradient_clipping gradient_clipping_norm_type gradient_clipping_value gradient_divide_factor
+        gradient_clipping gradient_clipping_norm_type gradient_clipping_value gradient_divide_factor ignored_parameters
         hierarchical_reduce max_nonfinite_steps nonfinite_gradients
         optimizer.params optimizer.type overlap_comm overlap_param_gather reproducible
         scheduler.params scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
