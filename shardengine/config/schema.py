@@ -361,8 +361,8 @@ class TopLevel:
     ignored_parameters: tuple[str, ...] = key(
         (),
         NAMES,
-        "Names, or patterns such as `vision.*`, of parameters that stay yours: they are not moved, cast, sharded, sent, "
-        "stepped or saved in checkpoints.",
+        "Names, or patterns such as `vision.*`, of parameters that stay yours: they are not moved, cast, sharded, "
+        "sent, stepped or saved in checkpoints.",
     )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")

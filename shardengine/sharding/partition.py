@@ -103,17 +103,7 @@ def analyse(
     with this rank's values; those of other ranks may be on the meta device · ignored: as in ``ignored_by``.
     """
     left_alone = ignored_by(model, ignored)
-    for name, parameter in left_alone.items():
-        if parameter.is_meta and device.type != "meta":
-            raise UsageError(
-                f"parameter {name!r} is in ignored_parameters and on the meta device: expected one with values, on "
-                "this rank's device, because the engine gives it none"
-            )
-        if inner.is_outer(parameter):
-            raise UsageError(
-                f"parameter {name!r} is in ignored_parameters and a {type(parameter).__name__}, whose tensors the "
-                "engine holds one by one: expected an ordinary parameter"
-            )
+    _check_ignored(left_alone, device)
     if gives_values and device.type != "meta":
         _check_values(model)
     inner.split(model, device)
@@ -351,6 +341,20 @@ def _check(
             )
         if parameter.requires_grad:
             _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
+
+
+def _check_ignored(ignored: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    for name, parameter in ignored.items():
+        if parameter.is_meta and device.type != "meta":
+            raise UsageError(
+                f"parameter {name!r} is in ignored_parameters and on the meta device: expected one with values, on "
+                "this rank's device, because the engine gives it none"
+            )
+        if inner.is_outer(parameter):
+            raise UsageError(
+                f"parameter {name!r} is in ignored_parameters and a {type(parameter).__name__}, whose tensors the "
+                "engine holds one by one: expected an ordinary parameter"
+            )
 
 
 def _check_values(model: nn.Module) -> None:
