@@ -60,7 +60,8 @@ _ANNOUNCED = "every call of the engine that is collective keeps the ranks in ste
 _ITS_OWN = "this is how another engine works inside; nothing has to be called here"
 _DATA = "the engine makes no data loader; give each rank its own part with a torch DistributedSampler"
 _UNUSED = (
-    "unused parameters are supported at every stage without being announced, also such as change from step to step"
+    "unused parameters are supported at every stage without being announced, also such as change from step to step; "
+    "with `static_graph` in the config they may not change"
 )
 _ALWAYS = "nothing has to be said about it; the config says what there is to choose"
 _NO_KEY = "that key has no effect here; `shardengine config FILE --resolved` prints the values in effect"

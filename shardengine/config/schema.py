@@ -358,6 +358,11 @@ class TopLevel:
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
         "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too.",
     )
+    static_graph: bool = switch(
+        False,
+        "Each rank uses the same parameters in every window: unused ones are not waited for, nor told of, and a change "
+        "is an error.",
+    )
     ignored_parameters: tuple[str, ...] = key(
         (),
         NAMES,
@@ -403,7 +408,6 @@ SECTION_TYPES: dict[str, type] = {
 """Each section's name in the JSON and its class, in the order of docs/config.md, an outer one before those in it."""
 
 _LATER: dict[str, Table] = {
-    "": {"static_graph": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_hpz_partition_size": (COUNT, 1),

@@ -64,7 +64,8 @@ class Rules:
     gradients: where they rest between micro-batches · state: where optimizer state does, and so the complete gradient ·
     divisor: of sums over ranks, their number for a mean · wire: the dtype in which gradients are sent, None for each
     bucket's own · reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later
-    micro-batches · scaled: the loss is, so that a bare backward is refused.
+    micro-batches · scaled: the loss is, so that a bare backward is refused · static: which parameters a rank uses in a
+    window stays what it was in the first.
     """
 
     gradients: Placement
@@ -74,6 +75,7 @@ class Rules:
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
     scaled: bool = False
+    static: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -216,6 +218,10 @@ class GradientBucket:
     def expect_no_more(self) -> None:
         """Nothing more comes in the running backward: what has not come is zero."""
         self.ready |= self.pieces.keys()
+
+    def expect_only(self, parameters: Collection[int]) -> None:
+        """The backward that begins brings none but ``parameters``: what else the bucket holds is zero."""
+        self.ready |= self.pieces.keys() - parameters
 
     @property
     def gradient(self) -> Tensor | None:

@@ -4,6 +4,11 @@ Owns: readiness counting, launching reductions in one order on all ranks, the en
 what was used. Must not know: stages by name, modules, weights, the optimizer. Where gradients rest, and in which dtype,
 is ``gradient_bucket.py``'s ([Note: Gradients of a window], [Note: Late gradients]).
 
+[Note: Static graph] Where the config says that a rank's used parameters stay the same (``Rules.static``), the first
+window tells which they are, on this rank and on some. From then on a bucket is not waited with for what never comes,
+and in the message at the end of a window ranks do not send which were used, but one bit: whether that is something else
+on this rank. Then it is an error on every rank. Other backwards at the end of a window are agreed on as ever.
+
 Where every rank needs the whole gradient (``Rules.gathers``), complete slices are gathered as soon as they are divided.
 
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
@@ -19,7 +24,7 @@ backward: its buckets are launched last, when backward ends.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +74,14 @@ class _Mode:
 
     synchronise: bool = True
     final: bool = False
+
+
+@dataclass(frozen=True)
+class _Static:
+    """The parameters that this rank uses in every window, and those that some rank does ([Note: Static graph])."""
+
+    here: frozenset[int]
+    anywhere: frozenset[int]
 
 
 class _Order:
@@ -175,6 +188,7 @@ class Reducer:
                 self._of_parameter.setdefault(parameter, []).append(state)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode()
+        self._static: _Static | None = None
         self.early_use = EarlyUse(step_state)
         self._consumer: Consumer | None = None
         self._in_flight: deque[_Flight] = deque()
@@ -229,6 +243,9 @@ class Reducer:
             for state in self.buckets:
                 state.set_aside()
             self.used.clear()
+        elif self._static is not None:
+            for state in self.buckets:
+                state.expect_only(self._static.here)
         self._mode = _Mode(synchronise, final)
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
@@ -335,6 +352,7 @@ class Reducer:
         self._spill.drop()
         self.way_back.drop()
         self._order = _Order(len(self.buckets), self._order.units)
+        self._static = None
         self.early_use.forget()
         self.release()
 
@@ -354,7 +372,17 @@ class Reducer:
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
-        values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
+        known = None if reopened else self._static
+        here = frozenset(self.used)
+        if known is None:
+            values, rows, found = self._exchange(payload(), here | ({self._parameters} if late else set()))
+        else:
+            flags = {0} if late else set[int]()
+            flags |= {1} if here != known.here else set[int]()
+            values, rows, found = self._exchange(payload(), flags, 2)
+            if 1 in found:
+                self._refuse_change(known)
+            found = known.anywhere | ({self._parameters} if 0 in found else set())
         used = found - {self._parameters}
         self.early_use.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
@@ -365,7 +393,23 @@ class Reducer:
             self.used |= self.touched
             values, rows, used = self._exchange(payload(), self.used)
         self.touched = used
+        if self.rules.static and not reopened and self._static is None:
+            self._static = _Static(here, used)
         return values, rows
+
+    def _refuse_change(self, known: _Static) -> None:
+        """``UsageError`` on every rank: on some, the used parameters are not those of the first window; collective."""
+        new, gone = sorted(self.used - known.here), sorted(known.here - self.used)
+        name = [self.views.layout.parameters[index].name for index in (*new, *gone)][:1]
+        places = self._collectives.exchange_objects([name[0], bool(new), len(new) + len(gone)] if name else None)
+        rank, (first, added, count) = next((r, place) for r, place in enumerate(places) if place is not None)
+        more = f", and {count - 1} more" if count > 1 else ""
+        raise UsageError(
+            f"static_graph: parameter {first!r} has {'a' if added else 'no'} gradient on rank {rank}, and had "
+            f"{'none' if added else 'one'} in the first window{more} (this is rank {self._collectives.mesh.rank}): "
+            "expected every window of a rank to use the same parameters; set that key to false, and call engine."
+            f"{'reset' if self.step_state.must_be_stepped else 'zero_grad'}() on every rank to go on without this one"
+        )
 
     def powers_here(self, order: float) -> dict[int, Tensor]:
         """Parameter → ``power_sum`` of what this rank has of its complete gradient: 0-dim fp64, where that lies."""
@@ -383,10 +427,13 @@ class Reducer:
         nothing = torch.zeros(1, dtype=torch.uint8)
         return join_powers(self._collectives.exchange_values(values, nothing, "norms of gradients")[0], order)
 
-    def _exchange(self, payload: Payload | None, numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
-        """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
+    def _exchange(
+        self, payload: Payload | None, numbers: Collection[int], count: int | None = None
+    ) -> tuple[Tensor, Tensor, frozenset[int]]:
+        """Every rank's ``payload``, and the union of the ranks' sets of ``numbers``, all below ``count`` (default: one
+        above the parameters' count)."""
         host, values = payload or no_payload()
-        flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
+        flags = torch.zeros(self._parameters + 1 if count is None else count, dtype=torch.bool)
         flags[list(numbers)] = True
         sent = torch.cat([self._collectives.flight_recorder.digest(), host, _pack(flags)])
         all_values, rows = self._collectives.exchange_values(values, sent, "the gradient norm and used parameters")

@@ -75,6 +75,8 @@ def _look(
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    if mesh.rank == 0 and source is None and trial.device.type != "meta":
+        partition.check_values(model)
     found = partition.analyse(
         model,
         units,
@@ -82,7 +84,6 @@ def _look(
         shards_weights=shards_weights,
         which=trial.precision,
         device=trial.device,
-        gives_values=mesh.rank == 0 and source is None,
         ignored=config.ignored_parameters,
     )
     for name, parameter in found.names.items():
@@ -351,6 +352,7 @@ def rules_of(config: Config, stage: stages.Stage, ranks: int) -> Rules:
         reduce=which.reduce,
         accumulate=which.accumulate if several else torch.float32,
         scaled=which.scales_loss,
+        static=config.static_graph,
     )
 
 

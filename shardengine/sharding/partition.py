@@ -94,18 +94,14 @@ def analyse(
     shards_weights: bool,
     which: Precision = Precision(),  # noqa: B008  (frozen)
     device: torch.device = HOST,
-    gives_values: bool = True,
     ignored: Sequence[str] = (),
 ) -> Partition:
     """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
 
-    which: the dtypes that parameters will have · device: where they will be · gives_values: whether the weights begin
-    with this rank's values; those of other ranks may be on the meta device · ignored: as in ``ignored_by``.
+    which: the dtypes that parameters will have · device: where they will be · ignored: as in ``ignored_by``.
     """
     left_alone = ignored_by(model, ignored)
     _check_ignored(left_alone, device)
-    if gives_values and device.type != "meta":
-        _check_values(model)
     inner.split(model, device)
     names, around = _names(model, {id(parameter) for parameter in left_alone.values()})
     all_names: dict[int, list[str]] = {}
@@ -357,7 +353,8 @@ def _check_ignored(ignored: Mapping[str, nn.Parameter], device: torch.device) ->
             )
 
 
-def _check_values(model: nn.Module) -> None:
+def check_values(model: nn.Module) -> None:
+    """``UsageError`` for a parameter without values, where those of this rank are everybody's."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(
