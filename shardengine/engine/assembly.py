@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardengine import kernels, stages
@@ -77,6 +78,8 @@ def _look(
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     if mesh.rank == 0 and source is None and trial.device.type != "meta":
         partition.check_values(model)
+    if dist.is_initialized():
+        partition.check_sync_batch_norm(model, trial.device, mesh.ranks, dist.get_world_size)
     found = partition.analyse(
         model,
         units,

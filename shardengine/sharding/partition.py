@@ -386,6 +386,26 @@ def _check_sparse(model: nn.Module) -> None:
             )
 
 
+def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, served: Callable[[Any], int]) -> None:
+    """``UsageError`` for a SyncBatchNorm that would not take the statistics of all ``ranks``, where there is a process
+    group. device: where the model will be · served: ranks of one, None: of the default one."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm) or not module.training:
+            continue  # in evaluation it is a BatchNorm, on any device
+        if device.type == "cpu":
+            raise UsageError(
+                f"module {name!r} is a SyncBatchNorm, which torch computes on GPUs alone, and the engine's device "
+                "is a CPU: expected BatchNorm, where each rank normalizes by its own samples and rank 0's running statistics are "
+                "everybody's, a norm without statistics over samples (LayerNorm, GroupNorm), or module.eval() before "
+                "initialize"
+            )
+        if (found := served(module.process_group)) != ranks:
+            raise UsageError(
+                f"module {name!r} is a SyncBatchNorm over {found} ranks, and the engine has {ranks}: expected "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group) with the engine's ranks"
+            )
+
+
 def _check_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
