@@ -13,6 +13,9 @@ set of parameters and adds their gradients up in the declared order:
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
 - "full": micro-batches first, then ranks. "sharded": ranks first, then micro-batches. Equal for one micro-batch
+- on a hybrid mesh (``inside``) groups of so many consecutive ranks are added first, each by its tree, then their sums
+  by a tree; that is the tree of all ranks where the groups have 2^k. "inside": the ranks of a group, then
+  micro-batches, then the groups
 - the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean), or
   by a divisor that is given, in fp32
 - norm: squares added in fp64, the root (over the loss scale) rounded once to fp32. Another order p: powers of
@@ -56,6 +59,14 @@ def tree_sum(terms: list[Tensor], reduce: torch.dtype = torch.float32) -> Tensor
     return terms[0]
 
 
+def mesh_sum(terms: list[Tensor], reduce: torch.dtype, inside: int) -> Tensor:
+    """Sum over ranks: groups of ``inside`` consecutive ones first (0: there are none)."""
+    if not inside:
+        return tree_sum(terms, reduce)
+    groups = [tree_sum(terms[i : i + inside], reduce) for i in range(0, len(terms), inside)]
+    return tree_sum([total.to(reduce).float() for total in groups], reduce)
+
+
 def ordered_sum(terms: list[Tensor], kept: torch.dtype = torch.float32) -> Tensor:
     """Sum in fp32, first to last; the sum so far is kept in dtype ``kept``."""
     total = terms[0].to(kept).float()
@@ -70,13 +81,14 @@ Fires = list[Tensor]
 
 @dataclass(frozen=True)
 class Sums:
-    """How gradients are summed. ``wire`` None: the parameter's dtype; order: "full" or "sharded"."""
+    """How gradients are summed. ``wire`` None: the parameter's dtype; order: "full", "sharded" or "inside"."""
 
     order: str = "full"
     divisor: float = 1
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
+    inside: int = 0
 
 
 def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Tensor | None:
@@ -89,9 +101,18 @@ def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Ten
 
     def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32) -> Tensor:
         sent = [(ordered_sum(row, kept) if row else zeros).to(wire).float() for row in rows]
-        return tree_sum(sent, sums.reduce)
+        return mesh_sum(sent, sums.reduce, sums.inside)
 
-    if sums.order == "full":
+    if sums.order == "inside":
+        groups = []
+        for first in range(0, len(grads), sums.inside):
+            rows = grads[first : first + sums.inside]
+            each = [over_ranks([row[m][:1] for row in rows]) for m in range(micros)]  # of one group
+            total = each[0] if micros == 1 else ordered_sum(each[:-1], kept) + each[-1]
+            groups.append(total.to(sums.reduce).float())
+        total = tree_sum(groups, sums.reduce)
+        late = [[g for fires in row for g in fires[1:]] for row in grads]
+    elif sums.order == "full":
         total = over_ranks([[g for fires in row[:-1] for g in fires] + row[-1][:1] for row in grads], kept)
         late = [row[-1][1:] for row in grads]
     else:
@@ -506,6 +527,7 @@ def train(
     torch_clip: float = 0.0,
     norm_type: float = 2.0,
     clip_value: float = 0.0,
+    inside: int = 0,
     earlier: Trace | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
@@ -520,14 +542,14 @@ def train(
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
     averages. torch_clip: the norm to which the user clips. norm_type: the order of all norms. clip_value: of each
-    element.
+    element. inside: ranks of a shard group of a hybrid mesh.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
     masters = {p: p.detach().float().clone() for p in trained if keeps_masters and (low or p.dtype) != torch.float32}
-    sums = Sums(order, divisor or (ranks if mean else 1), wire, reduce, accumulate)
+    sums = Sums(order, divisor or (ranks if mean else 1), wire, reduce, accumulate, inside)
     sizes = [p.numel() for p in model.parameters()]
     numbers = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
     for parameter in model.parameters() if low else ():

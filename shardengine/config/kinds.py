@@ -310,7 +310,12 @@ PART = _checked(
     ),
 )
 GROUP_SIZE = Kind(
-    'an integer >= 1, or "all"',
-    {"anyOf": [COUNT.schema, {"const": "all"}]},
-    lambda value: value if value == "all" else COUNT.parse(value),
+    'an integer >= 1, "node", or "all"',
+    {"anyOf": [COUNT.schema, {"enum": ["all", "node"]}]},
+    lambda value: value if value in ("all", "node") else COUNT.parse(value),
+)
+PARTITION_SIZE = Kind(
+    'an integer >= 1, or "node"',
+    {"anyOf": [COUNT.schema, {"const": "node"}]},
+    lambda value: value if value == "node" else COUNT.parse(value),
 )

@@ -40,6 +40,7 @@ from shardengine.config.kinds import (
     OBJECT,
     PAIR,
     PART,
+    PARTITION_SIZE,
     PLACE,
     SIZE,
     STATE_DTYPE,
@@ -170,6 +171,18 @@ class ZeroConfig:
     )
     stage3_reshard_after_forward: bool = switch(
         True, "Free a unit's weights between its forward and its backward pass."
+    )
+    shard_group_size: Literal["all", "node"] | int = key(
+        "all",
+        GROUP_SIZE,
+        "Consecutive ranks over which is sharded what the stage shards; the groups are replicas of each other (HSDP). "
+        '"node": those of a node.',
+    )
+    zero_hpz_partition_size: Literal["node"] | int = key(
+        1,
+        PARTITION_SIZE,
+        "Stage 3: consecutive ranks over which a unit's weights stay sharded from its forward to its backward, so that "
+        'the gather for backward stays among them (hpZ). "node": those of a node; 1: off.',
     )
     units: Literal["auto"] | tuple[str, ...] = key(
         "auto", UNITS, 'Class names of the modules that are gathered as one; "auto" finds them.'
@@ -410,8 +423,6 @@ SECTION_TYPES: dict[str, type] = {
 _LATER: dict[str, Table] = {
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
-        "zero_hpz_partition_size": (COUNT, 1),
-        "shard_group_size": (GROUP_SIZE, "all"),
         "zero_quantized_weights": (BOOL, False),
         "zero_quantized_gradients": (BOOL, False),
     },

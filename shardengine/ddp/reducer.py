@@ -321,6 +321,9 @@ class Reducer:
         for state in self.buckets:
             state.settle(self.rules.accumulate)
             if mode.final and state.complete is None and state.total is not None:
+                if self.rules.ends_across:
+                    self._reduce_across(state)
+                    continue
                 state.close(self.rules)
                 if self.rules.gathers:
                     self._fly(self._gather(state, state.make_whole()))
@@ -488,7 +491,29 @@ class Reducer:
                 self._pool.give(sent)
             return self._gather(state, state.make_whole()) if final and rules.gathers else None
 
-        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete), then))
+        earlier = state.hand_over_total(rules.reduce) if final and rules.ends_across else None
+        target = Placement.SHARDED if final else rules.gradients
+        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
+
+    def _reduce_across(self, state: GradientBucket) -> None:
+        """The window ends without another reduction inside of the shard groups: add up what these have."""
+        self._finish(MAX_IN_FLIGHT - 1)
+        rules, total = self.rules, state.hand_over_total(self.rules.reduce)
+        if total is None:
+            return
+
+        def on_complete(terms: Sequence[Tensor]) -> None:
+            state.finish(terms, rules, lambda: None)
+
+        def then() -> Work:
+            self._pool.give(total)
+            return self._gather(state, state.make_whole())
+
+        layout = state.bucket.layout
+        work = self._collectives.move(
+            total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete
+        )
+        self._in_flight.append(_Flight(work, then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
@@ -503,15 +528,22 @@ class Reducer:
         flatten([full], [0], sent)
         return sent
 
-    def _reduce(self, state: GradientBucket, full: Tensor, on_complete: OnComplete) -> Work:
+    def _reduce(
+        self,
+        state: GradientBucket,
+        full: Tensor,
+        on_complete: OnComplete,
+        target: Placement = Placement.SHARDED,
+        earlier: Tensor | None = None,
+    ) -> Work:
         layout = state.bucket.layout
         return self._collectives.move(
-            full, Placement.PARTIAL, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete
+            full, Placement.PARTIAL, target, layout, Purpose.GRADIENTS, on_complete, earlier=earlier
         )
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
-        return self._collectives.move(whole, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.WHOLE_GRADIENTS)
+        return self._collectives.move(whole, Placement.SHARDED, self.rules.state, layout, Purpose.WHOLE_GRADIENTS)
 
     def _fly(self, work: Work | None) -> None:
         if work is not None:

@@ -114,7 +114,7 @@ def build(
     source: gives the values of what has none on any rank.
     """
     zero = config.zero_optimization
-    stage = stages.select(config)
+    stage = stages.select(config, mesh.replicas)
     which = precision.of(config)
     pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
     on_nccl = mesh.backend == "nccl"
@@ -163,7 +163,9 @@ def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layou
     """The layout of the parameters ``found``."""
     cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
     block, families = needs.block, needs.families
-    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families)
+    return layout.build(
+        found.specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas
+    )
 
 
 def _assemble(

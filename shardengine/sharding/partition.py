@@ -395,9 +395,9 @@ def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, se
         if device.type == "cpu":
             raise UsageError(
                 f"module {name!r} is a SyncBatchNorm, which torch computes on GPUs alone, and the engine's device "
-                "is a CPU: expected BatchNorm, where each rank normalizes by its own samples and rank 0's running statistics are "
-                "everybody's, a norm without statistics over samples (LayerNorm, GroupNorm), or module.eval() before "
-                "initialize"
+                "is a CPU: expected BatchNorm, where each rank normalizes by its own samples and rank 0's running "
+                "statistics are everybody's, a norm without statistics over samples (LayerNorm, GroupNorm), or "
+                "module.eval() before initialize"
             )
         if (found := served(module.process_group)) != ranks:
             raise UsageError(
