@@ -33,6 +33,7 @@ LOW: dict[str, dict[str, Any]] = {
 def truth(kind: str, ranks: int, order: str, precision: str) -> oracle.Trace:
     model = cases.make_mlp()
     low: dict[str, Any] = {"low": torch.bfloat16, "accumulate": torch.bfloat16} if LOW[precision] else {}
+    low |= {"inside": 2} if order == "inside" else {}
     trace, groups = None, cases.groups_of(model, kind)
     for number, micros in enumerate(STORY, start=1):
         trace = oracle.train(
@@ -71,6 +72,12 @@ ALL = list(itertools.product((2, 3), cases.STAGES, ("AdamW", "SGD"), LOW))
 def test_other_batches_equal_the_oracle(pools: Pools, ranks: int, stage: str, kind: str, precision: str) -> None:
     results = pools(ranks).run(tell, kind, {**cases.config_of(stage), **LOW[precision]})
     assert_equal_to_truth(results, truth(kind, ranks, cases.LETTER[stage], precision))
+
+
+@pytest.mark.parametrize("stage", cases.HYBRID)
+def test_on_hybrid_meshes(pools: Pools, stage: str) -> None:
+    results = pools(4).run(tell, "AdamW", cases.config_of(stage))
+    assert_equal_to_truth(results, truth("AdamW", 4, cases.LETTER[stage], "fp32"))
 
 
 def memory_of(config: dict[str, Any], micros: int) -> tuple[list[tuple[str, float]], list[list[float]]]:

@@ -70,6 +70,17 @@ def test_by_value(
     assert_equal_to_truth(results, truth, stage)
 
 
+@pytest.mark.parametrize(("order", "stage"), zip(("inf", 1, "inf", 1, 3.5), cases.HYBRID, strict=True))
+def test_on_hybrid_meshes(pools: Pools, order: Any, stage: str) -> None:
+    said: dict[str, Any] = {"gradient_clipping": MAX[order], "gradient_clipping_norm_type": order}
+    results = pools(4).run(run, "AdamW", cases.config_of(stage, 2, **said))
+    truth = truth_of(stage, 4, 2, "AdamW", "fp32", clip=MAX[order], norm_type=ORDERS[order])
+    assert_equal_to_truth(results, truth, stage)
+    said = {"gradient_clipping": 0.0, "gradient_clipping_value": VALUE}
+    results = pools(4).run(run, "AdamW", cases.config_of(stage, 2, **said))
+    assert_equal_to_truth(results, truth_of(stage, 4, 2, "AdamW", "fp32", clip_value=VALUE), stage)
+
+
 def by_hand(stage: str, order: float, micros: int, ways: str, options: dict[str, Any]) -> Any:
     """The loop of torch's users: its functions on the shown gradients, or the engine's own call."""
     config = cases.config_of(stage, micros, gradient_clipping=0.0, zero={"reduce_bucket_size": 600}, **options)

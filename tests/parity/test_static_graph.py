@@ -71,6 +71,18 @@ def test_equals_the_oracle(
     assert_equal_to_truth(results, truth, stage)
 
 
+@pytest.mark.parametrize("stage", cases.HYBRID)
+def test_on_hybrid_meshes(pools: Pools, stage: str) -> None:
+    results = pools(4).run(train, "AdamW", cases.config_of(stage, 2, **STATIC))
+    model = make()
+    order = cases.LETTER[stage]
+    truth = oracle.train(
+        model, loss_of, ranks=4, micros=2, steps=4, kind="AdamW", groups=cases.groups_of(model, "AdamW"), order=order,
+        clip=cases.CLIP, inside=2 if order == "inside" else 0,
+    )  # fmt: skip
+    assert_equal_to_truth(results, truth, stage)
+
+
 def launches(stage: str, static: bool) -> tuple[list[int], int]:
     """How many buckets are launched while autograd runs, per step, and the bytes of the last step's messages."""
     config = cases.config_of(stage, zero={"reduce_bucket_size": 60}, static_graph=static)
