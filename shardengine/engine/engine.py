@@ -28,6 +28,7 @@ from shardengine.engine import (
     arguments,
     assembly,
     closing,
+    comm_hooks,
     exchanging,
     export,
     full_access,
@@ -279,6 +280,17 @@ class Engine(Inspection):
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
         return ForWith("no_sync", self._window.no_sync)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; on every rank, before the
+        first backward.
+
+        bucket: this rank's gradients, see ``comm_hooks.GradBucket``. hook: returns the mean over ranks, a flat tensor
+        as long as ``bucket.buffer()``, or a future of it; it is not divided any more. Hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` are such functions. Where a rank keeps a slice alone, it takes
+        that of the result, so that more is sent than without. What the hook sends is not in ``traffic()``.
+        """
+        comm_hooks.register(self._need_core(), hook, state)
 
     # The step
 

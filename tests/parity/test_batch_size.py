@@ -103,6 +103,27 @@ def test_memory_is_that_of_an_engine_that_began_so(pools: Pools, stage: str) -> 
         assert first == second
 
 
+def with_a_hook(config: dict[str, Any]) -> list[float | None]:
+    """Norms of three steps, the batch of which is set before the second; a hook of the user's makes the mean."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    engine = cases.make_engine(cases.make_mlp(), config, "SGD")
+    engine.register_comm_hook(None, allreduce_hook)
+    norms = []
+    for step in range(3):
+        if step == 1:
+            engine.set_train_batch_size(engine.world_size)
+        cases.run_micro_batch(engine, cases.loss_of, step, 0)
+        norms.append(engine.get_global_grad_norm())
+    engine.close()
+    return norms
+
+
+def test_a_hook_that_makes_the_mean_goes_on_doing_it(pools: Pools) -> None:
+    for norms in pools(2).run(with_a_hook, cases.config_of("2")):
+        assert norms == pytest.approx(cases.truth("mlp", "SGD", 2, 1, "full", 3).norms, rel=1e-5)
+
+
 def refuse(config: dict[str, Any]) -> list[str]:
     engine = cases.make_engine(cases.make_mlp(), config, "SGD")
     texts = []
