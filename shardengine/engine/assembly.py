@@ -6,6 +6,7 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -15,7 +16,16 @@ import torch
 from torch import nn
 
 from shardengine import kernels, stages
-from shardengine.comm import Collectives, Mesh, compare, host_threads, run_on_all_ranks, settle_kernels
+from shardengine.comm import (
+    Collectives,
+    Mesh,
+    compare,
+    host_threads,
+    measure_gathers,
+    measure_reduction,
+    run_on_all_ranks,
+    settle_kernels,
+)
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
 from shardengine.engine.core import Core
@@ -24,7 +34,18 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.optim import Needs
-from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
+from shardengine.planner import (
+    ALONE,
+    BucketSizes,
+    Footprint,
+    bucket_elements,
+    outside_bytes,
+    prefetch_elements,
+    settled,
+    tell_choice,
+    tell_window,
+    wire_of,
+)
 from shardengine.runtime import (
     ActivationStore,
     Attachments,
@@ -137,6 +158,8 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
+    sizes = _choose_sizes(config, stage, found, collectives)
+    config = sizes.put_into(config)
     plan = lay_out(config, mesh, found, needs)
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
@@ -151,12 +174,37 @@ def build(
         tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
         unfinished.pop_all()
-    return core
+    return replace(core, sizes=sizes)
+
+
+def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collectives: Collectives) -> BucketSizes:
+    """What counts where the config says "auto" of sizes of buckets, the same on every rank; collective."""
+    zero = config.zero_optimization
+    trained = [spec for spec in found.specs if spec.trainable]
+    reduces = zero.reduce_bucket_size == "auto" and bool(trained)
+    gathers = zero.stage3_prefetch_bucket_size == "auto" and stage.moves_weights and bool(found.specs)
+    reduction = gather = None
+    if collectives.mesh.ranks > 1 and reduces:
+        most = Counter(spec.dtype for spec in trained).most_common(1)[0][0]
+        wire = _rules(config, stage, 1).wire or getattr(torch, most)
+        collectives.prepare([wire])
+        reduction = measure_reduction(collectives, wire)
+        bucket = bucket_elements(reduction, sum(spec.numel for spec in trained), wire.itemsize)
+    if collectives.mesh.ranks > 1 and gathers:
+        most = Counter(spec.dtype for spec in found.specs).most_common(1)[0][0]
+        gather = measure_gathers(collectives, getattr(torch, most))
+        ahead = prefetch_elements(gather, getattr(torch, most).itemsize)
+    return BucketSizes(
+        None if zero.reduce_bucket_size != "auto" else ALONE if reduction is None else bucket,
+        None if zero.stage3_prefetch_bucket_size != "auto" else ALONE if gather is None else ahead,
+        reduction,
+        gather,
+    )
 
 
 def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
     """The layout of the parameters ``found``."""
-    cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
+    cap, align = settled(config.zero_optimization.reduce_bucket_size), mesh.platform.alignment
     block, families = needs.block, needs.families
     return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families)
 
@@ -268,7 +316,7 @@ def _footprint(
         kept_whole=needs.bytes_kept_whole(plan),
         beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank),
         micro_batches=config.gradient_accumulation_steps or 1,
-        prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
+        prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
     )
@@ -369,7 +417,7 @@ def _drive(
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = _rules(config, stage, collectives.mesh.ranks)
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
-    prefetch = config.zero_optimization.stage3_prefetch_bucket_size
+    prefetch = settled(config.zero_optimization.stage3_prefetch_bucket_size)
     schedule = Schedule(units, stage, collectives, reducer, prefetch)
     return reducer, schedule
 

@@ -173,6 +173,7 @@ class Engine(Inspection):
         needs = form.needs(scheduled=scheduled, averages=self.config.ema.decay is not None)
         with nullcontext() if source is None else closing_of(source):
             self._core = core = assembly.build(self.module, self.config, mesh, form.groups, needs, form.kind, source)
+        self.config = core.sizes.put_into(self.config)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:
