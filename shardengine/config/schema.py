@@ -169,6 +169,11 @@ class ZeroConfig:
         COUNT_OR_AUTO,
         'Elements of a gradient bucket, at most; "auto": as the group of ranks, measured at the start, asks for.',
     )
+    recut_buckets: bool = switch(
+        True,
+        "After the first step cut buckets anew, in the order in which gradients came, where more is then sent during "
+        "backward; memory of parameters moves. false: for code that keeps views or addresses of it from before.",
+    )
     stage3_prefetch_bucket_size: int | Literal["auto"] = key(
         12_500_000,
         SIZE_OR_AUTO,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -202,11 +202,11 @@ def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collect
     )
 
 
-def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
-    """The layout of the parameters ``found``."""
+def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs, order: Sequence[int] = ()) -> Layout:
+    """The layout of the parameters ``found``. order: in which their gradients come, where that was seen."""
     cap, align = settled(config.zero_optimization.reduce_bucket_size), mesh.platform.alignment
     block, families = needs.block, needs.families
-    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families)
+    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families, order=order)
 
 
 def _assemble(

@@ -26,7 +26,7 @@ from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weig
 
 @dataclass(frozen=True)
 class Core:
-    """Everything below the engine's surface, wired."""
+    """Everything below the engine's surface, wired. is_recut: no other layout follows from the order of gradients."""
 
     stage: stages.Stage
     collectives: Collectives
@@ -43,6 +43,7 @@ class Core:
     precision: Precision
     tiers: Tiers
     sizes: BucketSizes = field(default_factory=BucketSizes)
+    is_recut: bool = False
 
     @property
     def mesh(self) -> Mesh:

@@ -318,6 +318,7 @@ class Engine(Inspection):
         with torch.no_grad():
             core.publish(optimizer.step_buckets())
         self._end_step()
+        self._core = rebuild.recut(self._core, self.module, self.config, optimizer)
 
     def _end_step(self, *, reports: bool = True) -> None:
         """What follows the update. reports: a step that was skipped may be told, or be an error.

@@ -300,17 +300,20 @@ def build(
     align_bytes: int = ALIGN_BYTES,
     align_elements: int = ALIGN_ELEMENTS,
     families: Sequence[int] = (),
+    order: Sequence[int] = (),
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
     families: of each optimizer group; where nothing is said all are one.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
-    is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
+    is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order, or, of
+    those that are in ``order``, as there: in which their gradients were seen to come.
     align_elements: what is trainable starts at multiples of so many, where states are kept in blocks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
+    came = {parameter: place for place, parameter in enumerate(order)}
     members_of: dict[int, list[int]] = {}
     for index, spec in enumerate(specs):
         members_of.setdefault(spec.unit, []).append(index)
@@ -321,7 +324,8 @@ def build(
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
             align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
-            slots = _place(specs, chosen[::-1], align, bucket_elements)
+            filled = sorted(chosen, key=lambda i: (came.get(i, len(came)), -i))
+            slots = _place(specs, filled, align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]
             for start, end in _cut(slots[-1].padded_end, ranks * align, bucket_elements):
