@@ -122,8 +122,8 @@ ENGINE: Mapping[str, str] = {
         _DIVISOR,
     ),
     **_each(
-        "register_comm_hook set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
-        "comm hooks are not available yet; `communication_data_type` in the config is what gradients are sent in",
+        "set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
+        "`engine.register_comm_hook(state, hook)`, or `comm_hook` in the config, says how gradients travel",
     ),
     **_each(
         "join join_hook join_device join_process_group join_uneven_inputs",

@@ -37,12 +37,13 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
+from shardengine.comm.slices import Coding, Slices
 from shardengine.comm.watcher import Watcher
 from shardengine.comm.work import Work, ends_on_stream, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
 from shardengine.kernels import ordered_sum
 from shardengine.offload import BufferPool, CopyStream
-from shardengine.stages import Operation, Placement, operation
+from shardengine.stages import Axis, Operation, Placement, axes, operation
 from shardengine.trace import COMMUNICATION, HostMoment, Moment, Trace
 
 _MAX_BROADCAST_RANKS = 8
@@ -79,16 +80,26 @@ class Parts(NamedTuple):
     of_all: int
 
 
+OnComplete = Callable[[Sequence[Tensor]], None]
+"""Called with the terms of a reduce-scatter, once they are there."""
+
+
+class _Reduction(NamedTuple):
+    """What a reduce-scatter is of, what takes the terms; earlier, coding: as in ``Collectives.move``."""
+
+    what: Subject
+    purpose: Purpose
+    on_complete: OnComplete
+    earlier: Tensor | None
+    coding: Coding | None
+
+
 class _HeldUp(NamedTuple):
     """Who waited for a collective (None: the host), and from when to when."""
 
     stream: Any
     start: Moment
     end: Moment
-
-
-OnComplete = Callable[[Sequence[Tensor]], None]
-"""Called with the terms of a reduce-scatter, once they are there."""
 
 
 class Collectives:
@@ -123,6 +134,7 @@ class Collectives:
         """From now on over ``mesh``: the same ranks, new groups (``Mesh.renew``)."""
         before: Failures | None = getattr(self, "failures", None)
         self.mesh = mesh
+        self._members_of: dict[GroupName, tuple[int, ...]] = {}
         self.failures = Failures(mesh)
         self._watcher = Watcher(self.failures) if mesh.kind.breaks_off and mesh.ranks > 1 else None
         if before is not None:
@@ -135,12 +147,14 @@ class Collectives:
         return self._direct or dtype is not torch.float32
 
     def nodes(self, dtype: torch.dtype) -> int:
-        """Of how many nodes such gradients are reduced inside first; 1: they are reduced in one step."""
+        """Of how many nodes, or shard groups, such gradients are reduced inside first; 1: it is done in one step."""
+        if self.mesh.replicas > 1:
+            return self.mesh.replicas
         return self.mesh.nodes.number if self._hierarchical and self.is_direct(dtype) else 1
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """Gradients will travel in ``dtypes``: make the groups that their reductions need; collective."""
-        if any(self.nodes(dtype) > 1 for dtype in dtypes):
+        if self.mesh.replicas == 1 and any(self.nodes(dtype) > 1 for dtype in dtypes):
             self.mesh.make_node_groups()
 
     @property
@@ -159,77 +173,112 @@ class Collectives:
         what: Subject,
         purpose: Purpose,
         on_complete: OnComplete | None = None,
+        *,
+        earlier: Tensor | None = None,
+        coding: Coding | None = None,
     ) -> Work:
-        """Bring a bucket, whose full-size tensor (flat) is ``full``, from one placement to another on all ranks.
+        """Bring a bucket from one placement to another on all ranks. full: as much of it (flat) as a rank has in the
+        larger of the two.
 
-        SHARDED → REPLICATED fills ``full`` in place; this rank's slice is already in its place. PARTIAL → SHARDED:
-        ``wait`` hands ``on_complete`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``.
-        They are only lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL →
-        REPLICATED takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
+        A gather fills ``full`` in place; what this rank has is already in its place. Of a reduce-scatter ``wait`` hands
+        ``on_complete`` the terms, in rank order, whose sum is this rank's slice of the sum of ``full``. They are only
+        lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL → REPLICATED
+        takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
+
+        earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's sum of earlier micro-batches (PARTIAL_ACROSS), a
+        buffer of the pool, which is the caller's no longer: it joins before sums go across · coding: makes what travels
+        of a reduce-scatter; ``full`` is fp32 then, and may be changed.
         """
         needed = operation(source, target)
         if (needed is Operation.REDUCE_SCATTER) != (on_complete is not None):
             raise InternalError(f"{what.label}: expected terms to be taken from a reduce-scatter, got {needed.value}")
-        if needed is Operation.ALL_GATHER:
-            return self._all_gather(full, what, purpose)
-        if needed is Operation.REDUCE_SCATTER and on_complete is not None:
-            return self._reduce_scatter(full, what, purpose, on_complete)
         if needed in (Operation.NOTHING, Operation.LOCAL_SLICE):
             return Work()
+        along = axes(source, target)
+        if needed is Operation.REDUCE_SCATTER and on_complete is not None:
+            return self._reduce_scatter(full, along, _Reduction(what, purpose, on_complete, earlier, coding))
+        if needed is Operation.ALL_GATHER:
+            return self._all_gather(full, self._present(along), what, purpose)
         raise InternalError(f"{what.label}: {needed.value} from {source.name} to {target.name} is no single move")
 
-    def _all_gather(self, full: Tensor, what: Subject, purpose: Purpose) -> Work:
-        mesh = self.mesh
-        if mesh.ranks == 1:
+    def _present(self, along: Sequence[Axis]) -> Sequence[Axis]:
+        """Those along which there are other ranks."""
+        return [axis for axis in along if self.mesh.place_on(axis)[1] > 1]
+
+    def _all_gather(self, full: Tensor, along: Sequence[Axis], what: Subject, purpose: Purpose) -> Work:
+        """One axis after the other; on gloo the second is issued when the first is found done or waited for."""
+        if not along:
             return Work()
+        first, *others = along
+        if not others:
+            return self._gather_along(full, first, what, purpose)
+        place, size = self.mesh.place_on(Axis.INSIDE)
+        work = self._gather_along(full.chunk(size)[place], first, what, purpose)
+
+        def second() -> Work:
+            return self._all_gather(full, others, what, purpose)
+
+        if self.may_poll and self._overlap:
+            return work.followed_by(second)
+        return self._after(work, second)
+
+    def _after(self, work: Work, second: Callable[[], Work]) -> Work:
+        """``second``, issued at once behind ``work``, on a stream that waits for that where there are streams."""
+        started, between = self.mesh.platform.mark(), self._between_steps
+        with between.is_current():
+            started.wait()
+            work.wait_data()
+            return second()
+
+    def _gather_along(self, full: Tensor, axis: Axis, what: Subject, purpose: Purpose) -> Work:
+        mesh = self.mesh
         sent = _sendable(full)
-        evaluates = purpose is Purpose.EVALUATION and mesh.evaluate is not None
-        group = mesh.evaluate if evaluates else mesh.gather
-        name = GroupName.EVALUATE if evaluates else GroupName.GATHER
-        if mesh.backend == "gloo" and mesh.ranks <= _MAX_BROADCAST_RANKS:
+        line = mesh.line(axis, GroupName.EVALUATE if purpose is Purpose.EVALUATION else GroupName.GATHER)
+        if mesh.backend == "gloo" and line.ranks <= _MAX_BROADCAST_RANKS:
 
             def call() -> list[dist.Work]:
-                slices = sent.chunk(mesh.ranks)
-                return [mesh.wire.broadcast(part, r, group) for r, part in enumerate(slices)]
+                slices = sent.chunk(line.ranks)
+                return [mesh.wire.broadcast(part, r, line.group) for r, part in enumerate(slices)]
         else:
 
             def call() -> list[dist.Work]:
-                length = sent.numel() // mesh.ranks
-                own = sent[mesh.rank * length : (mesh.rank + 1) * length]
-                return [mesh.wire.all_gather(sent, own, group)]
+                length = sent.numel() // line.ranks
+                own = sent[line.rank * length : (line.rank + 1) * length]
+                return [mesh.wire.all_gather(sent, own, line.group)]
 
-        size = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        return self._issue(self._record(name, "all-gather", what, size, purpose), call)
+        size = full.nbytes * (line.ranks - 1) // line.ranks
+        return self._issue(self._record(line.name, _named_along("all-gather", line.name), what, size, purpose), call)
 
-    def _reduce_scatter(self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete) -> Work:
-        mesh = self.mesh
-        if mesh.ranks == 1:
-            return Work(on_complete=lambda: on_complete([full]))
-        if self.nodes(full.dtype) > 1:
-            return self._reduce_in_two_steps(full, what, purpose, on_complete)
-        sent = full.nbytes * (mesh.ranks - 1) // mesh.ranks
-        direct = self.is_direct(full.dtype)
-        length = full.numel() // mesh.ranks
-        received = self._pool.take(full.numel() if direct else length, full.dtype)
-
-        def call() -> list[dist.Work]:
-            if direct:
-                return [mesh.wire.all_to_all(received, full, mesh.reduce)]
-            return [mesh.wire.reduce_scatter(received, full, mesh.reduce)]
+    def _reduce_scatter(self, full: Tensor, along: Sequence[Axis], reduction: _Reduction) -> Work:
+        """See ``move``. Sums that travel across have ``reduce_dtype``."""
+        if len(along) > 1 and self.mesh.replicas > 1:
+            return self._reduce_in_two_steps(full, reduction, self.mesh.replicas)
+        if not (along := self._present(along)):
+            return Work(on_complete=lambda: reduction.on_complete([full]))
+        if self.mesh.replicas == 1 and self.nodes(full.dtype) > 1:
+            return self._reduce_in_two_steps(full, reduction, self.mesh.nodes.number)
+        mesh, line = self.mesh, self.mesh.line(along[0], GroupName.REDUCE)
+        slices = Slices(self._pool, full, line.ranks, reduction.coding, direct=self.is_direct(full.dtype))
 
         def sum_terms() -> None:
-            on_complete(received.split(length) if direct else [received])
-            self._pool.give(received)
+            reduction.on_complete(slices.terms())
+            slices.give()
 
-        return self._issue(self._record(GroupName.REDUCE, "reduce-scatter", what, sent, purpose), call, sum_terms)
+        name = _named_along("reduce-scatter", line.name)
+        record = self._record(line.name, name, reduction.what, slices.bytes_sent, reduction.purpose)
+        return self._issue(record, lambda: [slices.begin(mesh.wire, line.group)], sum_terms)
 
-    def _reduce_in_two_steps(self, full: Tensor, what: Subject, purpose: Purpose, on_complete: OnComplete) -> Work:
-        """As ``_reduce_scatter``; the terms are the sums of the nodes ([Note: Direct reduce-scatter])."""
-        mesh, nodes, between = self.mesh, self.mesh.nodes.number, self._between_steps
-        groups = mesh.node_groups
-        size, length = mesh.ranks // nodes, full.numel() // mesh.ranks
-        packed = self._pool.take(full.numel(), full.dtype)  # by place in the node, then by node
-        summed, received = (self._pool.take(nodes * length, self.reduce_dtype) for _ in range(2))
+    def _reduce_in_two_steps(self, full: Tensor, reduction: _Reduction, groups: int) -> Work:
+        """As ``_reduce_scatter``, inside of each of ``groups`` and then across them; the terms are the sums of those
+        ([Note: Direct reduce-scatter])."""
+        mesh, what, purpose, between = self.mesh, reduction.what, reduction.purpose, self._between_steps
+        of_ranks = mesh.shard_groups[groups] if mesh.replicas > 1 else mesh.node_groups
+        size, length, direct = mesh.ranks // groups, full.numel() // mesh.ranks, self.is_direct(full.dtype)
+        packed = full if mesh.replicas > 1 else self._pool.take(full.numel(), full.dtype)  # by place, then by group
+        summed, coding = self._pool.take(groups * length, self.reduce_dtype), reduction.coding
+        near = Slices(self._pool, packed, size, coding, direct=direct) if size > 1 else None
+        again = coding if coding is None or near is None else coding.again
+        far = Slices(self._pool, summed, groups, again, direct=direct)
         started = mesh.platform.mark()
 
         begun: list[dist.Work] = []
@@ -237,38 +286,46 @@ class Collectives:
         def inside() -> list[dist.Work]:
             with between.is_current():
                 started.wait()
-                packed.view(size, nodes, length).copy_(full.view(nodes, size, length).transpose(0, 1))
-                begun.append(mesh.wire.all_to_all(full, packed, groups[GroupName.INSIDE]))
+                if packed is not full:
+                    packed.view(size, groups, length).copy_(full.view(groups, size, length).transpose(0, 1))
+                if near is not None:
+                    begun.append(near.begin(mesh.wire, of_ranks[GroupName.INSIDE]))
             return begun
 
         def across() -> list[dist.Work]:
             with between.is_current():
+                started.wait()
                 for work in begun:
                     wait_for(work, record, self.failures)  # on this stream, which nobody else waits for
-                ordered_sum(full.chunk(size), summed, reduce_dtype=self.reduce_dtype)
-                return [mesh.wire.all_to_all(received, summed, groups[GroupName.ACROSS])]
+                terms = [full] if near is None else near.terms()
+                ordered_sum(terms, summed, total=reduction.earlier, reduce_dtype=self.reduce_dtype)
+                return [far.begin(mesh.wire, of_ranks[GroupName.ACROSS])]
 
         def sum_terms() -> None:
-            on_complete(received.split(length))
-            for buffer in (packed, summed, received):
-                self._pool.give(buffer)
+            reduction.on_complete(far.terms())
+            for slices in (near, far) if near is not None else (far,):
+                slices.give()
+            for buffer in (summed, reduction.earlier, packed if packed is not full else None):
+                if buffer is not None:
+                    self._pool.give(buffer)
 
         def second() -> Work:
-            sent = received.nbytes * (nodes - 1) // nodes
-            later = self._record(GroupName.ACROSS, "reduce-scatter between nodes", what, sent, purpose)
+            later = self._record(GroupName.ACROSS, "reduce-scatter across", what, far.bytes_sent, purpose)
             return self._issue(later, across, sum_terms)
 
-        sent = full.nbytes * (size - 1) // size
-        record = self._record(GroupName.INSIDE, "reduce-scatter in the node", what, sent, purpose)
+        if near is None:
+            return second()
+        record = self._record(GroupName.INSIDE, "reduce-scatter inside", what, near.bytes_sent, purpose)
         first = self._issue(record, inside)
         if mesh.backend == "nccl" or not self._overlap:
             return second()
         return first.followed_by(second)
 
-    def deliver(self, parts: Parts, what: Subject, purpose: Purpose) -> Work:
-        """Begin to bring each rank its part of every rank's tensor, of any length; ``parts`` must not change before
-        the end. Nothing is sent at one rank, whose part is copied."""
-        if self.mesh.ranks == 1:
+    def deliver(self, parts: Parts, what: Subject, purpose: Purpose, axis: Axis = Axis.ALL) -> Work:
+        """Begin to bring each rank along ``axis`` its part of every rank's tensor, of any length; ``parts`` must not
+        change before the end. Nothing is sent at one rank, whose part is copied."""
+        line = self.mesh.line(axis, GroupName.REDUCE)
+        if line.ranks == 1:
             parts.received.copy_(parts.full)
             return Work()
         full, received = _sendable(parts.full), _sendable(parts.received)
@@ -276,24 +333,27 @@ class Collectives:
 
         def call() -> list[dist.Work]:
             lengths = [[count * width for count in counts] for counts in (parts.from_each, parts.to_each)]
-            return [self.mesh.wire.all_to_all_of(received, lengths[0], full, lengths[1], self.mesh.reduce)]
+            return [self.mesh.wire.all_to_all_of(received, lengths[0], full, lengths[1], line.group)]
 
-        sent = (parts.full.numel() - parts.to_each[self.mesh.rank]) * parts.full.element_size()
-        record = self._record(GroupName.REDUCE, "all-to-all", what, sent, purpose, agreed=parts.of_all)
+        sent = (parts.full.numel() - parts.to_each[line.rank]) * parts.full.element_size()
+        record = self._record(line.name, "all-to-all", what, sent, purpose, agreed=parts.of_all)
         return self._issue(record, call)
 
-    def share(self, full: Tensor, lengths: Sequence[int], what: Subject, purpose: Purpose) -> Work:
+    def share(
+        self, full: Tensor, lengths: Sequence[int], what: Subject, purpose: Purpose, axis: Axis = Axis.ALL
+    ) -> Work:
         """Begin to bring every rank's part of ``full`` (flat, parts of these ``lengths`` in rank order, this rank's is
-        there) to all."""
-        if self.mesh.ranks == 1:
+        there) to all along ``axis``."""
+        line = self.mesh.line(axis, GroupName.REDUCE)
+        if line.ranks == 1:
             return Work()
 
         def call() -> list[dist.Work]:
             parts = enumerate(full.split(list(lengths)))
-            return [self.mesh.wire.broadcast(_sendable(p), r, self.mesh.reduce) for r, p in parts if p.numel()]
+            return [self.mesh.wire.broadcast(_sendable(p), r, line.group) for r, p in parts if p.numel()]
 
-        sent = lengths[self.mesh.rank] * full.element_size() * (self.mesh.ranks - 1)
-        record = self._record(GroupName.REDUCE, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
+        sent = lengths[line.rank] * full.element_size() * (line.ranks - 1)
+        record = self._record(line.name, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
         return self._issue(record, call)
 
     def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
@@ -400,10 +460,16 @@ class Collectives:
         issued = self.failures.issued
         issued[group] += 1
         record = CollectiveRecord(
-            self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose, agreed
+            *(self._sequence, issued[group], group, operation, what.label, tuple(what.names), sent, purpose, agreed),
+            members=self._members(group),
         )
         self.flight_recorder.note(group.counts_as, record.summary)
         return record
+
+    def _members(self, group: GroupName) -> tuple[int, ...]:
+        if group not in self._members_of:
+            self._members_of[group] = tuple(self.mesh.members(group))
+        return self._members_of[group]
 
     def _issue(
         self,
@@ -489,6 +555,12 @@ class Collectives:
                 )
 
 
+def _named_along(operation: str, group: GroupName) -> str:
+    """What a collective of ``group`` is called."""
+    return f"{operation} across" if group.is_across else f"{operation} inside" if group in _INSIDE else operation
+
+
+_INSIDE = (GroupName.INSIDE, GroupName.GATHER_INSIDE, GroupName.EVALUATE_INSIDE)
 _KNOWN_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 

@@ -45,7 +45,8 @@ class CollectiveRecord(NamedTuple):
     """What a collective is. sequence: among all that this rank issued; place: among those of its group.
 
     what: the bucket, or what is exchanged · names: the parameters in it · sent: bytes that this rank sends · agreed:
-    those of all ranks, where each sends another number; None: ``sent`` is the same on all of them.
+    those of all ranks, where each sends another number; None: ``sent`` is the same on all of them · members: the ranks
+    that it is between, () for all.
     """
 
     sequence: int
@@ -57,6 +58,7 @@ class CollectiveRecord(NamedTuple):
     sent: int
     purpose: Purpose
     agreed: int | None = None
+    members: tuple[int, ...] = ()
 
     @property
     def subject(self) -> str:
@@ -91,8 +93,9 @@ class CollectiveRecord(NamedTuple):
         """For the other ranks, while this one waits."""
         key = f"{self.group} {self.place} {self.operation} {self.subject}"
         shape = f"{self.operation} {self.sent}"
-        where = "a forward without grad" if self.group is GroupName.EVALUATE else ""
-        return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where)
+        where = "a forward without grad" if self.purpose is Purpose.EVALUATION else ""
+        members = list(self.members)
+        return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where, members=members)
 
 
 @functools.lru_cache(maxsize=65536)

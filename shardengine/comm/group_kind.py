@@ -31,15 +31,17 @@ A group that was aborted is aborted never again, and ``destroy_process_group`` t
 from __future__ import annotations
 
 import enum
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import nodes
 from shardengine.comm.threads import all_at_once
 from shardengine.comm.wire import Group
 from shardengine.errors import CommunicationError
@@ -57,38 +59,74 @@ class GroupName(enum.StrEnum):
     EVALUATE = "evaluate"
     INSIDE = "inside"
     ACROSS = "across"
+    GATHER_INSIDE = "gather inside"
+    GATHER_ACROSS = "gather across"
+    EVALUATE_INSIDE = "evaluate inside"
+    EVALUATE_ACROSS = "evaluate across"
 
     @property
     def counts_as(self) -> GroupName:
-        """Whose collectives these are compared with: every rank issues both kinds of gathers in one order, and both
-        kinds of reductions."""
-        return {GroupName.EVALUATE: GroupName.GATHER, GroupName.INSIDE: GroupName.REDUCE}.get(self, self)
+        """Whose collectives these are compared with: every rank issues all kinds of gathers in one order, and all kinds
+        of reductions. Not so what follows another collective, across."""
+        return _COUNTS_AS.get(self, self)
+
+    @property
+    def is_across(self) -> bool:
+        """Whether its ranks are those that have the same place in their node, or shard group."""
+        return self in (GroupName.ACROSS, GroupName.GATHER_ACROSS, GroupName.EVALUATE_ACROSS)
+
+
+_COUNTS_AS = {
+    GroupName.EVALUATE: GroupName.GATHER,
+    GroupName.GATHER_INSIDE: GroupName.GATHER,
+    GroupName.EVALUATE_INSIDE: GroupName.GATHER,
+    GroupName.INSIDE: GroupName.REDUCE,
+}
+OF_NODES = (GroupName.INSIDE, GroupName.ACROSS)
+"""For reductions in two steps."""
+
+
+Members = Mapping[GroupName, Sequence[Sequence[int]]]
+"""Of each name the ranks of every group."""
 
 
 class GroupKind:
     """Groups of gloo, on the CPU.
 
-    breaks_off: whether what is in flight after a fault has to be broken off before the groups can end, and a watcher
-    has to look after hosts that wait for their device.
+    of_shard_groups: the groups of a hybrid mesh, each with a part of the ranks · breaks_off: whether what is in flight
+    after a fault has to be broken off before the groups can end, and a watcher has to look after hosts that wait for
+    their device.
     """
 
     breaks_off = False
+    of_shard_groups: tuple[GroupName, ...] = (
+        *(GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, *OF_NODES),
+        *(GroupName.EVALUATE_INSIDE, GroupName.EVALUATE_ACROSS),
+    )
 
-    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
-        """Those of a ``Mesh``, by field, ready for use; collective."""
+    def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
+        """Those of a ``Mesh``, by field, ready for use; collective. ranks: of the default process group, () for all."""
         names = (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL, GroupName.EVALUATE)
-        return {name.value: dist.new_group(**_gloo(timeout_s)) for name in names}
+        return {name.value: _new_group(ranks, **_gloo(timeout_s)) for name in names}
 
-    def make_of_nodes(self, timeout_s: float, device: torch.device, count: int) -> dict[GroupName, Any]:
-        """Those inside of this rank's node, and across the ``count`` nodes, ready for use; collective."""
-        return _of_nodes(count, lambda: _gloo(timeout_s))
+    def make_parts(
+        self,
+        timeout_s: float,
+        device: torch.device,
+        members: Mapping[GroupName, Sequence[Sequence[int]]],
+        *,
+        alone: bool,
+    ) -> dict[GroupName, Any]:
+        """Of each name the group that this rank is in, ready for use; collective. members: the ranks of each group ·
+        alone: only ranks of this rank's groups call this."""
+        return _parts(members, lambda name: _gloo(timeout_s), alone=alone)
 
-    def end(self, groups: Mapping[GroupName, Group]) -> None:
+    def end(self, groups: Mapping[Any, Group]) -> None:
         """They end; in the order of fields. What is in flight on a group of gloo is broken off by that."""
         for group in groups.values():
             dist.destroy_process_group(group)
 
-    def break_off(self, groups: Mapping[GroupName, Group]) -> None:
+    def break_off(self, groups: Mapping[Any, Group]) -> None:
         """What is in flight on them ends now, where ``breaks_off``; ``CommunicationError`` where that fails."""
 
 
@@ -96,25 +134,33 @@ class NcclGroupKind(GroupKind):
     """Groups of NCCL on the rank's GPU, beside one of gloo for decisions ([Note: Groups of NCCL])."""
 
     breaks_off = True
+    of_shard_groups = (GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, *OF_NODES)
 
-    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+    def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
         """As ``GroupKind.make``; all on ``device`` but that for decisions."""
         kinds = {
             GroupName.GATHER: _nccl(timeout_s, device, high_priority=True),
             GroupName.REDUCE: _nccl(timeout_s, device, high_priority=False),
             GroupName.CONTROL: _gloo(timeout_s),
         }
-        groups = {name.value: dist.new_group(**options) for name, options in kinds.items()}  # in this order
+        groups = {name.value: _new_group(ranks, **options) for name, options in kinds.items()}  # in this order
         _warm_up((groups[name] for name in groups if name != GroupName.CONTROL), device)
         return groups
 
-    def make_of_nodes(self, timeout_s: float, device: torch.device, count: int) -> dict[GroupName, Any]:
-        """As ``GroupKind.make_of_nodes``, on ``device``."""
-        groups = _of_nodes(count, lambda: _nccl(timeout_s, device, high_priority=False))
+    def make_parts(
+        self,
+        timeout_s: float,
+        device: torch.device,
+        members: Mapping[GroupName, Sequence[Sequence[int]]],
+        *,
+        alone: bool,
+    ) -> dict[GroupName, Any]:
+        """As ``GroupKind.make_parts``, on ``device``."""
+        groups = _parts(members, lambda name: _nccl(timeout_s, device, high_priority=name not in OF_NODES), alone=alone)
         _warm_up(groups.values(), device)
         return groups
 
-    def break_off(self, groups: Mapping[GroupName, Group]) -> None:
+    def break_off(self, groups: Mapping[Any, Group]) -> None:
         """Abort the groups of NCCL, all at once ([Note: Aborting])."""
         aborts = [group.abort for name, group in groups.items() if group is not None and name is not GroupName.CONTROL]
         problems = all_at_once(aborts, _ABORT_S)
@@ -125,15 +171,42 @@ class NcclGroupKind(GroupKind):
             )
 
 
-def _of_nodes(count: int, options: Callable[[], dict[str, Any]]) -> dict[GroupName, Any]:
+def _new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """Of some ranks, which alone call this, or with () of all.
+
+    [Note: Names of groups] The members of a group find each other in the store by its name. Torch makes that of their
+    numbers and of how many groups the process knows, if only they take part: it is another one on ranks that are in
+    more groups, and one that was used already where groups have ended since, whose addresses are still there. So they
+    count, each for itself, the groups of these ranks that they have made.
+    """
+    if not ranks:
+        return dist.new_group(**options)
+    members = hashlib.sha1("-".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    shared: Any = dist.distributed_c10d._get_default_store()
+    name = f"shardengine/{members}/{shared.add(f'shardengine/groups/{members}/{dist.get_rank()}', 1)}"
+    with _naming, patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
+        return dist.new_group([*ranks], use_local_synchronization=True, **options)
+
+
+_naming = threading.Lock()
+
+
+def _parts(
+    members: Members,
+    options: Callable[[GroupName], dict[str, Any]],
+    *,
+    alone: bool,
+) -> dict[GroupName, Any]:
     """options: made for each group, because torch writes into those of NCCL."""
     found: dict[GroupName, Any] = {}
-    parts = nodes.members(dist.get_world_size(), count)
-    for name, groups in zip((GroupName.INSIDE, GroupName.ACROSS), parts, strict=True):
-        for ranks in groups:  # every rank takes part in making each
-            group = dist.new_group(ranks, **options())
-            if dist.get_rank() in ranks:
-                found[name] = group
+    for name, groups in members.items():
+        for ranks in groups:
+            mine = dist.get_rank() in ranks
+            if alone and mine:
+                found[name] = _new_group(ranks, **options(name))
+            elif not alone:  # every rank takes part in making each
+                group = dist.new_group([*ranks], **options(name))
+                found |= {name: group} if mine else {}
     return found
 
 

@@ -3,12 +3,16 @@
 Must not know: buckets, modules, what is sent over the groups, which device a rank should use (devices), how the groups
 of a backend are made (group_kind).
 
-One axis exists today (shard: all ranks). Its traffic runs over two groups, because a group executes its collectives in
-the order in which they were issued: gathers must not queue behind reductions. Decisions between ranks (norms, flags,
+Traffic runs over two groups, because a group executes its collectives in the order in which they were issued: gathers
+must not queue behind reductions. Decisions between ranks (norms, flags,
 handshakes) use a third group on CPU. gloo ends the process when ranks give a collective different sizes, which happens
 where one rank evaluates alone while the others train. So with gloo the gathers of forwards without grad have a fourth
 group: then the ranks wait for each other, and that is found and told. When an engine adds gradients node by node first
 (nodes: [Note: Two steps]), each node gets a group, and each place in a node.
+
+A hybrid mesh has two axes: ``Axis.INSIDE`` of a shard group of consecutive ranks, and ``Axis.ACROSS`` the groups, among
+the ranks that have the same place in theirs. Each has groups for gathers, reductions and evaluation of its own; what
+all ranks decide or send once runs over the groups of all.
 
 The default process group is torch's, and the only state that all meshes of a process share. Where ``build`` made it, it
 ends with the process and not with an engine: another engine may run over it, and torch cannot join a second time under
@@ -27,23 +31,31 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine.comm import devices, nodes, rendezvous
 from shardengine.comm.breaking_off import TOGETHER_S, BreakingOff, come_together
-from shardengine.comm.group_kind import GroupKind, GroupName, kind_of, nccl_defaults
+from shardengine.comm.group_kind import (
+    OF_NODES,
+    GroupKind,
+    GroupName,
+    kind_of,
+    nccl_defaults,
+)
 from shardengine.comm.nodes import Nodes
 from shardengine.comm.threads import all_at_once, ending_threads
 from shardengine.comm.wire import Group, Wire
 from shardengine.errors import CommunicationError, UsageError
 from shardengine.offload import Platform
+from shardengine.stages import Axis
 
 _log = logging.getLogger(__name__)
 _NAMED = 8
@@ -71,6 +83,15 @@ class Store(Protocol):
         """Forget a key."""
 
 
+class Line(NamedTuple):
+    """The ranks that a collective is between. rank: this one's number among them · name, group: what carries it out."""
+
+    rank: int
+    ranks: int
+    name: GroupName
+    group: Group
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Who takes part. Groups are None at world size 1, where nothing is sent.
@@ -79,8 +100,10 @@ class Mesh:
     gathers of forwards without grad; None: they use ``gather`` · owned: the groups end with the engine that uses them ·
     wire: what carries out data operations · platform_of: what makes ``platform`` for the device · nodes: which ranks
     share one · node_groups: inside, of this rank's node; across, of its place in each node: none before
-    ``make_node_groups`` · kind: what makes and ends the groups · breaking_off: whether they were, of all meshes over
-    these groups.
+    ``make_node_groups`` · replicas: shard groups, of consecutive ranks; 1: the mesh is not hybrid · shard_groups: the
+    process groups of those, by ``replicas``, of all meshes over these groups · global_ranks: the numbers of the ranks
+    in the default process group, where not all of its ranks are in the mesh · kind: what makes and ends the groups ·
+    breaking_off: whether they were, of all meshes over these groups.
     """
 
     rank: int
@@ -99,6 +122,9 @@ class Mesh:
     platform_of: Callable[[torch.device], Platform] = field(default=Platform, compare=False, repr=False)
     nodes: Nodes = field(default_factory=Nodes)
     node_groups: dict[GroupName, Any] = field(default_factory=dict, compare=False, repr=False)
+    replicas: int = 1
+    shard_groups: dict[int, dict[GroupName, Any]] = field(default_factory=dict, compare=False, repr=False)
+    global_ranks: tuple[int, ...] = ()
     kind: GroupKind = field(default_factory=GroupKind, compare=False, repr=False)
     breaking_off: BreakingOff = field(default_factory=BreakingOff, compare=False, repr=False)
 
@@ -110,7 +136,50 @@ class Mesh:
     def make_node_groups(self) -> None:
         """``node_groups``, unless an engine over these groups has made them; collective. Over several nodes only."""
         if not self.node_groups:
-            self.node_groups.update(self.kind.make_of_nodes(self.timeout_s, self.device, self.nodes.number))
+            self.node_groups.update(self._make_parts(OF_NODES, self.nodes.number))
+
+    def _make_parts(self, names: Sequence[GroupName], parts: int) -> dict[GroupName, Any]:
+        inside, across = nodes.members(self.ranks, parts)
+        members = {
+            name: [self._everywhere(ranks) for ranks in (across if name.is_across else inside)] for name in names
+        }
+        return self.kind.make_parts(self.timeout_s, self.device, members, alone=bool(self.global_ranks))
+
+    def _everywhere(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The numbers that these ranks of the mesh have in the default process group."""
+        return [self.global_ranks[rank] for rank in ranks] if self.global_ranks else ranks
+
+    def in_groups_of(self, size: int) -> Mesh:
+        """The mesh in shard groups of ``size`` ranks each, of which there is a whole number; collective."""
+        replicas = self.ranks // size
+        if replicas > 1 and replicas not in self.shard_groups:
+            self.shard_groups[replicas] = self._make_parts(self.kind.of_shard_groups, replicas)
+        return replace(self, replicas=replicas)
+
+    def place_on(self, axis: Axis) -> tuple[int, int]:
+        """This rank's number among the ranks that differ along ``axis`` alone, and how many these are."""
+        group, place = divmod(self.rank, size := self.ranks // self.replicas)
+        return {Axis.ALL: (self.rank, self.ranks), Axis.INSIDE: (place, size), Axis.ACROSS: (group, self.replicas)}[
+            axis
+        ]
+
+    def line(self, axis: Axis, name: GroupName) -> Line:
+        """The ranks along ``axis``, and their group for gathers, reductions or evaluation."""
+        if axis is Axis.ALL or self.replicas == 1:
+            if name is GroupName.EVALUATE and self.evaluate is None:
+                name = GroupName.GATHER
+            return Line(*self.place_on(axis), name, getattr(self, name))
+        made, part = self.shard_groups[self.replicas], _PARTS[name, axis]
+        if part not in made:
+            part = _PARTS[GroupName.GATHER, axis]
+        return Line(*self.place_on(axis), part, made[part])
+
+    def members(self, name: GroupName) -> list[int]:
+        """The ranks of the group ``name`` that this rank is in; [] for all."""
+        if name in _FIELDS:
+            return []
+        inside, across = nodes.members(self.ranks, self.replicas if self.replicas > 1 else self.nodes.number)
+        return next(ranks for ranks in (across if name.is_across else inside) if self.rank in ranks)
 
     def destroy(self, *, orderly: bool = True) -> None:
         """Destroy the groups; the default process group stays, until the process ends if ``build`` made it.
@@ -165,8 +234,9 @@ class Mesh:
             self.kind.end(self._groups())
         new = replace(
             self,
-            **self.kind.make(self.timeout_s, self.device),
+            **self.kind.make(self.timeout_s, self.device, self.global_ranks),
             node_groups={},
+            shard_groups={},
             channels=itertools.count(),
             owned=True,
             breaking_off=BreakingOff(),
@@ -174,7 +244,7 @@ class Mesh:
         )
         if self.node_groups:
             new.make_node_groups()
-        return new
+        return new.in_groups_of(self.ranks // self.replicas)
 
     def store(self) -> Store | None:
         """A connection of its own to the process group's store, under a name that belongs to these groups alone.
@@ -194,7 +264,9 @@ class Mesh:
         shared = dist.distributed_c10d._get_default_store()
         while isinstance(shared, dist.PrefixStore):  # type: ignore[attr-defined]
             shared = shared.underlying_store
-        return 0 if isinstance(shared, dist.TCPStore) else None  # type: ignore[attr-defined]
+        if not isinstance(shared, dist.TCPStore):  # type: ignore[attr-defined]
+            return None
+        return self.global_ranks.index(0) if 0 in self.global_ranks else None if self.global_ranks else 0
 
     def _hold_until_timeout(self) -> None:
         """Hold the groups, which end with something in flight, for ``timeout_s``.
@@ -206,19 +278,30 @@ class Mesh:
             keeper.daemon = True  # the end of the process does not wait
             keeper.start()
 
-    def _groups(self) -> dict[GroupName, dist.ProcessGroup]:
+    def _groups(self) -> dict[str, dist.ProcessGroup]:
         fields = {name: getattr(self, name) for name in _FIELDS}
-        return {name: group for name, group in fields.items() if group is not None} | self.node_groups
+        whole = {name: group for name, group in fields.items() if group is not None}
+        parts = {f"{name} of {count}": group for count, of in self.shard_groups.items() for name, group in of.items()}
+        return whole | self.node_groups | parts
 
-    def _over(self, groups: Mapping[GroupName, dist.ProcessGroup]) -> Mesh:
+    def _over(self, groups: Mapping[str, dist.ProcessGroup]) -> Mesh:
         """The same over ``groups`` alone."""
         fields: dict[str, Any] = {name.value: groups.get(name) for name in _FIELDS}
-        of_nodes = {name: group for name, group in groups.items() if name not in _FIELDS}
-        return replace(self, **fields, node_groups=of_nodes)
+        parts: Any = {name: group for name, group in groups.items() if name not in _FIELDS}
+        return replace(self, **fields, node_groups=parts, shard_groups={})
 
 
 _FIELDS = (GroupName.GATHER, GroupName.REDUCE, GroupName.CONTROL, GroupName.EVALUATE)
 """The groups that every mesh of several ranks has."""
+_PARTS = {
+    (GroupName.GATHER, Axis.INSIDE): GroupName.GATHER_INSIDE,
+    (GroupName.GATHER, Axis.ACROSS): GroupName.GATHER_ACROSS,
+    (GroupName.REDUCE, Axis.INSIDE): GroupName.INSIDE,
+    (GroupName.REDUCE, Axis.ACROSS): GroupName.ACROSS,
+    (GroupName.EVALUATE, Axis.INSIDE): GroupName.EVALUATE_INSIDE,
+    (GroupName.EVALUATE, Axis.ACROSS): GroupName.EVALUATE_ACROSS,
+}
+"""The same in a hybrid mesh, for a part of the ranks."""
 
 
 def await_the_others(mesh: Mesh) -> None:
@@ -249,7 +332,7 @@ class _Abandoned:
     """
 
     mesh: Mesh
-    groups: dict[GroupName, weakref.ref[dist.ProcessGroup]]
+    groups: dict[str, weakref.ref[dist.ProcessGroup]]
 
     def living(self) -> Mesh | None:
         """The mesh, over the groups that nobody has ended meanwhile; None where there is none."""
@@ -338,6 +421,68 @@ def build(
     return Mesh(rank, ranks, choice.device, owned=owned, kind=kind, nodes=nodes.find(everyone), **options, **groups)
 
 
+def of_ranks(
+    given: DeviceMesh | dist.ProcessGroup,
+    timeout_s: float = 600.0,
+    *,
+    owned: bool = False,
+    meet: Callable[[float], None] = lambda timeout_s: None,
+) -> Mesh:
+    """The mesh of the ranks of a process group, or of torch's DeviceMesh; collective over these.
+
+    Of one dimension they are the data-parallel ranks; of two the first has the replicas and the second the ranks of a
+    shard group, as in FSDP2. Groups of its own are made, so that engines do not share any. ``UsageError`` for what has
+    other dimensions.
+    """
+    ranks, size, device = _ranks_of(given)
+    if len(ranks) == dist.get_world_size():
+        whole = build(device, timeout_s, owned=owned, meet=meet)
+    else:
+        whole = _build_part(ranks, device, timeout_s, owned=owned)
+    return replace(whole, replicas=len(ranks) // size)
+
+
+def _ranks_of(given: DeviceMesh | dist.ProcessGroup) -> tuple[list[int], int, torch.device | None]:
+    """The ranks, how many are in a shard group, and the device where it is said."""
+    if isinstance(given, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(given)
+        return ranks, len(ranks), None
+    names, shape = given.mesh_dim_names or (), tuple(given.mesh.shape)
+    shown = f"the dimensions {dict(zip(names, shape, strict=True)) if names else shape}"
+    if len(shape) > 2 or _OTHERS & set(names):
+        raise UsageError(
+            'mesh: expected a DeviceMesh with one dimension, the data-parallel ranks, or two, ("replicate", "shard"), '
+            f"got {shown}; give the part that is data-parallel, mesh[name] or mesh[name, name]"
+        )
+    if given.get_coordinate() is None:
+        raise UsageError(f"mesh: expected a DeviceMesh with this rank ({dist.get_rank()}) in it, got {shown}")
+    ranks = [int(rank) for rank in given.mesh.flatten().tolist()]
+    if ranks != sorted(ranks):
+        raise UsageError(f"mesh: expected a DeviceMesh whose ranks ascend, got {given.mesh.tolist()}")
+    return ranks, shape[-1], torch.device("cpu") if given.device_type == "cpu" else None
+
+
+_OTHERS = {"tp", "pp", "cp", "ep", "sp", "tensor", "pipeline", "context", "expert"}
+"""Names of dimensions that are not data-parallel."""
+
+
+def _build_part(ranks: Sequence[int], device: torch.device | None, timeout_s: float, *, owned: bool) -> Mesh:
+    """The mesh of ``ranks`` of the default process group, which alone call this."""
+    rank, count = ranks.index(dist.get_rank()), len(ranks)
+    shared: Any = dist.distributed_c10d._get_default_store()
+    key = "-".join(map(str, ranks))
+    key += f"/{shared.add(f'shardengine/devices/of/{key}/{rank}', 1)}"
+    everyone = _exchange(key, devices.facts(device, dist.group.WORLD), rank, count, shared)
+    choice = _use(devices.choose(everyone, rank, devices.has_nccl(dist.get_backend_config())), rank)
+    if count == 1:
+        return Mesh(0, 1, choice.device, owned=owned)
+    _destroy_abandoned()
+    kind = kind_of(choice.backend)
+    groups = kind.make(timeout_s, choice.device, ranks)
+    options: dict[str, Any] = {"backend": choice.backend, "timeout_s": timeout_s, "global_ranks": tuple(ranks)}
+    return Mesh(rank, count, choice.device, owned=owned, kind=kind, nodes=nodes.find(everyone), **options, **groups)
+
+
 _Chosen = tuple[devices.Choice, list[devices.RankFacts]]
 
 
@@ -405,16 +550,20 @@ def _settle(device: torch.device | None) -> _Chosen:
 
 
 def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: Any) -> list[devices.RankFacts]:
-    """The facts of every rank, over the store: there may be no group yet. Each reads one text, whatever ``ranks``."""
+    """The facts of every rank, over the store: there may be no group yet."""
     if ranks == 1:
         return [mine]
+    return [devices.RankFacts.from_text(text) for text in _texts(key, mine.to_text(), rank, ranks, shared)]
+
+
+def _texts(key: str, mine: str, rank: int, ranks: int, shared: Any) -> list[str]:
+    """The text of every rank, over the store. Each reads one, whatever ``ranks``."""
     store = dist.PrefixStore(f"shardengine/devices/{key}", shared)  # type: ignore[attr-defined]
     try:
-        store.set(str(rank), mine.to_text())
+        store.set(str(rank), mine)
         if rank == 0:
-            texts = [store.get(str(each)).decode() for each in range(ranks)]
-            store.set("all", json.dumps(texts))
-        texts = json.loads(store.get("all"))
+            store.set("all", json.dumps([store.get(str(each)).decode() for each in range(ranks)]))
+        texts: list[str] = json.loads(store.get("all"))
         if rank and store.add("read", 1) == ranks - 1:
             store.set("all have read", "")
         if rank == 0:
@@ -424,7 +573,7 @@ def _exchange(key: str, mine: devices.RankFacts, rank: int, ranks: int, shared: 
             f"initialize on rank {rank}: {_missing(store, ranks)} where ranks say which GPUs they see: "
             f"{str(error).splitlines()[0]}. Call it on every rank, or start the ranks again"
         ) from error
-    return [devices.RankFacts.from_text(text) for text in texts]
+    return texts
 
 
 def _missing(store: Any, ranks: int) -> str:

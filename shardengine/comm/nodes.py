@@ -27,25 +27,30 @@ from shardengine.comm.devices import RankFacts
 
 @dataclass(frozen=True)
 class Nodes:
-    """number: how many there are; 1: nothing can be done in two steps · problem: why not; "" otherwise."""
+    """number: how many there are; 1: nothing can be done in two steps · problem: why not; "" otherwise · size: ranks of
+    each node, one after the other; 0: they are not alike · unlike: why not."""
 
     number: int = 1
     problem: str = ""
+    size: int = 0
+    unlike: str = ""
 
 
 def find(ranks: Sequence[RankFacts]) -> Nodes:
     """From the facts of all ranks."""
-    sizes, reason = _sizes(ranks)
+    sizes, unlike = _sizes(ranks)
     size = sizes[0]
-    if not reason and len(set(sizes)) > 1:
-        reason = f"the nodes have {', '.join(map(str, sorted(set(sizes))))} ranks"
-    elif not reason and len(sizes) == 1:
+    if not unlike and len(set(sizes)) > 1:
+        unlike = f"the nodes have {', '.join(map(str, sorted(set(sizes))))} ranks"
+    reason = unlike
+    if not reason and len(sizes) == 1:
         reason = "all ranks are on one node"
     elif not reason and (size == 1 or size & (size - 1)):
         reason = f"a node has {size} rank(s)"
     if not reason:
-        return Nodes(len(sizes))
-    return Nodes(problem=f"expected several nodes with 2, 4, 8, ... consecutive ranks each, but {reason}")
+        return Nodes(len(sizes), size=size)
+    problem = f"expected several nodes with 2, 4, 8, ... consecutive ranks each, but {reason}"
+    return Nodes(problem=problem, size=0 if unlike else size, unlike=unlike)
 
 
 def _sizes(ranks: Sequence[RankFacts]) -> tuple[list[int], str]:
@@ -74,7 +79,7 @@ def _sizes(ranks: Sequence[RankFacts]) -> tuple[list[int], str]:
 
 
 def members(ranks: int, nodes: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each node, and those that have the same place in theirs."""
+    """The ranks of each node, and those that have the same place in theirs. So it is with shard groups."""
     size = ranks // nodes
     inside = [[*range(first, first + size)] for first in range(0, ranks, size)]
     return inside, [[*range(place, ranks, size)] for place in range(size)]

@@ -20,7 +20,7 @@ class Waiting:
 
     group, place: the collective is that number of that group · shape: equal on all ranks for one collective ·
     channel: of which engine over these groups · issued: collectives by group, and what else the rank has come to ·
-    where: the call
+    where: the call · members: the ranks that the collective is between, [] for all
     """
 
     text: str
@@ -31,14 +31,20 @@ class Waiting:
     channel: int = 0
     issued: dict[str, int] = field(default_factory=dict)
     where: str = ""
+    members: list[int] = field(default_factory=list)
 
-    def needs(self, other: Mapping[str, int]) -> bool:
-        """Whether a rank that has issued ``other`` collectives by group has still to issue this one."""
-        return self.place > other.get(self.group, 0)
+    def is_between(self, rank: int) -> bool:
+        """Whether ``rank`` takes part in it."""
+        return not self.members or rank in self.members
 
-    def never_meets(self, other: Waiting) -> bool:
-        """Whether both are the same number of one group, but different collectives."""
-        return bool(self.place) and (self.group, self.place) == (other.group, other.place) and self.shape != other.shape
+    def needs(self, rank: int, issued: Mapping[str, int]) -> bool:
+        """Whether ``rank``, which has ``issued`` so many collectives by group, has still to issue this one."""
+        return self.is_between(rank) and self.place > issued.get(self.group, 0)
+
+    def never_meets(self, rank: int, other: Waiting) -> bool:
+        """Whether what ``rank`` waits for is the same number of the same group, but another collective."""
+        same = self.is_between(rank) and (self.group, self.place) == (other.group, other.place)
+        return bool(self.place) and same and self.shape != other.shape
 
 
 class Presence(enum.StrEnum):
@@ -94,7 +100,7 @@ def deadlock(rank: int, waits: Mapping[int, Waiting]) -> dict[int, Waiting]:
         for other, its in waits.items():
             if its.channel != start.channel or other == path[-1]:
                 continue
-            if not (last.needs(its.issued) or last.never_meets(its)):
+            if not (last.needs(other, its.issued) or last.never_meets(other, its)):
                 continue
             if other == rank:
                 return {each: waits[each] for each in path}

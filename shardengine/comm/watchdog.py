@@ -137,7 +137,7 @@ class Watchdog:
     def _left(self) -> dict[int, Departure]:
         """Who will not issue what this rank waits for."""
         departed = self._failures.departures().items()
-        left = {rank: each for rank, each in departed if self._waiting.needs(each.issued)}
+        left = {rank: each for rank, each in departed if self._waiting.needs(rank, each.issued)}
         if self._failures.presence is Presence.PRESENT:
             return left
         return {rank: each for rank, each in left.items() if each.presence is not Presence.CLOSING}  # all close
@@ -176,7 +176,7 @@ class Watchdog:
         while missing:
             try:
                 waits = failures.waits()
-                missing = self._not_here(missing, waits)
+                missing = self._whom_they_miss(self._not_here(missing, waits), waits)
                 silent = missing - set(waits) - set(failures.reports())
             except Unreachable:
                 break  # ``describe`` says so
@@ -188,11 +188,22 @@ class Watchdog:
         return failures.describe(missing, waits)
 
     def _others(self) -> set[int]:
-        return set(range(self._failures.mesh.ranks)) - {self._failures.mesh.rank}
+        ranks = self._waiting.members or range(self._failures.mesh.ranks)
+        return set(ranks) - {self._failures.mesh.rank}
 
     def _not_here(self, ranks: set[int], waits: dict[int, Waiting]) -> set[int]:
         """Those of ``ranks`` that do not wait for the same as this rank."""
         return {rank for rank in ranks if rank not in waits or waits[rank].key != self._waiting.key}
+
+    def _whom_they_miss(self, missing: set[int], waits: dict[int, Waiting]) -> set[int]:
+        """``missing``, and those for whom these wait themselves, in collectives between other ranks."""
+        found, new = set(missing), set(missing)
+        while new:
+            asked = [(rank, waits[rank]) for rank in new if rank in waits and waits[rank].members]
+            others = {other for rank, each in asked for other in each.members if other not in waits}
+            new = others - found - {self._failures.mesh.rank}
+            found |= new
+        return found
 
     def end(self) -> None:
         """It was only slow."""

@@ -23,8 +23,8 @@ class Wire:
     for, and changes neither what is sent nor what is received before."""
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
-        """``tensor`` of rank ``source`` to all."""
-        return _begun(dist.broadcast(tensor, src=source, group=group, async_op=True))
+        """``tensor`` of rank ``source`` of the group to all of it."""
+        return _begun(dist.broadcast(tensor, group_src=source, group=group, async_op=True))
 
     def all_gather(self, out: Tensor, own: Tensor, group: Group) -> dist.Work:
         """``own`` of every rank, in rank order, to ``out``; ``own`` may be its place in it."""

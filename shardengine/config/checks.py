@@ -20,6 +20,8 @@ def check_together(config: TopLevel, reader: Reader) -> None:
     """Add to the reader's problems what in ``config`` does not go together."""
     _check_precision(config, reader)
     _check_offload(config, reader)
+    _check_shard_groups(config, reader)
+    _check_comm_hook(config, reader)
     _check_step_in_backward(config, reader)
     if config.aio.block_size % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, got {config.aio.block_size}")
@@ -109,6 +111,52 @@ def _check_offload(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.offload_param.device",
             f"expected stage 3, where weights are kept sharded, got stage {zero.stage}; offload_optimizer is for every "
             "stage",
+        )
+
+
+def _check_shard_groups(config: TopLevel, reader: Reader) -> None:
+    zero = config.zero_optimization
+    group, partition = "zero_optimization.shard_group_size", "zero_optimization.zero_hpz_partition_size"
+    if zero.zero_hpz_partition_size != 1 and reader.usable(group, partition):
+        if zero.shard_group_size != "all":
+            reader.problem(
+                partition,
+                'expected shard_group_size "all" beside it: with shard groups no gather leaves the group anyway; '
+                "leave one of them out",
+            )
+        if not (zero.stage == 3 and zero.stage3_reshard_after_forward) and reader.usable("zero_optimization.stage"):
+            reader.problem(
+                partition,
+                "expected stage 3 with stage3_reshard_after_forward, where units are gathered for forward and again "
+                f"for backward, got stage {zero.stage}; leave it out",
+            )
+    if zero.shard_group_size != "all" and zero.stage == 0 and reader.usable(group, "zero_optimization.stage"):
+        reader.problem(group, "expected stage 1, 2 or 3: stage 0 shards nothing; leave it out, or set the stage")
+    if zero.shard_group_size != "all" and zero.offload_optimizer.step_in_backward and reader.usable(group):
+        reader.problem(
+            "zero_optimization.offload_optimizer.step_in_backward",
+            'expected shard_group_size "all": with shard groups a gradient is complete when the groups have been '
+            "added up, after backward; leave one of them out",
+        )
+
+
+def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
+    hook, quantized = config.comm_hook, config.zero_optimization.zero_quantized_gradients
+    other = {name: value for name, value in hook.params.items() if name != "error_feedback"}
+    if other or not isinstance(hook.params.get("error_feedback", True), bool):
+        came = ", ".join(other) if other else f"error_feedback {hook.params['error_feedback']!r}"
+        reader.problem("comm_hook.params", f'expected {{"error_feedback": true or false}}, got {came}')
+    if hook.name in ("none", "noop") and hook.params:
+        reader.problem("comm_hook.params", f"it means nothing for {hook.name}; leave it out")
+    if quantized and hook.name != "none":
+        reader.problem(
+            "zero_optimization.zero_quantized_gradients",
+            f"expected no comm_hook beside it, got {hook.name}: both say what travels; leave one of them out",
+        )
+    if (hook.name != "none" or quantized) and config.communication_data_type is not None:
+        reader.problem(
+            "communication_data_type",
+            "expected none beside a comm_hook, which says what travels; leave one of them out",
         )
 
 

@@ -305,7 +305,12 @@ def _or_auto(kind: Kind) -> Kind:
 
 COUNT_OR_AUTO, SIZE_OR_AUTO = _or_auto(COUNT), _or_auto(SIZE)
 GROUP_SIZE = Kind(
-    'an integer >= 1, or "all"',
-    {"anyOf": [COUNT.schema, {"const": "all"}]},
-    lambda value: value if value == "all" else COUNT.parse(value),
+    'an integer >= 1, "node", or "all"',
+    {"anyOf": [COUNT.schema, {"enum": ["all", "node"]}]},
+    lambda value: value if value in ("all", "node") else COUNT.parse(value),
+)
+PARTITION_SIZE = Kind(
+    'an integer >= 1, or "node"',
+    {"anyOf": [COUNT.schema, {"const": "node"}]},
+    lambda value: value if value == "node" else COUNT.parse(value),
 )

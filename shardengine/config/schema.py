@@ -39,6 +39,7 @@ from shardengine.config.kinds import (
     OBJECT,
     PAIR,
     PART,
+    PARTITION_SIZE,
     PLACE,
     SIZE,
     SIZE_OR_AUTO,
@@ -159,6 +160,29 @@ class AioConfig:
     thread_count: int = key(1, COUNT, "Checksums that are taken at the same time.")
 
 
+_HOOKS = choice("none", "noop", "fp16", "bf16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class CommHookConfig:
+    """What travels when gradients are reduced."""
+
+    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4"] = key(
+        "none",
+        _HOOKS,
+        "fp16, bf16: in that dtype, the largest number where it would overflow; int8, int4: integers in blocks of 256 "
+        "elements; noop: nothing, to measure.",
+    )
+    params: Mapping[str, Any] = key(
+        FrozenMapping(),
+        OBJECT,
+        '"error_feedback": what a message could not say is added to the next one; true by default for int8 and int4.',
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", frozen(self.params))
+
+
 @dataclass(frozen=True)
 class ZeroConfig:
     """What is sharded, in which pieces it travels, and where it rests. Sizes are in elements, not bytes."""
@@ -181,6 +205,21 @@ class ZeroConfig:
     )
     stage3_reshard_after_forward: bool = switch(
         True, "Free a unit's weights between its forward and its backward pass."
+    )
+    shard_group_size: Literal["all", "node"] | int = key(
+        "all",
+        GROUP_SIZE,
+        "Consecutive ranks over which is sharded what the stage shards; the groups are replicas of each other (HSDP). "
+        '"node": those of a node.',
+    )
+    zero_hpz_partition_size: Literal["node"] | int = key(
+        1,
+        PARTITION_SIZE,
+        "Stage 3: consecutive ranks over which a unit's weights stay sharded from its forward to its backward, so that "
+        'the gather for backward stays among them (hpZ). "node": those of a node; 1: off.',
+    )
+    zero_quantized_gradients: bool = switch(
+        False, "Gradients travel as with the comm_hook int8 without error feedback (ZeRO++)."
     )
     units: Literal["auto"] | tuple[str, ...] = key(
         "auto", UNITS, 'Class names of the modules that are gathered as one; "auto" finds them.'
@@ -333,6 +372,7 @@ class TopLevel:
     activation_checkpointing: ActivationsConfig = ActivationsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+    comm_hook: CommHookConfig = CommHookConfig()
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = key(
         None,
         optional(DTYPE, "the parameter's dtype"),
@@ -384,6 +424,7 @@ SECTION_TYPES: dict[str, type] = {
     "torch_autocast": AutocastConfig,
     "activation_checkpointing": ActivationsConfig,
     "checkpoint": CheckpointConfig,
+    "comm_hook": CommHookConfig,
     "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
     "zero_optimization.offload_param": OffloadParamConfig,
     "aio": AioConfig,
@@ -398,14 +439,10 @@ _LATER: dict[str, Table] = {
     "": {"static_graph": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
-        "zero_hpz_partition_size": (COUNT, 1),
-        "shard_group_size": (GROUP_SIZE, "all"),
         "zero_quantized_weights": (BOOL, False),
-        "zero_quantized_gradients": (BOOL, False),
     },
-    "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
 }
-GATES: dict[str, str] = {"comm_hook": "name"}
+GATES: dict[str, str] = {}
 """Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
 
 

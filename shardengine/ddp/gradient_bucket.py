@@ -7,7 +7,8 @@ Must not know: collectives, when something is sent, stages.
     partial    full size, this rank's sum over micro-batches that were not sent yet
     total      one slice in fp32, the sum over ranks of what was sent
     complete   one slice: the sum over ranks and micro-batches, divided, rounded to the wire's dtype
-    whole      full size: ``complete`` of all ranks, where every rank steps everything
+    whole      what this rank steps, full size or its shard group's slice: ``complete`` of all who step of that, where
+               that is more than the slice
 
                        letter P                                 letter S
     micro-batch 1..k-1 partial += gradient                      partial = gradient → reduce-scatter → total += sum
@@ -19,6 +20,9 @@ Must not know: collectives, when something is sent, stages.
 
 Where ``grad_accum_dtype`` is not fp32, letter P's partial and letter S's total have that dtype instead (k > 1), and
 what is complete lies in memory of its own unless that is the wire's dtype, too.
+
+Letters SP, on a hybrid mesh: as S, but ``total`` is the group's slice of the sum over the group's ranks; the last
+micro-batch joins it inside of the group, before sums go across.
 
 ``no_sync`` is "partial += gradient, do not send" for as long as it lasts, whatever the letter.
 
@@ -77,13 +81,18 @@ class Rules:
 
     @property
     def sharded(self) -> bool:
-        """Whether each micro-batch is reduced at once (the letter S)."""
-        return self.gradients is Placement.SHARDED
+        """Whether each micro-batch is reduced at once (the letters S and SP)."""
+        return self.gradients.sharded_over is not None
 
     @property
     def gathers(self) -> bool:
-        """Whether every rank needs the whole complete gradient."""
-        return self.state is Placement.REPLICATED
+        """Whether a rank needs more of the complete gradient than its slice."""
+        return self.state is not Placement.SHARDED
+
+    @property
+    def ends_across(self) -> bool:
+        """Whether sums of shard groups wait for the last micro-batch, after which they are added up (SP)."""
+        return self.gradients is Placement.PARTIAL_ACROSS
 
 
 class LocalSum:
@@ -251,7 +260,7 @@ class GradientBucket:
     @property
     def gradient_interval(self) -> tuple[int, int]:
         """Where ``gradient`` lies in the flat buffer."""
-        placement = Placement.SHARDED if self.whole is None else Placement.REPLICATED
+        placement = Placement.SHARDED if self.whole is None else self.bucket.state
         return self.bucket.layout.interval(placement, self.bucket.rank)
 
     def name_of(self, parameter: int) -> str:
@@ -265,9 +274,19 @@ class GradientBucket:
             if place.waiting:
                 place.settle(begun_in)
 
-    def take_slice(self, dtype: torch.dtype) -> Tensor:
-        """A slice's memory from the pool, where it rests."""
-        return self._pool.take(self.bucket.layout.slice_length, dtype, on_host=self._spill is not None)
+    def take_slice(self, dtype: torch.dtype, placement: Placement = Placement.SHARDED) -> Tensor:
+        """Memory from the pool for what a rank has of it, where it rests."""
+        return self._pool.take(self.bucket.layout.elements(placement), dtype, on_host=self._spill is not None)
+
+    def hand_over_total(self, dtype: torch.dtype) -> Tensor | None:
+        """``total`` in ``dtype``, in a buffer of the pool, which is the caller's from now on."""
+        total, self.total = self.total, None
+        if total is None or total.dtype is dtype:
+            return total
+        converted = self._pool.take(total.numel(), dtype)
+        converted.copy_(total)
+        self._pool.give(total)
+        return converted
 
     def _sum(
         self, terms: Sequence[Tensor], out: Tensor, old: Tensor | None, rules: Rules, then: _Then | None = None
@@ -305,14 +324,14 @@ class GradientBucket:
         self._spill.send([(here, staged)], here, join)
 
     def accumulate(self, terms: Sequence[Tensor], rules: Rules) -> None:
-        """Letter S, not the last micro-batch: add what every rank sent for this slice to ``total``."""
+        """Letters S and SP, not the last micro-batch: add what every rank sent for this slice to ``total``."""
         alone = len(terms) == 1 and terms[0] is self.partial.tensor and not self.leaves
         if self.total is None and alone and self.wire is rules.accumulate:
             self.total = self.partial.hand_over()  # at one rank it is the total already
             return
         old = self.total
         if self.total is None:
-            self.total = self.take_slice(rules.accumulate)
+            self.total = self.take_slice(rules.accumulate, rules.gradients)
         self._sum(terms, self.total, old, rules)
         self.partial.drop()
 
@@ -370,20 +389,22 @@ class GradientBucket:
         partial, candidates = self.partial.tensor, [self.total]
         sized = not rules.sharded or self.bucket.layout.ranks == 1  # else a slice would keep all of it alive
         if partial is not None and sized and not self.leaves:
-            candidates.append(self.bucket.own_slice(partial))
+            candidates.append(self.bucket.own_slice(partial, Placement.SHARDED))
         for memory in candidates:
             if memory is not None and memory.dtype in (torch.float32, self.wire):
                 return memory
         return self.take_slice(self.wire)
 
     def make_whole(self) -> Tensor:
-        """A full-size buffer of the wire's dtype with ``complete`` in this rank's slice, ready to be gathered."""
-        whole, complete = self.partial.tensor, self.complete
+        """What this rank steps, in the wire's dtype, with ``complete`` in its slice, ready to be gathered."""
+        whole, complete, state = self.partial.tensor, self.complete, self.bucket.state
         if complete is None:
             raise InternalError(f"bucket of {self.names}: its gradient is gathered before it is complete")
-        if whole is None or whole.dtype is not self.wire:
-            whole = self._pool.take(self.bucket.layout.length, self.wire)
-            own = self.bucket.own_slice(whole)
+        if whole is not None and whole.dtype is self.wire:
+            whole = self.bucket.own_slice(whole, state)
+        else:
+            whole = self._pool.take(self.bucket.layout.elements(state), self.wire)
+            own = self.bucket.own_slice(whole, Placement.SHARDED, of=state)
             own.copy_(complete)
             self.drop_complete()
             self.complete = own

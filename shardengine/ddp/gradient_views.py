@@ -299,6 +299,11 @@ class GradientViews:
             self._again()
 
     @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those of the layout, in its order."""
+        return self._parameters
+
+    @property
     def squares(self) -> Tensor | None:
         """Per parameter the square of its norm as it is now, fp64 [parameters] on the device; None: not known."""
         return self._squares

@@ -20,15 +20,16 @@ backward: its buckets are launched last, when backward ends.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, OnComplete, Purpose, Work
+from shardengine.ddp.comm_hooks import CommHook, ErrorFeedback, FutureWork, GradBucket, Messages, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
@@ -36,7 +37,7 @@ from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
-from shardengine.sharding import Bucket, Layout
+from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
 
 MAX_IN_FLIGHT = 3
@@ -121,6 +122,10 @@ class _Order:
         """The first of ``left`` was launched."""
         self._position += 1
 
+    def place_of(self, index: int) -> int:
+        """Which one bucket ``index`` is."""
+        return self._order.index(index)
+
     def after(self, index: int) -> list[int]:
         """What is launched after bucket ``index``."""
         return self._order[self._order.index(index) + 1 :]
@@ -146,8 +151,9 @@ class _Order:
 class Reducer:
     """Reduces gradients of the trainable ``buckets`` (in layout order).
 
-    step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients ·
-    arrival: the trainable ones in the order in which gradients came in rank 0's first reduced backward, () before that.
+    step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients · hook:
+    says what travels when they are reduced · arrival: the trainable ones in the order in which gradients came in rank
+    0's first reduced backward, () before that.
     """
 
     def __init__(
@@ -159,7 +165,9 @@ class Reducer:
         rules: Rules,
         step_state: StepState,
         parameters: Sequence[nn.Parameter] = (),
+        hook: CommHook | None = None,
     ) -> None:
+        self.hook = hook
         self.rules = rules
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
         self.step_state = step_state
@@ -309,6 +317,9 @@ class Reducer:
         for state in self.buckets:
             state.settle(self.rules.accumulate)
             if mode.final and state.complete is None and state.total is not None:
+                if self.rules.ends_across:
+                    self._reduce_across(state)
+                    continue
                 state.close(self.rules)
                 if self.rules.gathers:
                     self._fly(self._gather(state, state.make_whole()))
@@ -433,34 +444,132 @@ class Reducer:
                 state.accumulate(terms, rules)
 
         def then() -> Work | None:
+            whole = state.make_whole() if final and rules.gathers else None
+            if isinstance(self.hook, WholeGradients) and whole is not None:
+                whole.copy_(sent)  # it has brought all of it
             if sent is not partial:
                 self._pool.give(sent)
-            return self._gather(state, state.make_whole()) if final and rules.gathers else None
+            gathers = whole is not None and not isinstance(self.hook, WholeGradients)
+            return self._gather(state, whole) if gathers and whole is not None else None
 
-        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete), then))
+        earlier = state.hand_over_total(rules.reduce) if final and rules.ends_across else None
+        target = Placement.SHARDED if final else rules.gradients
+        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
+
+    def _reduce_across(self, state: GradientBucket) -> None:
+        """The window ends without another reduction inside of the shard groups: add up what these have."""
+        self._finish(MAX_IN_FLIGHT - 1)
+        rules, total = self.rules, state.hand_over_total(self.rules.reduce)
+        if total is None:
+            return
+
+        def on_complete(terms: Sequence[Tensor]) -> None:
+            state.finish(terms, rules, lambda: None)
+
+        def then() -> Work:
+            self._pool.give(total)
+            return self._gather(state, state.make_whole())
+
+        layout = state.bucket.layout
+        coding = None if self.hook is None else Messages(self.hook, None)
+        work = self._collectives.move(
+            total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete, coding=coding
+        )
+        self._in_flight.append(_Flight(work, then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
-        """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
+        """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
+        hook that makes messages."""
+        if self._makes_messages and self._mode.synchronise and not self._rounds_before_sending:
+            return torch.float32
         waits = not self._mode.synchronise or self._rounds_before_sending
         return self.rules.accumulate if waits else state.wire
 
+    @property
+    def _makes_messages(self) -> bool:
+        return self.hook is not None and not isinstance(self.hook, WholeGradients)
+
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
-        """``full`` in the dtype that is sent: itself, or a copy in a buffer of the pool."""
-        if full.dtype is state.wire:
+        """``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
+        dtype = torch.float32 if self._makes_messages else state.wire
+        if full.dtype is dtype:
             return full
-        sent = self._pool.take(full.numel(), state.wire)
+        sent = self._pool.take(full.numel(), dtype)
         flatten([full], [0], sent)
         return sent
 
-    def _reduce(self, state: GradientBucket, full: Tensor, on_complete: OnComplete) -> Work:
-        layout = state.bucket.layout
+    def _reduce(
+        self,
+        state: GradientBucket,
+        full: Tensor,
+        on_complete: OnComplete,
+        target: Placement = Placement.SHARDED,
+        earlier: Tensor | None = None,
+    ) -> Work:
+        bucket, hook = state.bucket, self.hook
+        if isinstance(hook, WholeGradients):
+            return self._reduce_by(hook, state, full, on_complete, target)
+        if hook is not None and not hook.sends:
+            return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
+        coding = None if hook is None else Messages(hook, bucket.layout.index)
+        options: dict[str, Any] = {"earlier": earlier, "coding": coding}
         return self._collectives.move(
-            full, Placement.PARTIAL, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete
+            full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, **options
         )
+
+    def _reduce_by(
+        self, hook: WholeGradients, state: GradientBucket, full: Tensor, on_complete: OnComplete, target: Placement
+    ) -> Work:
+        """A function of the user's brings the mean over ranks."""
+        layout, parameters = state.bucket.layout, self.views.parameters
+        pieces = list(state.pieces.values())
+        gradients = []
+        for piece in pieces:
+            flat, spec = full[piece.start - layout.start : piece.end - layout.start], self._spec(piece.parameter)
+            gradients.append(shaped(flat, spec) if spec.shape and flat.numel() == spec.numel else flat)
+        number, last = self._order.place_of(layout.index), len(self.buckets) - 1
+        bucket = GradBucket(number, number == last, full, gradients, [parameters[piece.parameter] for piece in pieces])
+        future = hook.begin(bucket)
+
+        def take() -> None:
+            full.copy_(hook.result(future, full))
+            on_complete([state.bucket.own_slice(full, target)])
+
+        def wait(works: Sequence[Any]) -> None:
+            works[0].wait()
+
+        works: Any = [FutureWork(future)]
+        return Work(works, wait, take)
+
+    def _spec(self, parameter: int) -> ParameterSpec:
+        return self.views.layout.parameters[parameter]
+
+    def register(self, hook: WholeGradients) -> None:
+        """``hook`` takes the place of the reductions, and of their divisor."""
+        self.hook, self.rules = hook, replace(self.rules, divisor=1)
+
+    def take_over(self, old: Reducer, before: Layout) -> None:
+        """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""
+        if isinstance(old.hook, WholeGradients):
+            self.register(old.hook)
+        if not isinstance(self.hook, ErrorFeedback) or not isinstance(old.hook, ErrorFeedback):
+            return
+        for state in self.buckets:
+            layout = state.bucket.layout
+            self.hook.errors[layout.index] = state.bucket.full.new_zeros(layout.length, dtype=torch.float32)
+        targets = Targets(self._errors(self.hook, self.views.layout, [state.bucket for state in self.buckets]))
+        for part in self._errors(old.hook, before, [state.bucket for state in old.buckets]):
+            targets.receive(part)
+
+    @staticmethod
+    def _errors(hook: ErrorFeedback, layout: Layout, buckets: Sequence[Bucket]) -> Iterator[FlatSlice]:
+        for each in (bucket.layout for bucket in buckets):
+            if each.index in hook.errors:
+                yield from slices_of(layout, each, (each.start, each.end), {"error": hook.errors[each.index]})
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
-        return self._collectives.move(whole, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.WHOLE_GRADIENTS)
+        return self._collectives.move(whole, Placement.SHARDED, self.rules.state, layout, Purpose.WHOLE_GRADIENTS)
 
     def _fly(self, work: Work | None) -> None:
         if work is not None:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine.comm import Mesh
 from shardengine.config import KEYS, SECTIONS, Config
@@ -21,6 +24,8 @@ from shardengine.other_engines import about_argument
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+"""What torch gives a rank that is not in the group."""
 _ORDER = "expected initialize(model, config, optimizer=..., lr_scheduler=...)"
 
 
@@ -93,8 +98,9 @@ def _check(
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         cure = ': by its name it belongs in the config, under "scheduler"'
         raise _refused("lr_scheduler", "a scheduler, a function from the optimizer to one, or None", lr_scheduler, cure)
-    if not (mesh is None or isinstance(mesh, Mesh)):
-        raise _refused("mesh", "what shardengine.comm.mesh.build() returns, or None", mesh, "")
+    if not (mesh is None or isinstance(mesh, Mesh | DeviceMesh | ProcessGroup)):
+        cure = ": this rank is in none, and does not call initialize" if mesh is _NO_MEMBER else ""
+        raise _refused("mesh", "a DeviceMesh, a process group or None", mesh, cure)
     if not isinstance(monitors, Iterable):
         raise _refused("monitors", "a list", monitors, "")
     if not (weights is None or isinstance(weights, (str, Path)) or hasattr(weights, "read")):

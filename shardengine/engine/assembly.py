@@ -27,7 +27,7 @@ from shardengine.comm import (
     settle_kernels,
 )
 from shardengine.config import Config
-from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
+from shardengine.ddp import BufferSync, CommHook, Reducer, Rules, StepState, Window, comm_hooks
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
@@ -130,7 +130,7 @@ def build(
     source: gives the values of what has none on any rank.
     """
     zero = config.zero_optimization
-    stage = stages.select(config)
+    stage = stages.select(config, mesh.replicas)
     which = precision.of(config)
     pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
     on_nccl = mesh.backend == "nccl"
@@ -205,8 +205,18 @@ def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collect
 def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs, order: Sequence[int] = ()) -> Layout:
     """The layout of the parameters ``found``. order: in which their gradients come, where that was seen."""
     cap, align = settled(config.zero_optimization.reduce_bucket_size), mesh.platform.alignment
-    block, families = needs.block, needs.families
-    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, families=families, order=order)
+    hook = comm_hook_of(config)
+    block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
+    came = {parameter: place for place, parameter in enumerate(order)}
+    specs = [replace(spec, came=came.get(index, len(came))) for index, spec in enumerate(found.specs)]
+    return layout.build(specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas)
+
+
+def comm_hook_of(config: Config) -> CommHook | None:
+    """The communication hook that ``config`` names, without any state."""
+    if config.zero_optimization.zero_quantized_gradients:
+        return comm_hooks.by_name("int8", {"error_feedback": False})
+    return comm_hooks.by_name(config.comm_hook.name, config.comm_hook.params)
 
 
 def _assemble(
@@ -319,6 +329,7 @@ def _footprint(
         prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
+        message=comm_hooks.bytes_per_element(comm_hook_of(config)),
     )
 
 
@@ -371,6 +382,7 @@ def _give_threads(rank: int, *, offloads: bool) -> None:
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
     """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
     reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.step_state)
+    reducer.take_over(core.reducer, core.layout)
     deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
     new = replace(
         core,
@@ -390,11 +402,12 @@ def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     """What stage and config say about gradients."""
     which = precision.of(config)
     several = (config.gradient_accumulation_steps or 1) > 1
+    hook = comm_hook_of(config)
     return Rules(
         gradients=stage.gradients,
         state=stage.state,
         divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
-        wire=which.wire,
+        wire=which.wire if hook is None else hook.wire,
         reduce=which.reduce,
         accumulate=which.accumulate if several else torch.float32,
         scaled=which.scales_loss,
@@ -416,7 +429,7 @@ def _drive(
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = _rules(config, stage, collectives.mesh.ranks)
-    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
+    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
     prefetch = settled(config.zero_optimization.stage3_prefetch_bucket_size)
     schedule = Schedule(units, stage, collectives, reducer, prefetch)
     return reducer, schedule

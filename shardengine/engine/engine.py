@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine import other_engines
 from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
@@ -26,6 +28,7 @@ from shardengine.engine import (
     arguments,
     assembly,
     closing,
+    comm_hooks,
     exchanging,
     export,
     full_access,
@@ -41,6 +44,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached, check_free
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
+from shardengine.engine.shard_groups import group_size
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
@@ -77,7 +81,7 @@ def initialize(
     optimizer: _OptimizerLike = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     lr_scheduler: Any = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | DeviceMesh | ProcessGroup | None = None,
     monitors: Sequence[Monitor] = (),
     weights: Weights = None,
 ) -> Engine:
@@ -92,10 +96,12 @@ def initialize(
     has not stepped yet (class, options and groups are taken over; its ``step()`` and ``zero_grad()`` are the engine's
     until ``close()``), [torch.optim.Muon(...), torch.optim.AdamW(...)], a function from a list of parameters to one,
     or None (from the config, over ``model_parameters`` or all trainable parameters) · lr_scheduler: a scheduler, a
-    function from the engine's optimizer to one, or None (from the config) · mesh: the result of an own
-    ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of every step (`monitors.Monitor`), beside
-    those of the config · weights: for a model without values: a folder of safetensors files, one such file, or a
-    `loading.Reader`; every rank reads the parts that it keeps, what is not there begins as the model's own code has it.
+    function from the engine's optimizer to one, or None (from the config) · mesh: the data-parallel ranks, where they
+    are not all: torch's DeviceMesh of one dimension, or of two, ("replicate", "shard"), for hybrid sharding; a process
+    group; or the result of an own ``comm.mesh.build`` · monitors: objects that rank 0 gives the numbers of every step
+    (`monitors.Monitor`), beside those of the config · weights: for a model without values: a folder of safetensors
+    files, one such file, or a `loading.Reader`; every rank reads the parts that it keeps, what is not there begins as
+    the model's own code has it.
 
     Raises ConfigError (every problem of the config at once), UsageError (model or optimizer that cannot be served),
     MismatchError (ranks disagree; names them).
@@ -113,20 +119,17 @@ class Engine(Inspection):
         optimizer: _OptimizerLike = None,
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | DeviceMesh | ProcessGroup | None = None,
         monitors: Sequence[Monitor] = (),
         weights: Weights = None,
     ) -> None:
         """As ``initialize``."""
         self.module = model
         self._give_back: Callable[[], None] = lambda: None
-        if mesh is None:
+        if not isinstance(mesh, Mesh):
             said = load_or_default(config, _known(optimizer))
-            mesh = mesh_module.build(
-                timeout_s=said.timeout_s,
-                owned=True,
-                meet=meeting.meet_before_groups,
-            )
+            options: Any = {"timeout_s": said.timeout_s, "owned": True, "meet": meeting.meet_before_groups}
+            mesh = mesh_module.build(**options) if mesh is None else mesh_module.of_ranks(mesh, **options)
         try:
             self._build(mesh, config, optimizer, model_parameters, lr_scheduler, monitors, weights)
         except BaseException:
@@ -160,10 +163,12 @@ class Engine(Inspection):
             check_free(self.module)
             monitors.check(user_monitors)
             resolved = load_config(config, _known(optimizer)).resolve_batch(mesh.ranks)
+            group_size(resolved, mesh)
             form = groups_for(self.module, resolved, optimizer, parameters)
             return resolved, form, Source.of(self.module, weights, f" (rank {mesh.rank})")
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
+        mesh = mesh.in_groups_of(group_size(self.config, mesh))
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
@@ -275,6 +280,17 @@ class Engine(Inspection):
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
         return ForWith("no_sync", self._window.no_sync)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; on every rank, before the
+        first backward.
+
+        bucket: this rank's gradients, see ``comm_hooks.GradBucket``. hook: returns the mean over ranks, a flat tensor
+        as long as ``bucket.buffer()``, or a future of it; it is not divided any more. Hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` are such functions. Where a rank keeps a slice alone, it takes
+        that of the result, so that more is sent than without. What the hook sends is not in ``traffic()``.
+        """
+        comm_hooks.register(self._need_core(), hook, state)
 
     # The step
 

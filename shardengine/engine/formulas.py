@@ -5,8 +5,11 @@ Must not know: what is measured.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shardengine import stages
 from shardengine.config import Config
+from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.offload import Homes
 from shardengine.optim import Needs
@@ -34,6 +37,7 @@ def footprint_of(
         prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found or core.partition, core.precision),
         nodes=core.collectives.nodes,
+        message=comm_hooks.bytes_per_element(core.reducer.hook),
     )
 
 
@@ -46,7 +50,12 @@ def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
     matrices, or of sums."""
     whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
-    sent, once = float(whole), core.schedule.unsharded_once
+    return float(whole) + sum(predicted_by_axis(core, micro_batches).values())
+
+
+def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
+    """The same without whole matrices and sums, inside of shard groups and across them."""
+    sent, once = Counter[str](), core.schedule.unsharded_once
     for flat_buffer in core.layout.flat_buffers:
         wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(
@@ -54,13 +63,17 @@ def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
             twice=0 if flat_buffer.unit in once else flat_buffer.length,
             once=flat_buffer.length if flat_buffer.unit in once else 0,
         )
-        sent += core.stage.bytes_sent(
+        by_axis = core.stage.bytes_by_axis(
             volume,
             core.mesh.ranks,
             micro_batches=micro_batches,
             weight=flat_buffer.itemsize,
             gradient=wire.itemsize,
             nodes=core.collectives.nodes(wire),
+            replicas=core.mesh.replicas,
             partial=core.reducer.rules.reduce.itemsize,
+            message=comm_hooks.bytes_per_element(core.reducer.hook),
         )
+        for axis, count in by_axis.items():
+            sent[axis.value] += count  # type: ignore[assignment]  # a float
     return sent

@@ -32,19 +32,20 @@ def gathered(
         yield (part._replace(values=part.values.to(dtype)) for part in found)
         return
     count = next(iter(tensors.values())).numel()
-    length = count * layout.ranks * len(tensors)
+    holders = placement.slices(layout.ranks, layout.replicas)
+    length = count * holders * len(tensors)
     lent = (
         length == layout.length
     )  # a buffer as long as the step's; one of another length would stay in the pool for good
     full = core.pool.take(length, dtype) if lent else bucket.full.new_empty(length, dtype=dtype)
-    slices = full.view(layout.ranks, len(tensors), count)
-    for own, tensor in zip(slices[bucket.rank], tensors.values(), strict=True):
+    slices = full.view(holders, len(tensors), count)
+    for own, tensor in zip(slices[layout.slice_number(placement, bucket.rank)], tensors.values(), strict=True):
         own.copy_(tensor)
     core.collectives.move(full, placement, Placement.REPLICATED, layout, purpose).wait()
     try:
         yield chain.from_iterable(
-            slices_of(plan, layout, layout.interval(placement, rank), dict(zip(tensors, held, strict=True)))
-            for rank, held in enumerate(slices)
+            slices_of(plan, layout, layout.slice_at(placement, number), dict(zip(tensors, held, strict=True)))
+            for number, held in enumerate(slices)
         )
     finally:
         if lent:

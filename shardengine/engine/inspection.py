@@ -230,12 +230,17 @@ class Inspection:
     def traffic(self) -> dict[str, Any]:
         """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
 
+        ``formula_bytes_by_axis``: of gradients and weights inside of this rank's shard group, and across the groups; a
+        mesh that is not hybrid has one group, of which gradients may be added node by node.
         ``exposed_s_*``: seconds that this rank stood still, waiting for collectives. On a GPU they are counted when
         the device has come to them, for which this does not wait: so they may be those of an earlier step.
         """
         return {
             "formula_bytes_per_step": formulas.predicted_traffic(
                 self._core, self._needs, self._report.micro_batches or self._window.size
+            ),
+            "formula_bytes_by_axis": formulas.predicted_by_axis(
+                self._core, self._report.micro_batches or self._window.size
             ),
             "measured_bytes_last_step": self._report.data_bytes(),
             "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},

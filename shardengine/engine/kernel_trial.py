@@ -117,7 +117,8 @@ class KernelTrial:
         nodes = self.nodes(wire)
         if nodes > 1:
             summed = self._zeros(self.rules.reduce, nodes * _FEW)
-            inside = self._zeros(wire, self.ranks * _FEW).chunk(self.ranks // nodes)
+            count = self.ranks // nodes if self.is_direct(wire) else 1
+            inside = self._zeros(wire, count * nodes * _FEW).chunk(count)
             kernels.ordered_sum(inside, summed, reduce_dtype=self.rules.reduce)
             return list(summed.chunk(nodes))
         count = self.ranks if self.is_direct(wire) else 1

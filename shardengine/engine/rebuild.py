@@ -274,7 +274,7 @@ def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterat
             if tier is not None and (forms := needs.forms.get(flat_buffer.family)):
                 yield tier, {name: (form.length(length), form.dtype) for name, form in forms.items()}
             if homes.weights is not None and core.stage.moves_weights:
-                yield homes.weights, {SHARD: (bucket.slice_length, dtype)}
+                yield homes.weights, {SHARD: (bucket.elements(core.stage.weights_after_backward), dtype)}
 
 
 def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, optimizer: ShardedOptimizer) -> Core:
@@ -310,7 +310,9 @@ def _move(core: Core, old: Unit, planned: _Planned, optimizer: ShardedOptimizer,
     flat_buffers, members = [], []
     for flat_buffer_layout in plan.flat_buffers_of.get(old.index, ()):
         flat_buffer, shown = placing.new_flat_buffer(
-            found, plan, flat_buffer_layout, core.mesh, core.stage.state, homes
+            *(found, plan, flat_buffer_layout, core.mesh),
+            (core.stage.weights_after_backward, core.stage.state),
+            homes,
         )
         flat_buffers.append(flat_buffer)
         members += shown

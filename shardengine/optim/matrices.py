@@ -31,7 +31,7 @@ from shardengine.comm import Collectives, Named, Parts, Purpose, Work
 from shardengine.kernels import Span
 from shardengine.optim.arithmetic import OnMatrix
 from shardengine.sharding import Layout, ParameterSpec, in_memory_order, shaped
-from shardengine.stages import Placement
+from shardengine.stages import Axis, Placement
 
 DTYPE = torch.bfloat16
 """In which matrices travel."""
@@ -90,11 +90,14 @@ def owners_of(
 
 class Plan:
     """Of the matrices of a layout: batches, owners, and what each rank steps of each matrix. whole: of each optimizer
-    group, whether it is stepped by whole matrices · state: the placement of states · work: of a matrix's owner."""
+    group, whether it is stepped by whole matrices · state: the placement of states · work: of a matrix's owner.
+
+    ranks: those along ``axis``: on a hybrid mesh each shard group does all of it, with the same results."""
 
     def __init__(self, layout: Layout, whole: Sequence[bool], state: Placement, work: Effort = work_of) -> None:
-        self.ranks = layout.ranks
+        self.axis = state.sharded_over or Axis.ALL
         self.replicated = state is Placement.REPLICATED
+        self.ranks = layout.ranks if self.replicated else state.slices(layout.ranks, layout.replicas)
         chosen = {number for number, spec in enumerate(layout.parameters) if spec.is_stepped and whole[spec.group]}
         self._cuts = dict[tuple[int, int], list[Cut]]()
         in_order: dict[int, ParameterSpec] = {}
@@ -109,6 +112,10 @@ class Plan:
         self.specs = in_order
         self.batches = batches_of(in_order, self.ranks, max((bucket.length for bucket in layout.buckets), default=0))
         self.owners = owners_of(self.batches, in_order, self.ranks, work)
+
+    def place_of(self, rank: int) -> int:
+        """The number along ``axis`` of one of all ranks."""
+        return rank % self.ranks
 
     def cuts(self, number: int, rank: int) -> list[Cut]:
         """What ``rank`` steps of matrix ``number``."""
@@ -178,7 +185,7 @@ class Exchange:
     def __init__(self, plan: Plan, collectives: Collectives, tasks: Mapping[int, OnMatrix], read: Read) -> None:
         self._plan = plan
         self._collectives = collectives
-        self._rank, self._ranks = collectives.mesh.rank, collectives.mesh.ranks
+        self._rank, self._ranks = collectives.mesh.place_on(plan.axis)
         self._tasks = tasks
         self._read = read
 
@@ -236,7 +243,7 @@ class Exchange:
     ) -> Work:
         of_all = sum(self._plan.specs[m].numel for m in numbers) * DTYPE.itemsize
         parts = Parts(full, to_each, received, from_each, of_all)
-        return self._collectives.deliver(parts, self._named(numbers), Purpose.MATRICES)
+        return self._collectives.deliver(parts, self._named(numbers), Purpose.MATRICES, self._plan.axis)
 
     def _named(self, numbers: Sequence[int]) -> Named:
         return Named([self._plan.specs[m].name for m in numbers], "matrices")

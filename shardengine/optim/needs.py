@@ -64,16 +64,19 @@ class Needs:
     def bytes_beside(self, layout: Layout, state: Placement, rank: int) -> int:
         """Bytes that a step of ``rank`` takes for whole matrices, or sums, at most. state: the placement of states."""
         if not self.by_sums:
-            return matrices.Plan(layout, self.whole, state).bytes_beside(rank)
+            chosen = matrices.Plan(layout, self.whole, state)
+            return chosen.bytes_beside(chosen.place_of(rank))
         plan = sums.plan_of(layout, len(self.families), state)
+        rank = plan.place_of(rank)
         return 3 * self.bytes_kept_whole(layout) + sums.bytes_on_way(plan, rank) + sums.bytes_of_largest(plan, rank)
 
     def bytes_sent(self, layout: Layout, state: Placement, rank: int) -> int:
         """Bytes that ``rank`` sends for them in a step in which every parameter has a gradient."""
         if not self.by_sums:
-            return matrices.Plan(layout, self.whole, state).bytes_sent(rank)
+            chosen = matrices.Plan(layout, self.whole, state)
+            return chosen.bytes_sent(chosen.place_of(rank))
         plan = sums.plan_of(layout, len(self.families), state)
-        return sums.bytes_sent(plan, rank)
+        return sums.bytes_sent(plan, plan.place_of(rank))
 
     @property
     def block(self) -> int:

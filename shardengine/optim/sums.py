@@ -85,7 +85,7 @@ class Sums:
     def __init__(self, plan: Plan, collectives: Collectives, numbers: Sequence[int], read: Read) -> None:
         self._plan = plan
         self._collectives = collectives
-        self._rank, self._ranks = collectives.mesh.rank, collectives.mesh.ranks
+        self._rank, self._ranks = collectives.mesh.place_on(plan.axis)
         self.device = collectives.mesh.device
         self.numbers: Sequence[int] = list(numbers)
         self._read = read
@@ -116,7 +116,7 @@ class Sums:
         full = torch.empty(sum(to_each), dtype=torch.float64, device=self.device)
         if to_each[self._rank]:
             torch.cat([owned[n] for n in by_owner[self._rank]], out=full.split(to_each)[self._rank])
-        self._collectives.share(full, to_each, self._named, Purpose.SUMS).wait()
+        self._collectives.share(full, to_each, self._named, Purpose.SUMS, self._plan.axis).wait()
         numbers = [number for row in by_owner for number in row]
         return dict(zip(numbers, full.split([lengths[number] for number in numbers]), strict=True))
 
@@ -132,7 +132,7 @@ class Sums:
         received = torch.empty(sum(from_each), dtype=torch.float64, device=self.device)
         of_all = _PARTIAL * sum(lengths[n] for n in self.numbers for rank in ranks if plan.cuts(n, rank))
         message = Parts(full, to_each, received, from_each, of_all)
-        self._collectives.deliver(message, self._named, Purpose.SUMS).wait()
+        self._collectives.deliver(message, self._named, Purpose.SUMS, self._plan.axis).wait()
         found: dict[int, Tensor] = {}
         numbers = [n for row in come for n in row]
         for n, values in zip(numbers, received.split([2 * lengths[n] for n in numbers]), strict=True):

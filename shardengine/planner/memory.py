@@ -22,7 +22,7 @@ import torch
 from shardengine.ddp import MAX_IN_FLIGHT, Rules
 from shardengine.offload import Homes, Tiers
 from shardengine.sharding import BucketLayout, FlatBufferLayout, Layout, Partition, Precision, dtype_of
-from shardengine.stages import Stage
+from shardengine.stages import Placement, Stage
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,9 @@ class Footprint:
 
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
-    nodes: as ``Collectives.nodes`` · beside: bytes that whole matrices, or sums, take in the step, at most ·
-    kept_whole: bytes of optimizer state that every rank keeps of parameters as a whole.
+    nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · beside: bytes that
+    whole matrices, or sums, take in the step, at most · kept_whole: bytes of optimizer state that every rank keeps of
+    parameters as a whole.
     """
 
     stage: Stage
@@ -46,6 +47,7 @@ class Footprint:
     prefetch: int
     outside: int
     nodes: Callable[[torch.dtype], int] = lambda dtype: 1
+    message: float | None = None
     beside: int = 0
     kept_whole: int = 0
 
@@ -69,16 +71,19 @@ class Footprint:
                 predicted["device"] += self.stage.model_state_bytes(
                     bucket.length if flat_buffer.trainable else 0,
                     self.layout.ranks,
+                    replicas=self.layout.replicas,
                     weight=flat_buffer.itemsize if weights_place == "device" else 0,
                     gradient=0 if tier is not None and not gathers else gradient,
                     state=0 if tier is not None else state,
                     frozen=0 if flat_buffer.trainable else bucket.length,
                 )
                 predicted[weights_place] += (
-                    0 if weights_place == "device" else bucket.slice_length * flat_buffer.itemsize
+                    0
+                    if weights_place == "device"
+                    else bucket.elements(self.stage.weights_after_backward) * flat_buffer.itemsize
                 )
                 if tier is not None:
-                    count = bucket.length if gathers else bucket.slice_length
+                    count = bucket.elements(self.stage.state)
                     predicted[tier.name] += count * state
                     predicted["cpu"] += 0 if gathers else count * gradient
         return predicted
@@ -92,10 +97,12 @@ class Footprint:
                 lengths[bucket.length, wire_of(self.rules, flat_buffer)] += 1
         ranks = self.layout.ranks
         for (length, wire), count in lengths.items():
-            whole = length * wire.itemsize * (1 if ranks == 1 else 2)
+            whole = length * wire.itemsize * (1.0 if ranks == 1 else 2.0)
+            if self.message is not None and ranks > 1:  # fp32 before and after, messages sent and received
+                whole = 2 * length * (4 + self.message)
             if (nodes := self.nodes(wire)) > 1:  # what is sent and received between them
                 whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
-            found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length // ranks)
+            found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length * self.layout.replicas // ranks)
         return found + self.beside
 
     def on_device(self, homes: Homes) -> int:
@@ -129,14 +136,16 @@ class Footprint:
         rules, wire = self.rules, wire_of(self.rules, flat_buffer)
         leaves = away and not rules.gathers
         waits = self.micro_batches > 1 and not rules.sharded
-        whole = rules.accumulate.itemsize if waits else 0
+        held = rules.accumulate.itemsize * bucket.length if waits else 0
         if (rules.gathers and not (waits and rules.accumulate is wire)) or not (waits or rules.sharded or away):
-            whole += wire.itemsize
+            gathered = rules.gathers and (waits or rules.sharded)
+            held += wire.itemsize * (bucket.elements(rules.state) if gathered else bucket.length)
         apart = self.micro_batches > 1 and not self._fits(flat_buffer)
         sliced = self._resting_bytes(flat_buffer, away=away) if rules.sharded else wire.itemsize if apart else 0
         sliced += rules.accumulate.itemsize if rules.sharded and apart else 0
-        held = whole * bucket.length + (0 if leaves else sliced * bucket.slice_length)
-        fraction = self.stage.gradients.fraction(self.layout.ranks)
+        summed = rules.gradients if rules.sharded else Placement.SHARDED
+        held += 0 if leaves else sliced * bucket.elements(summed)
+        fraction = self.stage.gradients.fraction(self.layout.ranks, self.layout.replicas)
         rests = 0 if leaves else self._resting_bytes(flat_buffer, away=away) * bucket.length * fraction
         return max(0.0, held - rests)
 
@@ -157,7 +166,9 @@ class Footprint:
         """Bytes of whole weights beside those at rest; at one rank these are whole themselves, unless they are away."""
         if not self.stage.moves_weights or (self.layout.ranks == 1 and homes.weights is None):
             return 0.0
-        return self.live_window().bytes
+        window = self.live_window()
+        kept = window.blocks * self.layout.replicas / self.layout.ranks if self.stage.keeps_inside_after_forward else 0
+        return window.bytes + kept
 
 
 @dataclass(frozen=True)

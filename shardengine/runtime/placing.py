@@ -80,7 +80,9 @@ def place(
         for index, (name, _) in enumerate(named):
             flat_buffers, members = [], []
             for flat_buffer_layout in layout.flat_buffers_of.get(index, ()):
-                flat_buffer, found = new_flat_buffer(partition, layout, flat_buffer_layout, mesh, state, homes)
+                flat_buffer, found = new_flat_buffer(
+                    partition, layout, flat_buffer_layout, mesh, (weights, state), homes
+                )
                 given = {m.index: m.parameter for m in found if source is not None and source.gives(m.parameter)}
                 fill = _Filling(flat_buffer, found, layout, collectives, which, weights)
                 for bucket in flat_buffer.buckets:
@@ -91,7 +93,7 @@ def place(
                 members += found
                 flat_buffers.append(flat_buffer)
             unit = Unit(index, name, flat_buffers, members, layout)
-            if weights is Placement.SHARDED:
+            if weights.sharded_over is not None:
                 unit.detach_shards()
                 if source is not None and not mesh.platform.is_apart:
                     mesh.platform.free_cached()  # malloc would leave holes between the shards, one per unit
@@ -133,11 +135,17 @@ def _leave_meta(parameter: nn.Parameter, mesh: Mesh) -> None:
 
 
 def new_flat_buffer(
-    partition: Partition, layout: Layout, which: FlatBufferLayout, mesh: Mesh, state: Placement, homes: Homes
+    partition: Partition,
+    layout: Layout,
+    which: FlatBufferLayout,
+    mesh: Mesh,
+    placements: tuple[Placement, Placement],
+    homes: Homes,
 ) -> tuple[FlatBuffer, list[Member]]:
-    """A flat buffer without values, and the members that will show it."""
+    """A flat buffer without values, and the members that will show it. placements: of weights and of states at rest."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
-    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, state, homes)
+    weights, state = placements
+    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, state, homes, weights)
     return flat_buffer, [
         Member(slot.parameter, partition.inside[slot.parameter], flat_buffer, number)
         for number, slot in enumerate(which.slots)
@@ -184,7 +192,7 @@ class _Filling:
 
     def from_source(self, bucket: Bucket, source: Source) -> None:
         """This rank's slice of the values; all slices where they will rest replicated ([Note: From a source])."""
-        if self._weights is Placement.SHARDED and bucket.state is Placement.SHARDED and bucket.rests_apart:
+        if self._weights.sharded_over is not None and bucket.rests_apart:
             self._shard_from(bucket, source)
             return
         full, layout = self._values_of(bucket), bucket.layout
@@ -194,17 +202,19 @@ class _Filling:
             target = full[piece.start - layout.start : piece.end - layout.start]
             source.fill(parameter, spec.order, piece.offset, target)
         if self._masters:
-            bucket.own_slice(bucket.full).copy_(bucket.own_slice(full))
-        sent = [full] if (bucket.state if self._masters else self._weights) is Placement.REPLICATED else []
-        sent += [bucket.full] if self._masters and self._weights is Placement.REPLICATED else []
-        for each in sent:
-            self._collectives.move(each, Placement.SHARDED, Placement.REPLICATED, layout, Purpose.START).wait()
+            own = bucket.own_slice(bucket.full, Placement.SHARDED)
+            own.copy_(bucket.own_slice(full, Placement.SHARDED))
+        sent = [(full, bucket.state if self._masters else self._weights)]
+        sent += [(bucket.full, self._weights)] if self._masters else []
+        for values, resting in sent:
+            part = bucket.own_slice(values, resting)
+            self._collectives.move(part, Placement.SHARDED, resting, layout, Purpose.START).wait()
         self._end(bucket, full)
 
     def _shard_from(self, bucket: Bucket, source: Source) -> None:
-        """This rank's slice, straight to where it will rest: the bucket's full length is not touched."""
+        """What rests with this rank, straight to where it will rest: the bucket's full length is not touched."""
         layout, flat_buffer = bucket.layout, bucket.flat_buffer
-        first, last = layout.interval(Placement.SHARDED, bucket.rank)
+        first, last = layout.interval(self._weights, bucket.rank)
         dtype = torch.float32 if self._masters else bucket.full.dtype
         own, end = torch.empty(last - first, dtype=dtype, device=bucket.full.device), first
         master = master_dtype_of(bucket, self._which)

@@ -161,6 +161,7 @@ class Schedule:
         self._prefetch_elements = prefetch
         self._holds = [Hold() for _ in units]
         self._unit_of = {index: unit for unit in units for index in unit.trainable}
+        self._keeps_inside = stage.keeps_inside_after_forward
         if stage.moves_weights:
             reducer.divide({index: unit.index for index, unit in self._unit_of.items()})
         self._orders = PrefetchOrders()
@@ -553,6 +554,8 @@ class Schedule:
                 unit.wait_for_unshard()
             if unit.state is UnshardState.UNSHARDED:
                 unit.reshard(abandon=hold.lent)
+            if self._grad_pass:
+                unit.forget_kept()
             hold.clear()
 
     def _request(self, index: int) -> None:
@@ -588,7 +591,8 @@ class Schedule:
         unit, hold = self.units[index], self._holds[index]
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not UnshardState.UNSHARDED:
             return False
-        unit.reshard()
+        keeps = self._keeps_inside and not self.in_backward and not hold.forward_only
+        unit.reshard(keep_inside=keeps and (self._grad_pass or unit.keeps_inside))
         return True
 
     def _trace(self, what: str, index: int, hold: Hold) -> None:

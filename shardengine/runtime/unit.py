@@ -157,9 +157,9 @@ class Unit:
         try:
             for bucket in self.buckets():
                 self._loading.append(bucket.load_shard())
-                with collectives.mesh.platform.loads.is_current() if bucket.weights_away else nullcontext():
+                with collectives.mesh.platform.loads.is_current() if bucket.loads_from_away else nullcontext():
                     self._in_flight.append(
-                        collectives.move(bucket.full, Placement.SHARDED, Placement.REPLICATED, bucket.layout, purpose)
+                        collectives.move(bucket.full, bucket.gathers_from, Placement.REPLICATED, bucket.layout, purpose)
                     )
         except BaseException:
             self._abort_unshard()
@@ -181,9 +181,12 @@ class Unit:
         self._move(UnshardState.UNSHARDED)
         self.show()
 
-    def reshard(self, *, abandon: bool = False) -> None:
-        """UNSHARDED → SHARDED: free the full weights. abandon: as in ``FlatBuffer.release``, views live on."""
+    def reshard(self, *, abandon: bool = False, keep_inside: bool = False) -> None:
+        """UNSHARDED → SHARDED: free the full weights. abandon: as in ``FlatBuffer.release``, views live on ·
+        keep_inside: keep the shard group's slice of them for the next ``unshard``."""
         self._move(UnshardState.SHARDED)
+        for bucket in self.buckets():
+            bucket.keep_inside(keep_inside)
         self.show()
         for flat_buffer in self.flat_buffers:
             flat_buffer.release(abandon=abandon)
@@ -251,9 +254,9 @@ class Unit:
                 mark_weights(fresh)
                 for bucket in run:
                     part = parts[bucket] = fresh[bucket.layout.start - first : bucket.layout.end - first]
-                    bucket.own_slice(part).copy_(bucket.shard())
+                    bucket.own_slice(part, bucket.rests).copy_(bucket.shard())
                     collectives.move(
-                        part, Placement.SHARDED, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
+                        part, bucket.rests, Placement.REPLICATED, bucket.layout, Purpose.WHOLE_WEIGHTS
                     ).wait()
                 for member, slot in zip(in_slots, flat_buffer.layout.slots, strict=True):
                     if member.index in members and first <= slot.start < end:
@@ -272,7 +275,7 @@ class Unit:
         self._hold([other for other in self._summoned if other is not held])
         for bucket, part in held.parts.items() if writable else ():
             collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
-            bucket.shard(writable=True).copy_(bucket.own_slice(part))
+            bucket.shard(writable=True).copy_(bucket.own_slice(part, bucket.rests))
             if self.state is UnshardState.UNSHARDED:
                 bucket.full.copy_(part)
             bucket.adopt_weights()
@@ -281,6 +284,16 @@ class Unit:
     def _hold(self, summoned: list[Summoned]) -> None:
         self._summoned = summoned
         self._held = frozenset().union(*(held.members for held in summoned))
+
+    @property
+    def keeps_inside(self) -> bool:
+        """Whether its shard group's slice is kept for the next ``unshard``."""
+        return any(bucket.kept_inside is not None for bucket in self.buckets())
+
+    def forget_kept(self) -> None:
+        """Nothing is kept for the next ``unshard`` beside the shards."""
+        for bucket in self.buckets():
+            bucket.kept_inside = None
 
     def owns_storage(self, keys: Collection[int]) -> bool:
         """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""

@@ -55,15 +55,23 @@ def holds_weights(storage: torch.UntypedStorage) -> bool:
 class Bucket:
     """A range of a flat buffer: its ``full`` view (valid while the flat buffer is allocated) and this rank's ``shard``.
 
-    state: the placement of master weights and optimizer state, and so what this rank steps · state_store: keeps those:
+    state: the placement of master weights and optimizer state, and so what this rank steps · rests: where weights are
+    kept between steps once ``detach_shard`` has been called · state_store: keeps those:
     states, and the master weights where these are not the weights themselves: those of low-precision weights, and those
     in another tier than the weights · weight_store: keeps the shard, once ``detach_shard`` has put it there; until then
     weights are REPLICATED and it is a view of ``full``. They come in this order: the master weights (``begin_master``)
-    while ``full`` is whole, ``detach_shard``, the states.
+    while ``full`` is whole, ``detach_shard``, the states · kept_inside: the shard group's slice of the weights, from a
+    forward to its backward, where there is one.
     """
 
     def __init__(
-        self, layout: BucketLayout, flat_buffer: FlatBuffer, rank: int, state_store: ShardStore, state: Placement
+        self,
+        layout: BucketLayout,
+        flat_buffer: FlatBuffer,
+        rank: int,
+        state_store: ShardStore,
+        state: Placement,
+        rests: Placement = Placement.SHARDED,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -71,12 +79,14 @@ class Bucket:
         self.full = flat_buffer.flat[layout.start : layout.end]
         self.state = state
         self.state_store = state_store
+        self.rests = rests
         self.weight_store: ShardStore | None = None
+        self.kept_inside: Tensor | None = None
 
     @property
     def placement(self) -> Placement:
-        """Where weights are kept between steps."""
-        return Placement.REPLICATED if self.weight_store is None else Placement.SHARDED
+        """Where weights are kept now between steps."""
+        return Placement.REPLICATED if self.weight_store is None else self.rests
 
     @property
     def has_master(self) -> bool:
@@ -85,7 +95,7 @@ class Bucket:
 
     def begin_master(self, full: Tensor, dtype: torch.dtype) -> None:
         """Master weights with the values of ``full``, of the bucket's full length: of what this rank steps."""
-        stepped = full if self.state is Placement.REPLICATED else self.own_slice(full)
+        stepped = self.own_slice(full, self.state)
         self.state_store.add({MASTER: stepped.to(dtype)})
 
     def adopt_slice(self, own: Tensor, master: torch.dtype | None, tier: Tier | None) -> None:
@@ -107,10 +117,12 @@ class Bucket:
         count = self.layout.elements(self.state)
         self.state_store.add_zeros({name: (form.length(count), form.dtype) for name, form in forms.items()})
 
-    def own_slice(self, full: Tensor) -> Tensor:
-        """This rank's slice of a tensor of the bucket's full length."""
-        first = self.rank * self.layout.slice_length
-        return full[first : first + self.layout.slice_length]
+    def own_slice(self, full: Tensor, placement: Placement, of: Placement = Placement.REPLICATED) -> Tensor:
+        """What this rank holds where ``placement`` says so, of a tensor that is placed as ``of`` says: by default one
+        of the bucket's full length."""
+        first, end = self.layout.interval(placement, self.rank)
+        start, _ = self.layout.interval(of, self.rank)
+        return full[first - start : end - start]
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -128,24 +140,26 @@ class Bucket:
 
     def shard(self, *, writable: bool = False) -> Tensor:
         """This rank's slice of the weights, where it is kept. writable: what is written to it is kept."""
+        if writable:
+            self.kept_inside = None
         if self.weight_store is None:
-            return self.own_slice(self.full)
+            return self.own_slice(self.full, self.rests)
         return self.weight_store.tensors(writable=writable)[SHARD]
 
     @property
     def rests_apart(self) -> bool:
         """Whether a shard needs memory of its own: at one rank, in the device's memory, ``full`` is it."""
-        return self.layout.slice_length < self.layout.length or self.flat_buffer.homes.weights is not None
+        return self.layout.elements(self.rests) < self.layout.length or self.flat_buffer.homes.weights is not None
 
     def detach_shard(self, tier: Tier | None = None) -> None:
         """Keep the shard in memory of its own, or in ``tier``, so that ``full`` can be released."""
         store = self._new_weight_store(tier)
-        store.add({SHARD: self.own_slice(self.full)})
+        store.add({SHARD: self.own_slice(self.full, self.rests)})
         self.weight_store = store
 
     def stepped_weights(self, *, writable: bool = True) -> Tensor:
         """The weights of what this rank steps, to be written to unless it is said otherwise."""
-        return self.full if self.state is Placement.REPLICATED else self.shard(writable=writable)
+        return self.own_slice(self.full, self.state) if self.weight_store is None else self.shard(writable=writable)
 
     def adopt_master(self) -> None:
         """The master weights were written: round them to the weights."""
@@ -161,20 +175,15 @@ class Bucket:
                     master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
     @property
-    def _store_of_stepped(self) -> ShardStore | None:
-        """The store of the weights that this rank steps; None where these lie in ``full``."""
-        return None if self.state is Placement.REPLICATED else self.weight_store
-
-    @property
     def writes_file(self) -> bool:
         """Whether stepped weights are written to a file, which costs the same if they did not change."""
-        store = self._store_of_stepped
-        return store is not None and store.in_file
+        return self.weight_store is not None and self.weight_store.in_file
 
     def begin_weights(self, *, blank: bool = False) -> Tensor:
         """The weights of what this rank steps, to be read and written until ``end_weights``; where they are stepped
         apart, by copies behind the current stream. blank: what is in them may be void, all of it will be written."""
-        store, apart = self._store_of_stepped, self.is_stepped_apart
+        self.kept_inside = None
+        store, apart = self.weight_store, self.is_stepped_apart
         if store is None:
             return self.stepped_weights()
         if apart:
@@ -183,7 +192,7 @@ class Bucket:
 
     def end_weights(self, *, changed: bool, after: Done) -> None:
         """They are written, if they ``changed`` at all, at the end of ``after``."""
-        if (store := self._store_of_stepped) is not None:
+        if (store := self.weight_store) is not None:
             store.check_in(changed=changed, after=after)
 
     @property
@@ -196,12 +205,24 @@ class Bucket:
         """Whether one of host and device computes the update, and the weights are kept with the other."""
         return self.flat_buffer.platform.is_apart and self.state_store.away != self.weights_away
 
+    @property
+    def loads_from_away(self) -> bool:
+        """Whether what is gathered next comes from another tier than the device."""
+        return self.weights_away and self.kept_inside is None
+
+    @property
+    def gathers_from(self) -> Placement:
+        """The placement of what this rank keeps of the weights."""
+        return self.rests if self.kept_inside is None else Placement.SHARDED_INSIDE
+
     def load_shard(self) -> Done:
-        """Begin to copy the shard to its place in ``full``; its end. It is gathered on the same stream
-        (``Platform.loads``) where it comes from elsewhere."""
+        """Begin to copy what this rank keeps to its place in ``full``, to be gathered from ``gathers_from``; its end.
+        It is gathered on the same stream (``Platform.loads``) where it ``loads_from_away``."""
         store, platform, end = self.weight_store, self.flat_buffer.platform, Done()
-        if store is not None:
-            shard, place = store.check_out(to_copy=True)[SHARD], self.own_slice(self.full)
+        if self.kept_inside is not None:
+            self.own_slice(self.full, Placement.SHARDED_INSIDE).copy_(self.kept_inside)
+        elif store is not None:
+            shard, place = store.check_out(to_copy=True)[SHARD], self.own_slice(self.full, self.rests)
             try:
                 if store.away:
                     end = platform.loads.copy(shard, place, platform.mark(), store.pending)
@@ -223,18 +244,26 @@ class Bucket:
         if self.weight_store is None:  # one rank, whose shard is all of it
             self.detach_shard()
         kept, self.weight_store = self.weight_store, None
-        return None if kept is None else (Placement.SHARDED, kept)
+        return None if kept is None else (self.rests, kept)
+
+    def keep_inside(self, keep: bool) -> None:
+        """``full`` is released: keep the shard group's slice of it, or what was kept of it no longer."""
+        if not keep:
+            self.kept_inside = None
+        elif self.kept_inside is None:
+            self.kept_inside = self.own_slice(self.full, Placement.SHARDED_INSIDE).clone()
 
     def drop(self) -> None:
         """Let go of everything that it keeps."""
         self.state_store.drop()
+        self.kept_inside = None
         if self.weight_store is not None:
             self.weight_store.drop()
             self.weight_store = None
 
     def prefetch_shard(self) -> None:
         """The shard will be loaded soon."""
-        if self.weight_store is not None:
+        if self.weight_store is not None and self.kept_inside is None:
             self.weight_store.prefetch()
 
 
@@ -249,6 +278,7 @@ class FlatBuffer:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
 
     platform: of the device that it is on · state: where master weights and optimizer state of its buckets are placed ·
+    rests: where weights are, once they are detached ·
     homes: what rests elsewhere than on that device.
     """
 
@@ -261,6 +291,7 @@ class FlatBuffer:
         rank: int,
         state: Placement = Placement.SHARDED,
         homes: Homes = Homes(),  # noqa: B008  (frozen)
+        rests: Placement = Placement.SHARDED,
     ) -> None:
         self.layout = layout
         self.specs = specs
@@ -270,7 +301,7 @@ class FlatBuffer:
         self.homes = homes
         self.offloaded: Tensor | None = None
         self._build()
-        self.buckets = [Bucket(b, self, rank, self.new_state_store(b.index), state) for b in layout.buckets]
+        self.buckets = [Bucket(b, self, rank, self.new_state_store(b.index), state, rests) for b in layout.buckets]
         self.poisons = [poison(dtype, spec.shape, self.device) for spec in specs]
         self._hidden_names = [f"parameter {spec.name!r} (rank {rank})" for spec in specs]
 
@@ -322,7 +353,7 @@ class FlatBuffer:
 
     def release(self, *, abandon: bool = False) -> None:
         """Free the storage, unless shards lie in it. ``abandon``: someone holds a view; leave it, take a new one."""
-        if all(bucket.placement is Placement.SHARDED for bucket in self.buckets):
+        if all(bucket.weight_store is not None for bucket in self.buckets):
             self._free(abandon=abandon)
 
     def _free(self, *, abandon: bool = False) -> None:

@@ -7,6 +7,10 @@ Must not know: devices, tensors, process groups. Everything else asks here inste
     slot          the place of one parameter in its flat buffer
     slice         rank r's part of a bucket: [start + r * length / ranks, start + (r + 1) * length / ranks)
 
+On a hybrid mesh of M shard groups with L ranks each the slices of the ranks that have the same place p in their groups
+lie together: those of group 0, 1, … one after the other make slice p of L, which is the group's slice, the same in all
+groups. So rank r = g · L + p has slice number p · M + g.
+
 Example: two parameters of 20 and 7 fp32 elements, 2 ranks, buckets of 32 elements (alignment 16):
 
     flat     0               16              32              48              64
@@ -31,7 +35,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardengine.errors import InternalError
-from shardengine.stages import Placement
+from shardengine.stages import Axis, Placement
 
 ALIGN_BYTES = 64
 """A CPU's."""
@@ -58,6 +62,7 @@ class ParameterSpec:
     unit: int
     order: tuple[int, ...] = ()
     number: int = 0
+    came: int = 0
 
     @property
     def is_stepped(self) -> bool:
@@ -107,7 +112,7 @@ class Slot:
 class BucketLayout:
     """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order, -1: frozen.
 
-    names: of the parameters that overlap it.
+    names: of the parameters that overlap it · replicas: shard groups of the ranks.
     """
 
     index: int
@@ -116,6 +121,7 @@ class BucketLayout:
     end: int
     ranks: int
     names: tuple[str, ...] = ()
+    replicas: int = 1
 
     @cached_property
     def label(self) -> str:
@@ -138,14 +144,22 @@ class BucketLayout:
 
     def interval(self, placement: Placement, rank: int) -> tuple[int, int]:
         """What ``rank`` holds of a tensor that is placed so, in coordinates of the flat buffer."""
-        if placement is not Placement.SHARDED:
-            return self.start, self.end
-        first = self.start + rank * self.slice_length
-        return first, first + self.slice_length
+        return self.slice_at(placement, self.slice_number(placement, rank))
+
+    def slice_at(self, placement: Placement, number: int) -> tuple[int, int]:
+        """Slice ``number``, counted in the order of the elements, in coordinates of the flat buffer."""
+        length = self.elements(placement)
+        first = self.start + number * length
+        return first, first + length
+
+    def slice_number(self, placement: Placement, rank: int) -> int:
+        """Which of its slices ``rank`` holds, counted in the order of the elements."""
+        group, place = divmod(rank, self.ranks // self.replicas)
+        return {Axis.ALL: place * self.replicas + group, Axis.INSIDE: place, None: 0}[placement.sharded_over]
 
     def elements(self, placement: Placement) -> int:
         """How many elements one rank holds of a tensor that is placed so."""
-        return self.slice_length if placement is Placement.SHARDED else self.length
+        return self.length // placement.slices(self.ranks, self.replicas)
 
 
 @dataclass(frozen=True)
@@ -211,11 +225,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a model: flat buffers in launch order of their buckets, and the trainable buckets by index."""
+    """The layout of a model: flat buffers in launch order of their buckets, and the trainable buckets by index.
+
+    replicas: shard groups of the ``ranks``.
+    """
 
     parameters: tuple[ParameterSpec, ...]
     flat_buffers: tuple[FlatBufferLayout, ...]
     ranks: int
+    replicas: int = 1
     _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -300,20 +318,20 @@ def build(
     align_bytes: int = ALIGN_BYTES,
     align_elements: int = ALIGN_ELEMENTS,
     families: Sequence[int] = (),
-    order: Sequence[int] = (),
+    replicas: int = 1,
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
     families: of each optimizer group; where nothing is said all are one.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
-    is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order, or, of
-    those that are in ``order``, as there: in which their gradients were seen to come.
-    align_elements: what is trainable starts at multiples of so many, where states are kept in blocks.
+    is expected to fill them: last unit first, the root last; inside, parameters as their gradients ``came``, and in
+    reverse registration order where that was not seen.
+    align_elements: what is trainable starts at multiples of so many, where states are kept in blocks · replicas: shard
+    groups of the ranks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
-    came = {parameter: place for place, parameter in enumerate(order)}
     members_of: dict[int, list[int]] = {}
     for index, spec in enumerate(specs):
         members_of.setdefault(spec.unit, []).append(index)
@@ -324,7 +342,7 @@ def build(
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
             align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
-            filled = sorted(chosen, key=lambda i: (came.get(i, len(came)), -i))
+            filled = sorted(chosen, key=lambda i: (specs[i].came, -i))
             slots = _place(specs, filled, align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]
@@ -332,14 +350,14 @@ def build(
                 within = slots[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, end)]
                 names = tuple(specs[piece.parameter].name for piece in _pieces(within, start, end))
                 index = next_bucket if trainable else -1
-                buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names))
+                buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names, replicas))
                 next_bucket += trainable
             flat_buffers.append(
                 FlatBufferLayout(
                     len(flat_buffers), unit, dtype, itemsize, trainable, tuple(slots), tuple(buckets), family
                 )
             )
-    return Layout(tuple(specs), tuple(flat_buffers), ranks)
+    return Layout(tuple(specs), tuple(flat_buffers), ranks, replicas)
 
 
 def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elements: int) -> list[Slot]:

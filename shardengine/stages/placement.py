@@ -1,31 +1,70 @@
 """Where a bucket rests, and what it costs to move it.
 
-Owns the three placements and the transition table. Knows no tensors, no groups, no stages.
+Owns the placements and the transition table. Knows no tensors, no groups, no stages.
 
-    from → to    operation        who holds what afterwards
-    S → R        all-gather       every rank the whole bucket
-    P → S        reduce-scatter   every rank its slice of the sum over ranks
-    P → R        all-reduce       every rank the whole sum (a reduce-scatter followed by an all-gather)
-    R → S        local slice      every rank keeps its slice; nothing is sent
+A placement has a letter for each axis of the mesh: inside of a shard group, and across the groups, which are replicas
+of each other. A mesh that is not hybrid has one group of all ranks, and nothing is across. R: the same on all ranks, S:
+each rank its own slice, P: still to be summed over the ranks. One letter stands for both axes.
+
+    from → to    operation        axes            who holds what afterwards
+    S → R        all-gather       across, inside  every rank the whole bucket
+    S → SR       all-gather       across          every rank its group's slice
+    SR → R       all-gather       inside          every rank the whole bucket
+    P → S        reduce-scatter   inside, across  every rank its slice of the sum over ranks
+    P → SP       reduce-scatter   inside          every rank its group's slice of the sum over the group
+    SP → S       reduce-scatter   across          every rank its slice of the sum over ranks
+    P → R, SR    all-reduce                       the sum (a reduce-scatter followed by an all-gather)
+    R → S, SR    local slice                      every rank keeps its slice; nothing is sent
+    SR → S
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from shardengine.errors import InternalError
 
 
+class Axis(enum.StrEnum):
+    """Of a mesh. ALL: both of them."""
+
+    ALL = "all"
+    INSIDE = "inside"
+    ACROSS = "across"
+
+
 class Placement(enum.Enum):
-    """How the elements of a bucket are spread over the ranks."""
+    """How the elements of a bucket are spread over the ranks; the value is the letters, inside first."""
 
     REPLICATED = "R"  #: every rank holds the same full-size tensor
     SHARDED = "S"  #: every rank holds its own slice
     PARTIAL = "P"  #: every rank holds a full-size tensor that still has to be summed over ranks
+    SHARDED_INSIDE = "SR"  #: a slice for each rank of a shard group, the same in all groups
+    PARTIAL_ACROSS = "SP"  #: a slice for each rank of a shard group, still to be summed over the groups
 
-    def fraction(self, ranks: int) -> float:
+    @property
+    def inside(self) -> str:
+        """The letter inside of a shard group."""
+        return self.value[0]
+
+    @property
+    def across(self) -> str:
+        """The letter across the groups."""
+        return self.value[-1]
+
+    @property
+    def sharded_over(self) -> Axis | None:
+        """The axis whose ranks hold a slice each; None: each rank has the full size."""
+        return None if self.inside != "S" else Axis.ALL if self.across == "S" else Axis.INSIDE
+
+    def slices(self, ranks: int, replicas: int = 1) -> int:
+        """Into how many slices the full size is cut. replicas: shard groups of the ``ranks``."""
+        return {Axis.ALL: ranks, Axis.INSIDE: ranks // replicas, None: 1}[self.sharded_over]
+
+    def fraction(self, ranks: int, replicas: int = 1) -> float:
         """Part of the full size that one rank holds."""
-        return 1 / ranks if self is Placement.SHARDED else 1.0
+        return 1 / self.slices(ranks, replicas)
 
 
 class Operation(enum.Enum):
@@ -39,24 +78,39 @@ class Operation(enum.Enum):
 
 
 _R, _S, _P = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
+_SR, _SP = Placement.SHARDED_INSIDE, Placement.PARTIAL_ACROSS
 
-TRANSITIONS: dict[tuple[Placement, Placement], Operation] = {
-    (_R, _R): Operation.NOTHING,
-    (_S, _S): Operation.NOTHING,
-    (_P, _P): Operation.NOTHING,
-    (_S, _R): Operation.ALL_GATHER,
-    (_P, _S): Operation.REDUCE_SCATTER,
-    (_P, _R): Operation.ALL_REDUCE,
-    (_R, _S): Operation.LOCAL_SLICE,
+TRANSITIONS: dict[tuple[Placement, Placement], tuple[Operation, tuple[Axis, ...]]] = {
+    **{(each, each): (Operation.NOTHING, ()) for each in Placement},
+    (_S, _R): (Operation.ALL_GATHER, (Axis.ACROSS, Axis.INSIDE)),
+    (_S, _SR): (Operation.ALL_GATHER, (Axis.ACROSS,)),
+    (_SR, _R): (Operation.ALL_GATHER, (Axis.INSIDE,)),
+    (_P, _S): (Operation.REDUCE_SCATTER, (Axis.INSIDE, Axis.ACROSS)),
+    (_P, _SP): (Operation.REDUCE_SCATTER, (Axis.INSIDE,)),
+    (_SP, _S): (Operation.REDUCE_SCATTER, (Axis.ACROSS,)),
+    (_P, _R): (Operation.ALL_REDUCE, ()),
+    (_P, _SR): (Operation.ALL_REDUCE, ()),
+    (_R, _S): (Operation.LOCAL_SLICE, ()),
+    (_R, _SR): (Operation.LOCAL_SLICE, ()),
+    (_SR, _S): (Operation.LOCAL_SLICE, ()),
 }
 
 
-def operation(source: Placement, target: Placement) -> Operation:
-    """The operation that moves a bucket from ``source`` to ``target``; ``InternalError`` where there is none."""
+def _transition(source: Placement, target: Placement) -> tuple[Operation, tuple[Axis, ...]]:
     try:
         return TRANSITIONS[source, target]
     except KeyError:
         raise InternalError(f"no operation moves a bucket from {source.name} to {target.name}") from None
+
+
+def operation(source: Placement, target: Placement) -> Operation:
+    """The operation that moves a bucket from ``source`` to ``target``; ``InternalError`` where there is none."""
+    return _transition(source, target)[0]
+
+
+def axes(source: Placement, target: Placement) -> Sequence[Axis]:
+    """The axes along which it is carried out, in order; () where nothing is sent, or by two operations."""
+    return _transition(source, target)[1]
 
 
 def wire_fraction(op: Operation, ranks: int) -> float:

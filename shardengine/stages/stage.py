@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardengine.errors import InternalError
-from shardengine.stages.placement import Operation, Placement, operation, wire_fraction
+from shardengine.stages.placement import Axis, Operation, Placement, axes, operation, wire_fraction
+
+_SIZES = (Placement.SHARDED, Placement.SHARDED_INSIDE, Placement.REPLICATED)
+"""Where weights and states may rest, the smallest part first."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,12 @@ class Stage:
     """One row of the stage table: where weights, gradients and optimizer state rest.
 
     ``state`` stands for master weights and optimizer state together. ``gradients`` is where a gradient rests between
-    two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the reverse).
+    two micro-batches; it is also the order of summation (PARTIAL: micro-batches, then ranks; SHARDED: the reverse;
+    PARTIAL_ACROSS: the ranks of a shard group, micro-batches, groups).
 
-    Letters that go together: weights and state are R or S, gradients P or S. Weights that are S after backward need S
-    in state, since what steps full weights would write to memory that sharded ones have given back; weights that are S
-    after forward are S after backward. Others raise InternalError.
+    Letters that go together: weights and state are S, SR or R, gradients P, SP or S. Weights that are
+    sharded after backward are stepped where they rest, and after backward no more of them rests than after forward.
+    Others raise InternalError.
     """
 
     name: str
@@ -45,41 +49,52 @@ class Stage:
     state: Placement
 
     def __post_init__(self) -> None:
-        replicated, sharded, partial = Placement.REPLICATED, Placement.SHARDED, Placement.PARTIAL
-        weights = (self.weights_after_forward, self.weights_after_backward)
+        kept = (self.state, self.weights_after_backward, self.weights_after_forward)
         problem = (
-            "weights or state are P, expected R or S"
-            if partial in (*weights, self.state)
-            else "gradients are R, expected P or S"
-            if self.gradients is replicated
-            else "weights are S after forward and R after backward, expected S or R R"
-            if weights == (sharded, replicated)
-            else "weights are S after backward and state is R, expected S"
-            if (weights[1], self.state) == (sharded, replicated)
+            "weights or state are P or SP, expected S, SR or R"
+            if not set(kept) <= set(_SIZES)
+            else f"gradients are {self.gradients.value}, expected P, SP or S"
+            if self.gradients in (Placement.REPLICATED, Placement.SHARDED_INSIDE)
+            else f"weights are {kept[2].value} after forward and {kept[1].value} after backward, expected no less"
+            if _SIZES.index(kept[1]) > _SIZES.index(kept[2])
+            else f"state is {kept[0].value} and weights are {kept[1].value} after backward, expected R or the same"
+            if kept[1] not in (kept[0], Placement.REPLICATED)
             else ""
         )
         if problem:
             raise InternalError(f"stage {self.name!r}: {problem}")
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether the two axes of the mesh have different letters, so that there have to be shard groups."""
+        found = (self.weights_after_forward, self.weights_after_backward, self.gradients, self.state)
+        return any(each.inside != each.across for each in found)
+
+    @property
     def moves_weights(self) -> bool:
         """Whether weights rest sharded, so that units are gathered for compute."""
-        return self.weights_after_backward is Placement.SHARDED
+        return self.weights_after_backward.sharded_over is not None
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether a unit gives its weights back between its forward and its backward."""
-        return self.weights_after_forward is Placement.SHARDED
+        return self.weights_after_forward.sharded_over is not None
+
+    @property
+    def keeps_inside_after_forward(self) -> bool:
+        """Whether a rank keeps more of a unit from its forward to its backward than rests with it: its group's slice,
+        so that the gather for backward stays inside of the group."""
+        return self.reshards_after_forward and self.weights_after_forward is not self.weights_after_backward
 
     @property
     def reduces_every_micro_batch(self) -> bool:
-        """Whether each micro-batch's gradients are reduced at once (the letter S) or kept full-size (P)."""
-        return self.gradients is Placement.SHARDED
+        """Whether each micro-batch's gradients are reduced at once (S, or SP) or kept full-size (P)."""
+        return self.gradients.sharded_over is not None
 
     @property
     def gathers_gradients(self) -> bool:
-        """Whether the complete gradient is gathered, because every rank steps all of the weights."""
-        return self.state is Placement.REPLICATED
+        """Whether the complete gradient is gathered, because a rank steps more than its slice of all ranks."""
+        return operation(Placement.SHARDED, self.state) is Operation.ALL_GATHER
 
     @property
     def publishes_after_step(self) -> bool:
@@ -95,15 +110,17 @@ class Stage:
         gradient: float = 4,
         state: float = 8,
         frozen: float = 0,
+        replicas: int = 1,
     ) -> float:
         """Bytes of model state per rank at rest.
 
-        trainable, frozen: elements · weight, gradient, state: bytes per element. In fp32 training the master weight
-        *is* the weight (4 + 4 + 8 for Adam); in mixed precision 2 + 2 + 12. Source: ZeRO, arXiv 1910.02054, section 5.
+        trainable, frozen: elements · weight, gradient, state: bytes per element · replicas: shard groups. In fp32
+        training the master weight *is* the weight (4 + 4 + 8 for Adam); in mixed precision 2 + 2 + 12. Source: ZeRO,
+        arXiv 1910.02054, section 5.
         """
-        weights = (trainable + frozen) * weight * self.weights_after_backward.fraction(ranks)
-        gradients = trainable * gradient * self.gradients.fraction(ranks)
-        return weights + gradients + trainable * state * self.state.fraction(ranks)
+        weights = (trainable + frozen) * weight * self.weights_after_backward.fraction(ranks, replicas)
+        gradients = trainable * gradient * self.gradients.fraction(ranks, replicas)
+        return weights + gradients + trainable * state * self.state.fraction(ranks, replicas)
 
     def bytes_sent(
         self,
@@ -114,23 +131,64 @@ class Stage:
         weight: float = 4,
         gradient: float = 4,
         nodes: int = 1,
+        replicas: int = 1,
         partial: float = 4,
+        message: float | None = None,
     ) -> float:
         """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
 
-        nodes: where gradients are added inside of so many nodes first, then partial: bytes per element of such a sum.
-        Control traffic (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
+        The sum of ``bytes_by_axis``, see there.
         """
+        counts = {"micro_batches": micro_batches, "nodes": nodes, "replicas": replicas}
+        sizes = {"weight": weight, "gradient": gradient, "partial": partial, "message": message}
+        by_axis = self.bytes_by_axis(volume, ranks, **counts, **sizes)  # type: ignore[arg-type]  # two kinds in one
+        return sum(by_axis.values())
+
+    def bytes_by_axis(
+        self,
+        volume: Volume,
+        ranks: int,
+        *,
+        micro_batches: int = 1,
+        weight: float = 4,
+        gradient: float = 4,
+        nodes: int = 1,
+        replicas: int = 1,
+        partial: float = 4,
+        message: float | None = None,
+    ) -> dict[Axis, float]:
+        """Bytes that one rank sends per optimizer step inside of its shard group and across the groups.
+
+        replicas: shard groups · nodes: where there is one group, gradients are added inside of so many nodes first;
+        that is then what is inside, and what is across lies between them · partial: bytes per element of a sum that
+        travels across · message: of what a communication hook sends in a reduction, instead of both. Control traffic
+        (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
+        """
+        sent = {Axis.INSIDE: 0.0, Axis.ACROSS: 0.0}
+
+        def move(source: Placement, target: Placement, elements: float, itemsize: float) -> None:
+            op = operation(source, target)
+            reduces = op is Operation.REDUCE_SCATTER
+            groups = max(nodes, replicas) if reduces else replicas
+            group = ranks // groups
+            for axis in axes(source, target):
+                if axis is Axis.INSIDE:
+                    size = message if reduces and message is not None else itemsize
+                    sent[axis] += size * elements * wire_fraction(op, group)
+                else:
+                    size = itemsize if not reduces else partial if message is None else message
+                    sent[axis] += size * elements / group * wire_fraction(op, groups)
+
         reductions = micro_batches if self.reduces_every_micro_batch else 1
-        reduced = volume.trainable * reductions
-        sent = gradient * reduced * wire_fraction(Operation.REDUCE_SCATTER, ranks // nodes)
-        sent += (partial * nodes / ranks) * reduced * wire_fraction(Operation.REDUCE_SCATTER, nodes)
-        gather = wire_fraction(Operation.ALL_GATHER, ranks)
-        if self.gathers_gradients:
-            sent += gradient * volume.trainable * gather
+        each = self.gradients if self.reduces_every_micro_batch else Placement.SHARDED
+        move(Placement.PARTIAL, each, volume.trainable * reductions, gradient)
+        move(each, Placement.SHARDED, volume.trainable, gradient)
+        move(Placement.SHARDED, self.state, volume.trainable, gradient)
         if self.publishes_after_step:
-            sent += weight * volume.trainable * gather
-        if self.moves_weights:
-            passes = 2 if self.reshards_after_forward else 1
-            sent += weight * (passes * volume.twice + volume.once) * micro_batches * gather
+            move(self.state, self.weights_after_backward, volume.trainable, weight)
+        for resting, elements in (
+            (self.weights_after_backward, volume.twice + volume.once),
+            (self.weights_after_forward, volume.twice),
+        ):
+            move(resting, Placement.REPLICATED, elements * micro_batches, weight)
         return sent

@@ -69,14 +69,15 @@ def lose_a_rank(stage: str, host: bool, folder: str) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("stage", "ranks", "host"), [("2", 3, False), ("3", 3, True)])
+@pytest.mark.parametrize(("stage", "ranks", "host"), [("2", 3, False), ("3", 3, True), ("3 hybrid", 4, False)])
 def test_a_killed_rank_is_named_by_the_error_and_by_reset(tmp_path: Path, stage: str, ranks: int, host: bool) -> None:
     with pytest.raises(RankFailure):
         RankPool(ranks).run(lose_a_rank, stage, host, str(tmp_path))
     parameters = dict(cases.make_mlp().named_parameters()).keys()
     for rank in range(1, ranks) if host else range(ranks - 1):
         first, seconds, second, reset_seconds = json.loads((tmp_path / str(rank)).read_text())
-        waited = re.match(rf"(all-gather|reduce-scatter) number \d+ on rank {rank} for bucket \d+ \(([^)]+)\) ", first)
+        collective = r"(all-gather|reduce-scatter)(?: inside| across)? number \d+"
+        waited = re.match(rf"{collective} on rank {rank} for bucket \d+ \(([^)]+)\) ", first)
         assert waited, first
         assert set(re.sub(r" and \d+ more", "", waited[2]).split(", ")) <= parameters, first
         assert second.startswith(f"engine.reset() on rank {rank}: expected every rank"), second

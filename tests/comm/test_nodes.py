@@ -65,7 +65,13 @@ CASES: dict[str, tuple[list[RankFacts], int, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_which_ranks_share_a_node(name: str) -> None:
     ranks, number, reason = CASES[name]
-    assert nodes.find(ranks) == nodes.Nodes(number, f"{ASKED}{reason}" if reason else "")
+    found = nodes.find(ranks)
+    assert (found.number, found.problem) == (number, f"{ASKED}{reason}" if reason else "")
+    alike = {"a node has 3 rank(s)": 3, "a node has 1 rank(s)": 1, "all ranks are on one node": len(ranks), "": 0}
+    if number > 1:
+        assert (found.size, found.unlike) == (len(ranks) // number, "")
+    else:
+        assert (found.size, found.unlike) == ((alike[reason], "") if reason in alike else (0, reason))
 
 
 # Over a played network
@@ -214,9 +220,9 @@ def build_as(sizes: Sequence[int]) -> tuple[nodes.Nodes, list[list[int]]]:
 
 
 def test_each_node_has_a_group_and_each_place(pools: Pools) -> None:
-    two = nodes.Nodes(2)
+    two = nodes.Nodes(2, size=2)
     assert pools(4).run(build_as, (2, 2)) == [
         (two, [[0, 1], [0, 2]]), (two, [[0, 1], [1, 3]]), (two, [[2, 3], [0, 2]]), (two, [[2, 3], [1, 3]]),
     ]  # fmt: skip
-    one = nodes.Nodes(1, f"{ASKED}all ranks are on one node")
+    one = nodes.Nodes(1, f"{ASKED}all ranks are on one node", size=3)
     assert pools(3).run(build_as, (3,)) == [(one, [])] * 3

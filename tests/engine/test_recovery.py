@@ -178,12 +178,18 @@ PLACES = ["forward", "backward", "before the update", "between two buckets", "af
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("stage", "ranks", "micros"),
-    [*((stage, 2, 1) for stage in ("0", "1", "2", "3")), ("1", 3, 2), ("3k", 3, 2)],
+    [
+        *((stage, 2, 1) for stage in ("0", "1", "2", "3")),
+        ("1", 3, 2),
+        ("3k", 3, 2),
+        ("3 hybrid", 4, 2),
+        ("3 hpZ", 4, 1),
+    ],
 )
 def test_an_exception_on_one_rank_ends_the_others_soon_and_reset_trains_on(
     pools: Pools, stage: str, ranks: int, micros: int, place: str
 ) -> None:
-    failing = (STAGES.index(stage) + PLACES.index(place)) % 2  # every stage and every place sees both
+    failing = ([*STAGES, *cases.HYBRID].index(stage) + PLACES.index(place)) % 2  # every stage and every place sees both
     results = pools(ranks).run(raise_on_one_rank, stage, place, failing, micros)
     check(results, stage, micros)
     check_what_was_said(results, stage, place, failing, within_s=5)
@@ -202,7 +208,7 @@ def check_what_was_said(
             continue
         said = f"CommunicationError: rank {failing} raised: Boom: on purpose (in {call} of step {FAILING + 1}, micro"
         assert said in text and f"on rank {rank} for" in text and "engine.reset()" in text, text
-        unit = "the root" if stage not in ("3", "3k") else r"blocks\.1" if call != "step" else r"blocks\.\d"
+        unit = "the root" if not stage.startswith("3") else r"blocks\.1" if call != "step" else r"blocks\.\d"
         assert re.search(rf"-batch \d, unit '{unit}'{module}\)", text), text
 
 

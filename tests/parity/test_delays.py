@@ -79,16 +79,17 @@ BF16 = {"bf16": {"enabled": True}}
 
 @pytest.mark.core
 @pytest.mark.parametrize(("micros", "options"), [(1, {}), (3, {}), (3, BF16)], ids=["1", "3", "3, bf16"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_delays_change_no_bit(pools: Pools, ranks: int, micros: int, options: dict[str, Any]) -> None:
     low = torch.bfloat16 if options else None
     zero = {"reduce_bucket_size": 1000}
+    stages = cases.HYBRID if ranks == 4 else cases.STAGES
     chosen = [
         ("mlp", seed, cases.config_of(stage, micros, zero=zero, overlap_comm=True, **options))
-        for seed, stage in enumerate(cases.STAGES)
+        for seed, stage in enumerate(stages)
     ]
     by_rank = pools(ranks).run(train_delayed, chosen)
-    for number, stage in enumerate(cases.STAGES):
+    for number, stage in enumerate(stages):
         order = cases.LETTER[stage] if micros > 1 else "full"
         truth = cases.truth("mlp", "AdamW", ranks, micros, order, STEPS, low=low)
         assert_equal_to_truth([found[number][0] for found in by_rank], truth, f"stage {stage}")

@@ -90,7 +90,7 @@ def counted() -> Iterator[Counter[str]]:
     """Bytes that this rank sends to the members of each group."""
     found: Counter[str] = Counter()
     made = mesh_of_two_nodes()
-    names = {id(group): name.value for name, group in made._groups().items()}
+    names = {id(group): str(name) for name, group in made._groups().items()}
     begin = Wire.all_to_all
 
     def counting(wire: Wire, out: Any, full: Any, group: Any) -> Any:

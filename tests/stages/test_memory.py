@@ -93,6 +93,13 @@ class Formula:
     def of(stage: str, letter: str | None, ranks: int) -> Formula:
         whole = elements_of(stage, ranks) * FLOAT
         share = whole // ranks
+        if stage in cases.HYBRID and stage != "3 hpZ":
+            of_group = whole // 2
+            return Formula(
+                weights=of_group if stage.startswith("3") else whole,
+                gradients={"full": whole, "inside": of_group, "sharded": share}[letter or cases.LETTER[stage]],
+                states=2 * of_group,
+            )
         return Formula(
             weights=share if stage.startswith("3") else whole,
             gradients=share if (letter or cases.LETTER[stage]) == "sharded" else whole,
@@ -278,6 +285,19 @@ def test_model_state_is_the_formula(pools: Pools, letter: str | None, ranks: int
             # stage 0 steps all weights on every rank: a gradient that rests sharded is gathered for that
             whole = elements_of(stage, ranks) * FLOAT if stage == "0" and chosen_letter == "sharded" else 0
             assert_formula(count, Formula.of(stage, letter, ranks), whole)
+
+
+@pytest.mark.parametrize("letter", [None, "full", "sharded"])
+def test_model_state_on_hybrid_meshes_is_the_formula(pools: Pools, letter: str | None) -> None:
+    micros = 1 if letter is None else MICROS
+    stages = list(cases.HYBRID)
+    chosen = [config_of(stage, letter, micros) for stage in stages]
+    for counts in pools(4).run(train_and_count, chosen, False, 2):
+        for stage, count in zip(stages, counts, strict=True):
+            # what is complete is gathered for the group's slice that is stepped
+            gathered = letter == "sharded" and stage != "3 hpZ"
+            whole = elements_of(stage, 4) * FLOAT // 2 if gathered else 0
+            assert_formula(count, Formula.of(stage, letter, 4), whole)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

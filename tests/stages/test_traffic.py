@@ -129,8 +129,11 @@ class Sizes:
         )
 
 
-def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions: int) -> int:
-    """docs/limits.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients."""
+def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions: int, letter: str) -> int:
+    """docs/limits.md, "Bytes sent per rank and optimizer step"; reductions: how often a step reduces its gradients;
+    letter: the third."""
+    if stage in cases.HYBRID:
+        return _hybrid_bytes_per_step(stage, sizes, micros, reductions, letter)
     weights = {
         "0": sizes.sent,  # here it is the complete gradient that is gathered
         "1": sizes.trained,
@@ -141,6 +144,16 @@ def bytes_per_step(stage: str, sizes: Sizes, ranks: int, micros: int, reductions
     total = (ranks - 1) * (sizes.sent * reductions + weights)
     assert total % ranks == 0
     return total // ranks
+
+
+def _hybrid_bytes_per_step(stage: str, sizes: Sizes, micros: int, reductions: int, letter: str) -> int:
+    """The same on two shard groups of two ranks, in fp32: a half inside, a quarter across."""
+    every, twice, once = sizes.sent, sizes.twice, sizes.once
+    if stage == "3 hpZ":
+        return (reductions * every * 3 + micros * ((2 * twice + once) * 2 + twice + once)) // 4
+    weights = {"1": sizes.trained, "2": sizes.trained, "3k": micros * (twice + once), "3": micros * (2 * twice + once)}
+    across = every * (reductions if letter == "sharded" else 1) + every  # sums, and what is complete
+    return (reductions * every * 2 + across + weights[stage.removesuffix(" hybrid")] * 2) // 4
 
 
 # The counter
@@ -180,7 +193,7 @@ def _all_to_all(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
     if sizes is None:
         counter.data += sent.nbytes * (ranks - 1) // ranks
     else:  # bf16 travels as bytes
-        counter.data += (sum(sizes) - sizes[dist.get_rank()]) * sent.element_size()
+        counter.data += (sum(sizes) - sizes[dist.get_rank(a["group"])]) * sent.element_size()
 
 
 def _all_reduce(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
@@ -188,7 +201,7 @@ def _all_reduce(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
 
 
 def _broadcast(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
-    if a["src"] == dist.get_rank():  # bf16 travels as bytes, so uint8 is no sign of control data here
+    if a["group_src"] == dist.get_rank(a["group"]):  # bf16 travels as bytes, so uint8 is no sign of control data here
         counter.data += a["tensor"].nbytes * (ranks - 1)
 
 
@@ -211,7 +224,7 @@ NOT_IN_A_STEP = (
 @contextmanager
 def counted() -> Iterator[Counter]:
     """Every function of torch.distributed that sends is wrapped, also under the names that wire.py gives them."""
-    counter, ranks = Counter(), dist.get_world_size()
+    counter = Counter()
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +232,7 @@ def counted() -> Iterator[Counter]:
                 raise AssertionError(f"torch.distributed.{name} was called in a step")
             bound = inspect.signature(original).bind(*args, **kwargs)
             bound.apply_defaults()
-            RULES[name](counter, bound.arguments, ranks)
+            RULES[name](counter, bound.arguments, dist.get_world_size(bound.arguments["group"]))
             return original(*args, **kwargs)
 
         return counting
@@ -270,7 +283,8 @@ class Case:
 
     def expected(self, ranks: int) -> int:
         sizes = Sizes.of(make_model(self.model), ranks, self)
-        return bytes_per_step(self.stage, sizes, ranks, self.micros, self.reductions)
+        letter = self.letter or cases.LETTER[self.stage]
+        return bytes_per_step(self.stage, sizes, ranks, self.micros, self.reductions, letter)
 
 
 def run_step(engine: Any, case: Case, step: int) -> None:
@@ -323,6 +337,12 @@ def assert_counts(pools: Pools, ranks: int, chosen: list[Case]) -> None:
 def test_bytes_per_step_are_the_formula(pools: Pools, letter: str | None, ranks: int) -> None:
     chosen = [Case(stage, micros, letter) for stage in cases.STAGES for micros in (1, 3)]
     assert_counts(pools, ranks, chosen)
+
+
+@pytest.mark.parametrize("letter", [None, "full", "sharded"])
+def test_hybrid_meshes(pools: Pools, letter: str | None) -> None:
+    chosen = [Case(stage, micros, letter) for stage in cases.HYBRID for micros in (1, 3)]
+    assert_counts(pools, 4, chosen)
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("llama", 2), ("frozen", 3), ("recomputing", 2)])

@@ -115,6 +115,8 @@ def truth(
     model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP, **precision: Any
 ) -> oracle.Trace:
     """The oracle's answer, computed once. precision: its options; "scaling" are the arguments of its Scaler."""
+    if order == "inside":
+        precision["inside"] = 2
     network = MODELS[model]()
     if (scaling := precision.pop("scaling", None)) is not None:
         precision["scaler"] = oracle.Scaler(*scaling)
@@ -131,14 +133,20 @@ STAGES: dict[str, dict[str, Any]] = {
     "3k": {"stage": 3, "stage3_reshard_after_forward": False},
     "3": {"stage": 3},
 }
+HYBRID: dict[str, dict[str, Any]] = {
+    **{f"{name} hybrid": {**STAGES[name], "shard_group_size": 2} for name in ("1", "2", "3k", "3")},
+    "3 hpZ": {"stage": 3, "zero_hpz_partition_size": 2},
+}
+"""The stages of hybrid meshes, in shard groups of two: on four ranks."""
 TIER: dict[str, Any] = json.loads(os.environ.get("SHARDENGINE_TEST_TIER", "{}"))
 """What every config says of tiers: tests that know nothing of them must pass with any."""
 LETTER = {"0": "full", "1": "full", "2": "sharded", "3k": "sharded", "3": "sharded"}
+LETTER |= {"1 hybrid": "full", "2 hybrid": "inside", "3k hybrid": "inside", "3 hybrid": "inside", "3 hpZ": "sharded"}
 
 
 def config_of(stage: str, micros: int = 1, **options: Any) -> dict[str, Any]:
     """A config; options "zero" are merged into zero_optimization."""
-    zero = {"reduce_bucket_size": 4096, **STAGES[stage], **TIER, **options.pop("zero", {})}
+    zero = {"reduce_bucket_size": 4096, **(STAGES | HYBRID)[stage], **TIER, **options.pop("zero", {})}
     base = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micros, "gradient_clipping": CLIP}
     return {**base, "zero_optimization": zero, **options}
 

@@ -526,7 +526,7 @@ class _LateKind(GroupKind):
     def __init__(self, wire: LateWire) -> None:
         self._wire = wire
 
-    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+    def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
         made = super().make(timeout_s, device)
         self._wire.control = made[GroupName.CONTROL.value]
         return made

@@ -4,7 +4,7 @@ holds the device, whoever waits for the device hears nothing, and ending one gro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,7 +132,7 @@ class PlayedKind(NcclGroupKind):
     def __init__(self, device: PlayedDevice) -> None:
         self.device = device
 
-    def make(self, timeout_s: float, device: torch.device) -> dict[str, Any]:
+    def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
         groups = GroupKind().make(timeout_s, device)
         del groups[GroupName.EVALUATE.value]
         control = groups[GroupName.CONTROL.value]
@@ -141,7 +141,7 @@ class PlayedKind(NcclGroupKind):
             groups[name.value] = PlayedGroup(name.value, groups[name.value], self.device, store)
         return groups
 
-    def end(self, groups: Mapping[GroupName, Any]) -> None:
+    def end(self, groups: Mapping[Any, Any]) -> None:
         for name, group in groups.items():
             if name in DATA:
                 group.shut_down()

@@ -1,0 +1,35 @@
+"""Which ranks share a shard group, from the config and the mesh. Must not know: what is sharded over them."""
+
+from __future__ import annotations
+
+from shardengine.comm import Mesh
+from shardengine.config import Config
+from shardengine.errors import ConfigError
+
+
+def group_size(config: Config, mesh: Mesh) -> int:
+    """Ranks of a shard group: all of them where the mesh is not to be hybrid. ``ConfigError`` where that cannot be."""
+    zero = config.zero_optimization
+    hpz = zero.zero_hpz_partition_size != 1
+    name = f"zero_optimization.{'zero_hpz_partition_size' if hpz else 'shard_group_size'}"
+    asked = zero.zero_hpz_partition_size if hpz else zero.shard_group_size
+    given = mesh.ranks // mesh.replicas
+    if asked == "all":
+        if mesh.replicas > 1 and zero.stage == 0:
+            raise ConfigError(
+                f"zero_optimization.stage: expected 1, 2 or 3 on a mesh of {mesh.replicas} replicas, got 0, which "
+                "shards nothing; take a mesh of one dimension"
+            )
+        return given
+    size = asked if isinstance(asked, int) else mesh.nodes.size
+    if not size:
+        why = mesh.nodes.unlike or "it is not known which ranks share a node"
+        raise ConfigError(f'{name}: "node" expects nodes of equally many consecutive ranks, but {why}; write a number')
+    if mesh.ranks % size:
+        raise ConfigError(f"{name}: expected a divisor of the number of ranks, {mesh.ranks}, got {size}")
+    if mesh.replicas > 1 and size != given:
+        raise ConfigError(
+            f"{name}: expected the shard group of the mesh that initialize was given, {given} ranks, got {size}; leave "
+            "it out"
+        )
+    return size

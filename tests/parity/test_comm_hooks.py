@@ -1,0 +1,216 @@
+"""Communication hooks: the bits of the oracle at every stage, whatever the buckets; bytes on the wire; convergence of
+what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from shardengine.errors import UsageError
+from tests.support import cases
+from tests.support.comparing import assert_equal_to_truth
+from tests.support.ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+STEPS = 4
+HOOKS: dict[str, tuple[str, bool]] = {
+    "fp16": ("fp16", False),
+    "bf16 with error feedback": ("bf16", True),
+    "int8": ("int8", True),
+    "int8 without error feedback": ("int8", False),
+    "int4": ("int4", True),
+}
+
+
+def train(
+    stages: list[str], hook: tuple[str, bool], micros: int, kind: str, zero: dict[str, Any], options: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Per stage what ``cases.run_steps`` gives."""
+    said = {"comm_hook": {"name": hook[0], "params": {"error_feedback": hook[1]}}}
+    found = {}
+    for stage in stages:
+        config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600, **zero}, **said, **options)
+        engine = cases.make_engine(cases.make_mlp(), config, kind)
+        found[stage] = {**cases.run_steps(engine, STEPS), "traffic": engine.traffic()}
+        engine.close()
+    return found
+
+
+def check(results: list[dict[str, Any]], hook: tuple[str, bool], micros: int, kind: str, **told: Any) -> None:
+    for stage in results[0]:
+        truth = cases.truth("mlp", kind, len(results), micros, cases.LETTER[stage], STEPS, coding=hook, **told)
+        for result in results:
+            traffic = result[stage].pop("traffic")
+            assert traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"], stage
+        assert_equal_to_truth([result[stage] for result in results], truth, f"stage {stage}")
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", HOOKS)
+def test_bits(pools: Pools, name: str, ranks: int, kind: str, micros: int) -> None:
+    check(pools(ranks).run(train, list(cases.STAGES), HOOKS[name], micros, kind, {}, {}), HOOKS[name], micros, kind)
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hybrid_meshes(pools: Pools, name: str, micros: int) -> None:
+    """What travels across is coded once more."""
+    results = pools(4).run(train, list(cases.HYBRID), HOOKS[name], micros, "AdamW", {}, {})
+    check(results, HOOKS[name], micros, "AdamW", inside=2)
+
+
+@pytest.mark.parametrize("zero", [{"reduce_bucket_size": 100_000}, {"reduce_bucket_size": 1}])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_and_overlap_change_no_bit(pools: Pools, zero: dict[str, Any], overlap: bool) -> None:
+    hook = ("int4", True)
+    results = pools(3).run(train, ["0", "2", "3"], hook, 3, "AdamW", zero, {"overlap_comm": overlap})
+    check(results, hook, 3, "AdamW")
+
+
+def noop() -> int:
+    """Bytes of gradients that a step at stage 2 sends."""
+    config = cases.config_of("2", comm_hook={"name": "noop"})
+    engine = cases.make_engine(cases.make_mlp(), config, "SGD")
+    cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    traffic = engine.traffic()
+    assert traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"]
+    sent = traffic["by_purpose_last_step"].get("gradients: reduce-scatter", 0)
+    engine.close()
+    return int(sent)
+
+
+def test_noop_sends_no_gradients(pools: Pools) -> None:
+    assert pools(2).run(noop) == [0, 0]
+
+
+# Functions of the user's
+
+
+def mean_in_tree(state: Any, bucket: Any) -> torch.Tensor:
+    """The declared sum: gathered, added in the order of a tree, divided."""
+    ranks = dist.get_world_size()
+    rows = [torch.empty_like(bucket.buffer()) for _ in range(ranks)]
+    dist.all_gather(rows, bucket.buffer())
+    while len(rows) > 1:
+        pairs = [a + b for a, b in zip(rows[0::2], rows[1::2], strict=False)]
+        rows = pairs + rows[2 * len(pairs) :]
+    state.append((bucket.index(), bucket.is_last(), [g.shape == p.shape for g, p in
+                  zip(bucket.gradients(), bucket.parameters(), strict=True)]))  # fmt: skip
+    return rows[0] / ranks
+
+
+def train_by_function(stage: str, micros: int) -> tuple[dict[str, Any], list[Any]]:
+    calls: list[Any] = []
+    config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600})
+    engine = cases.make_engine(cases.make_mlp(), config)
+    engine.register_comm_hook(calls, mean_in_tree)
+    found = cases.run_steps(engine, STEPS)
+    engine.close()
+    return found, calls
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.parametrize("stage", list(cases.STAGES))
+def test_a_function_that_adds_in_the_declared_order_changes_no_bit(pools: Pools, stage: str, micros: int) -> None:
+    """With two ranks a mean of each micro-batch is a mean of the window: halves are exact."""
+    results = pools(2).run(train_by_function, stage, micros)
+    truth = cases.truth("mlp", "AdamW", 2, micros, cases.LETTER[stage], STEPS)
+    assert_equal_to_truth([found for found, _ in results], truth, stage)
+    for _, calls in results:
+        reductions = STEPS * (micros if cases.LETTER[stage] == "sharded" else 1)
+        count = len(calls) // reductions
+        assert count > 1 and len(calls) == count * reductions
+        assert [number for number, _, _ in calls[:count]] == list(range(count))
+        assert [last for _, last, _ in calls[:count]] == [False] * (count - 1) + [True]
+        assert any(any(same) for _, _, same in calls), "a whole matrix has its shape"
+
+
+def square(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    loss: torch.Tensor = model(torch.randn(4, 7, generator=generator)).square().mean()
+    return loss
+
+
+def train_by_torch(hook: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Losses of an engine at stage 0 and of DDP."""
+    found = []
+    functions: dict[str, tuple[Any, Any]] = {
+        "allreduce": (None, default_hooks.allreduce_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "powerSGD": (None, powerSGD_hook.powerSGD_hook),
+    }
+    for ours in (True, False):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3))
+        state, function = functions[hook]
+        if hook == "powerSGD":
+            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+        if ours:
+            engine: Any = cases.make_engine(model, cases.config_of("0", gradient_clipping=0.0), "SGD")
+            engine.register_comm_hook(state, function)
+            found.append([[cases.run_micro_batch(engine, square, step, 0)] for step in range(STEPS)])
+            engine.close()
+            continue
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped.register_comm_hook(state, function)
+        optimizer = cases.make_optimizer(model, "SGD")
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = square(wrapped, step, dist.get_rank(), 0)
+            loss.backward()
+            optimizer.step()
+            losses.append([loss.item()])
+        found.append(losses)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "powerSGD"])
+def test_hooks_of_torch_run_as_they_are(pools: Pools, hook: str) -> None:
+    """Their sums are the backend's, in its order; of PowerSGD, matrices that DDP's one bucket holds as ours does."""
+    for ours, theirs in pools(2).run(train_by_torch, hook):
+        assert ours == [[pytest.approx(value, rel=1e-5) for value in row] for row in theirs]
+
+
+def refused(what: str) -> str:
+    options: dict[str, Any] = {"comm_hook": {"name": "fp16"}} if what == "two" else {}
+    stage = "2 hybrid" if what == "hybrid" else "2"
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, **options))
+    functions: dict[str, Any] = {
+        "no function": "mean",
+        "nothing": lambda state, bucket: None,
+        "too short": lambda state, bucket: bucket.buffer()[:-1],
+    }
+    try:
+        if what == "late":
+            cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+        engine.register_comm_hook(None, functions.get(what, mean_in_tree))
+        cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+REFUSED = {
+    "no function": "expected hook as a function of (state, bucket), got str",
+    "nothing": "returned NoneType: expected a tensor, or a future of one",
+    "too short": "expected a tensor of the bucket's",
+    "two": "expected no other hook, got one beside fp16",
+    "late": "expected it before the first backward",
+    "hybrid": "expected one shard group, got 2",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(pools: Pools, what: str) -> None:
+    for text in pools(4 if what == "hybrid" else 2).run(refused, what):
+        assert REFUSED[what] in text, text
