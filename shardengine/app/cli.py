@@ -94,10 +94,10 @@ def _inspect(options: argparse.Namespace) -> int:
     return inspect_checkpoint.run(options)
 
 
-def _env(_: argparse.Namespace) -> int:
+def _env(options: argparse.Namespace) -> int:
     from shardengine.app import environment
 
-    print(environment.describe())
+    print(environment.describe(options.ranks))
     return 0
 
 
@@ -131,7 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_export(commands)
     _add_inspect(commands)
-    commands.add_parser("env", help="print what a bug report needs")
+    env = commands.add_parser("env", help="print what a bug report needs")
+    env.add_argument("--ranks", type=_positive, metavar="N", help="start N ranks here and measure how fast they talk")
 
     config = commands.add_parser("config", help="check a config file and show what it sets")
     config.add_argument("file", nargs="?", metavar="FILE", help="JSON config")

@@ -16,9 +16,21 @@ import torch.distributed as dist
 import shardengine
 from shardengine import kernels
 from shardengine.app.report import size
-from shardengine.comm import cores, default_ranks, devices
+from shardengine.comm import (
+    Collectives,
+    GroupSpeed,
+    cores,
+    default_ranks,
+    devices,
+    launch,
+    measure_gathers,
+    measure_reduction,
+    mesh,
+)
 from shardengine.errors import UsageError
 from shardengine.kernels.native import library, processor
+from shardengine.offload import BufferPool
+from shardengine.planner import bucket_elements, prefetch_elements
 
 _PACKAGES = "torch triton numpy safetensors transformers tokenizers accelerate peft".split()
 ALWAYS = (
@@ -45,8 +57,8 @@ PRIVATE = (
 """Their values may name a machine or its user: only that they are set is told."""
 
 
-def describe() -> str:
-    """The whole text, one ``name: value`` per line."""
+def describe(ranks: int | None = None) -> str:
+    """The whole text, one ``name: value`` per line. ranks: so many are started here, and their group is measured."""
     rows = {"shardengine": shardengine.__version__, "python": f"{platform.python_version()} on {platform.platform()}"}
     rows |= {package: _version(package) for package in _PACKAGES}
     rows["distributed"] = _backends()
@@ -57,6 +69,7 @@ def describe() -> str:
     rows["CPU kernels"] = _kernels()
     rows["CPU capability"] = torch.backends.cpu.get_cpu_capability()
     rows["memory"] = _memory()
+    rows["group of ranks"] = _group(ranks)
     rows |= {name: os.environ.get(name, "not set") for name in ALWAYS}
     rows |= {name: _told(name) for name in sorted(os.environ) if _tells(name)}
     return "\n".join(f"{name}: {value}" for name, value in rows.items())
@@ -115,6 +128,33 @@ def _kernels() -> str:
         return "torch (SHARDENGINE_NATIVE=require says why)"
     doubts = processor.disagreements(loaded, processor.processor())
     return f"native, {processor.name_of(loaded)} ({'; '.join(doubts) or 'py-cpuinfo agrees'})"
+
+
+def _group(ranks: int | None) -> str:
+    """The fit of a group of so many ranks on this machine, and what "auto" makes of it."""
+    if ranks is None:
+        return "not measured (--ranks N starts N ranks and measures it)"
+    if ranks == 1:
+        return "one rank, nothing to measure"
+    reduction, gather = launch(measure, ranks)[0]
+    sizes = ", ".join(f"{bucket_elements(reduction, count, 4):,} of {count:,}" for count in _MODEL_SIZES)
+    return (
+        f"{ranks} ranks, reductions take {reduction}, gathers take {gather}; in fp32 reduce_bucket_size auto is "
+        f"{sizes} elements, stage3_prefetch_bucket_size auto is {prefetch_elements(gather, 4):,}"
+    )
+
+
+_MODEL_SIZES = (100_000_000, 1_000_000_000)
+
+
+def measure() -> tuple[GroupSpeed, GroupSpeed]:
+    """On a rank: how fast reductions and gathers of fp32 are."""
+    made = mesh.build(owned=True)
+    collectives = Collectives(made, BufferPool(made.platform), direct=made.backend != "nccl")
+    try:
+        return measure_reduction(collectives, torch.float32), measure_gathers(collectives, torch.float32)
+    finally:
+        made.destroy()
 
 
 def _memory() -> str:

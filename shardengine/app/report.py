@@ -89,6 +89,8 @@ class Report:
         }
         if (memory := engine.memory())["units"]:
             rows["units"] = _units(memory)
+        if sentences := engine.tuning():
+            rows["buckets"] = "; ".join(sentences)
         if zero.offload_optimizer.ratio == "auto":
             rows["offload"] = f"ratio auto: {engine.memory()['offload_ratio']:.1%} of the optimizer is offloaded"
         if settings.save_every:

@@ -10,6 +10,7 @@ rank_failure     why the process of a rank ended, and which of several was first
 wire             torch's data operations, the only file that calls them
 slices           what travels of a reduce-scatter
 collectives      the same by what they bring where, counted and compared
+group_speed      how long collectives of the group last, measured
 work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
 failures         what ranks tell each other: failures, progress, departures
@@ -32,6 +33,7 @@ from shardengine.comm.agreement import compare, describe, run_on_all_ranks, sett
 from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
+from shardengine.comm.group_speed import GroupSpeed, measure_gathers, measure_reduction
 from shardengine.comm.launcher import cores, default_ranks, host_threads, launch, rank_environment
 from shardengine.comm.mesh import Mesh, Store, await_the_others
 from shardengine.comm.positions import Presence
@@ -45,6 +47,7 @@ __all__ = [
     "Coding",
     "Collectives",
     "Failures",
+    "GroupSpeed",
     "Mesh",
     "Named",
     "OnComplete",
@@ -65,6 +68,8 @@ __all__ = [
     "devices",
     "host_threads",
     "launch",
+    "measure_gathers",
+    "measure_reduction",
     "meeting",
     "mesh",
     "nodes",

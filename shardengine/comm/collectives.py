@@ -407,6 +407,19 @@ class Collectives:
         self._issue(self._record(GroupName.CONTROL, "exchange", Named((), what), sent, Purpose.CONTROL), call).wait()
         return gathered.view(self.mesh.ranks, payload.numel())
 
+    def hear(self, payload: Tensor, what: str) -> Tensor:
+        """Rank 0's ``payload`` (flat uint8 on CPU, equal lengths), whatever this rank's is; blocks. what: as above."""
+        if self.mesh.ranks == 1:
+            return payload
+        heard = payload.clone()
+
+        def call() -> list[dist.Work]:
+            return [self.mesh.wire.broadcast(heard, 0, self.mesh.control)]
+
+        sent = payload.numel() * (self.mesh.ranks - 1) // self.mesh.ranks
+        self._issue(self._record(GroupName.CONTROL, "broadcast", Named((), what), sent, Purpose.CONTROL), call).wait()
+        return heard
+
     def exchange_values(self, values: Tensor, payload: Tensor, what: str) -> tuple[Tensor, Tensor]:
         """As ``exchange``, with fp64 ``values`` (1-D) that stay on the mesh's device: [ranks, n] and the payloads.
 

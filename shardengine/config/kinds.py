@@ -309,6 +309,18 @@ PART = _checked(
         value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1)
     ),
 )
+
+
+def _or_auto(kind: Kind) -> Kind:
+    """``kind``, or "auto", which the engine replaces."""
+    return Kind(
+        f'{kind.words}, or "auto"',
+        {"anyOf": [kind.schema, {"const": "auto"}]},
+        lambda value: value if value == "auto" else kind.parse(value),
+    )
+
+
+COUNT_OR_AUTO, SIZE_OR_AUTO = _or_auto(COUNT), _or_auto(SIZE)
 GROUP_SIZE = Kind(
     'an integer >= 1, "node", or "all"',
     {"anyOf": [COUNT.schema, {"enum": ["all", "node"]}]},

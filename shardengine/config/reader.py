@@ -36,14 +36,25 @@ from shardengine.config.foreign import (
     OPTIMIZERS_REFUSED,
     is_off,
 )
-from shardengine.config.kinds import EVERY, PART, REMARKS, UNITS, check_table, describe, nearest, plain
+from shardengine.config.kinds import (
+    COUNT_OR_AUTO,
+    EVERY,
+    PART,
+    REMARKS,
+    SIZE_OR_AUTO,
+    UNITS,
+    check_table,
+    describe,
+    nearest,
+    plain,
+)
 from shardengine.config.schema import GATES, KEYS, OPTIMIZERS, SECTIONS, TRIPLE, Key, Status, join
 from shardengine.errors import ConfigError
 
 Source = Literal["file", "default", "auto", "derived"]
 """Where a value came from. "auto": the file says "auto" and the caller gave the value."""
 
-_AUTOMATIC = (UNITS, PART)
+_AUTOMATIC = (UNITS, PART, COUNT_OR_AUTO, SIZE_OR_AUTO)
 """Kinds of which "auto" is a value."""
 
 NO_EFFECT_BECAUSE, READ_AS = " has no effect, because ", " is read as "
@@ -305,7 +316,7 @@ class Reader:
         if key.status is not Status.ACTIVE and (value is None or value is False):
             return
         source: Source = "file"
-        if value == "auto" and key.kind not in _AUTOMATIC:
+        if value == "auto" and (key.kind not in _AUTOMATIC or key.name in self._auto):
             value, source = self._automatic(key.name, f"the default {json.dumps(plain(key.default))}"), "auto"
             if value is _ABSENT:
                 return

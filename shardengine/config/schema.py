@@ -28,6 +28,7 @@ from shardengine.config.kinds import (
     BETAS,
     BOOL,
     COUNT,
+    COUNT_OR_AUTO,
     DTYPE,
     EPSILONS,
     EVERY,
@@ -43,6 +44,7 @@ from shardengine.config.kinds import (
     PARTITION_SIZE,
     PLACE,
     SIZE,
+    SIZE_OR_AUTO,
     STATE_DTYPE,
     TEXT,
     THREE,
@@ -188,9 +190,20 @@ class ZeroConfig:
     """What is sharded, in which pieces it travels, and where it rests. Sizes are in elements, not bytes."""
 
     stage: int = key(0, integer(0, 3), "0 replicates all; 1 shards optimizer state, 2 gradients too, 3 weights too.")
-    reduce_bucket_size: int = key(12_500_000, COUNT, "Elements of a gradient bucket, at most.")
-    stage3_prefetch_bucket_size: int = key(
-        12_500_000, SIZE, "Elements gathered ahead; 0 = no prefetch, else >= one unit."
+    reduce_bucket_size: int | Literal["auto"] = key(
+        12_500_000,
+        COUNT_OR_AUTO,
+        'Elements of a gradient bucket, at most; "auto": as the group of ranks, measured at the start, asks for.',
+    )
+    recut_buckets: bool = switch(
+        True,
+        "After the first step cut buckets anew, in the order in which gradients came, where more is then sent during "
+        "backward; memory of parameters moves. false: for code that keeps views or addresses of it from before.",
+    )
+    stage3_prefetch_bucket_size: int | Literal["auto"] = key(
+        12_500_000,
+        SIZE_OR_AUTO,
+        'Elements gathered ahead; 0 = no prefetch, else >= one unit; "auto": what hides the group\'s latency.',
     )
     stage3_reshard_after_forward: bool = switch(
         True, "Free a unit's weights between its forward and its backward pass."

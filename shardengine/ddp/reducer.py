@@ -13,7 +13,8 @@ Where every rank needs the whole gradient (``Rules.gathers``), complete slices a
 
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
 even where ranks finish parameters in different orders or do not use some. The order is the layout's in the first
-backward, and afterwards the order in which rank 0's buckets became ready.
+backward, and afterwards the order in which rank 0's buckets became ready. With that goes the order in which rank 0's
+gradients came, by which the engine may cut the buckets anew (engine/rebuild.py, [Note: Buckets cut anew]).
 
 [Note: Units] Where units are gathered in backward, a rank may stand in a gather that others join only after they have
 waited for a reduction. So a bucket is launched only when its unit was admitted: this rank's gathers up to it are
@@ -151,21 +152,23 @@ class _Order:
         if self._seen is not None:
             self._seen = []
 
-    def adopt(self, collectives: Collectives) -> None:
-        """After the first reduced backward: take over the order in which rank 0's buckets became ready; collective."""
-        if self._seen is None:
-            return
-        mine = torch.tensor(list(dict.fromkeys(self._seen + self._order)), dtype=torch.int64)
-        rank0 = collectives.exchange(mine.view(torch.uint8), "the order of buckets")[0]
-        self._order = self._root_last(rank0.contiguous().view(torch.int64).tolist())
-        self._seen = None
+    def adopt(self, collectives: Collectives, came: list[int]) -> list[int]:
+        """After the first reduced backward: take over the order in which rank 0's buckets became ready; collective.
+
+        came: the parameters, in the order in which gradients came here → rank 0's.
+        """
+        mine = torch.tensor([*dict.fromkeys([*(self._seen or ()), *self._order]), *came], dtype=torch.int64)
+        rank0 = collectives.hear(mine.view(torch.uint8), "the order of buckets").view(torch.int64).tolist()
+        self._order, self._seen = self._root_last(rank0[: len(self._order)]), None
+        return rank0[len(self._order) :]
 
 
 class Reducer:
     """Reduces gradients of the trainable ``buckets`` (in layout order).
 
     step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients · hook:
-    says what travels when they are reduced.
+    says what travels when they are reduced · arrival: the trainable ones in the order in which gradients came in rank
+    0's first reduced backward, () before that.
     """
 
     def __init__(
@@ -200,6 +203,8 @@ class Reducer:
             for bucket in buckets:
                 hook.allocate(bucket.layout.index, bucket.layout.length, collectives.mesh.device)
         self._order = _Order(len(self.buckets))
+        self._came: dict[int, None] | None = {}
+        self.arrival: Sequence[int] = ()
         self._mode = _Mode()
         self._static: _Static | None = None
         self.early_use = EarlyUse(step_state)
@@ -260,6 +265,8 @@ class Reducer:
             for state in self.buckets:
                 state.expect_only(self._static.here)
         self._mode = _Mode(synchronise, final)
+        if self._came is not None:
+            self._came.clear()
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
         """``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
@@ -268,6 +275,8 @@ class Reducer:
             name = states[0].name_of(parameter)
             raise UsageError(f"parameter {name!r} has a sparse gradient: expected a dense one; use sparse=False")
         self.used.add(parameter)
+        if self._came is not None:
+            self._came[parameter] = None
         gradient = flat_gradient(gradient, self.views.layout.parameters[parameter])
         again, synchronise = parameter in states[0].ready, self._mode.synchronise
         for state in states:
@@ -329,7 +338,7 @@ class Reducer:
             for index in self._order.left():
                 self._launch(self.buckets[index])
             self._finish(0)
-            self._order.adopt(self._collectives)
+            self._adopt_order()
         self._order.restart()
         for state in self.buckets:
             state.settle(self.rules.accumulate)
@@ -342,6 +351,12 @@ class Reducer:
                     self._fly(self._gather(state, state.make_whole()))
         self._finish(0)
         self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
+
+    def _adopt_order(self) -> None:
+        if self._came is None:
+            return
+        came = list(dict.fromkeys([*self._came, *self._of_parameter]))
+        self.arrival, self._came = self._order.adopt(self._collectives, came), None
 
     def flush(self) -> None:
         """Complete the window now, although its last backward was not the final one: reduce what was not."""
@@ -369,6 +384,7 @@ class Reducer:
         self.way_back.drop()
         self._order = _Order(len(self.buckets), self._order.units)
         self._static = None
+        self._came = {}
         self.early_use.forget()
         self.release()
 

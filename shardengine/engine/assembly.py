@@ -6,7 +6,8 @@ Must not know: steps, the user's loop, what the parts do afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,16 @@ import torch.distributed as dist
 from torch import nn
 
 from shardengine import kernels, stages
-from shardengine.comm import Collectives, Mesh, compare, host_threads, run_on_all_ranks, settle_kernels
+from shardengine.comm import (
+    Collectives,
+    Mesh,
+    compare,
+    host_threads,
+    measure_gathers,
+    measure_reduction,
+    run_on_all_ranks,
+    settle_kernels,
+)
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, CommHook, Reducer, Rules, StepState, Window, comm_hooks
 from shardengine.engine.core import Core
@@ -25,7 +35,18 @@ from shardengine.errors import ConfigError, UsageError
 from shardengine.loading import Source
 from shardengine.offload import BufferPool, Platform, Tiers
 from shardengine.optim import Needs
-from shardengine.planner import Footprint, outside_bytes, tell_choice, tell_window, wire_of
+from shardengine.planner import (
+    ALONE,
+    BucketSizes,
+    Footprint,
+    bucket_elements,
+    outside_bytes,
+    prefetch_elements,
+    settled,
+    tell_choice,
+    tell_window,
+    wire_of,
+)
 from shardengine.runtime import (
     ActivationStore,
     Attachments,
@@ -142,6 +163,8 @@ def build(
     facts["way in which weights get values (meta_init, weights=)"] = [] if source is None else source.facts()
     offers = compare(collectives, facts, offer.packed)
     settle_kernels(collectives, offers, offer.problem)
+    sizes = _choose_sizes(config, stage, found, collectives)
+    config = sizes.put_into(config)
     plan = lay_out(config, mesh, found, needs)
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
@@ -156,18 +179,45 @@ def build(
         tiers = _open_tiers(config, collectives, found, unfinished)
         core = _assemble(model, config, collectives, pool, found, footprint, tiers)
         unfinished.pop_all()
-    return core
+    return replace(core, sizes=sizes)
 
 
-def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
-    """The layout of the parameters ``found``."""
-    cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
+def _choose_sizes(config: Config, stage: stages.Stage, found: Partition, collectives: Collectives) -> BucketSizes:
+    """What counts where the config says "auto" of sizes of buckets, the same on every rank; collective."""
+    zero = config.zero_optimization
+    trained = [spec for spec in found.specs if spec.trainable]
+    reduces = zero.reduce_bucket_size == "auto" and bool(trained)
+    gathers = zero.stage3_prefetch_bucket_size == "auto" and stage.moves_weights and bool(found.specs)
+    reduction = gather = None
+    if collectives.mesh.ranks > 1 and reduces:
+        most = Counter(spec.dtype for spec in trained).most_common(1)[0][0]
+        wire = rules_of(config, stage, 1).wire or getattr(torch, most)
+        collectives.prepare([wire])
+        reduction = measure_reduction(collectives, wire)
+        bucket = bucket_elements(reduction, sum(spec.numel for spec in trained), wire.itemsize)
+    if collectives.mesh.ranks > 1 and gathers:
+        most = Counter(spec.dtype for spec in found.specs).most_common(1)[0][0]
+        gather = measure_gathers(collectives, getattr(torch, most))
+        ahead = prefetch_elements(gather, getattr(torch, most).itemsize)
+    return BucketSizes(
+        None if zero.reduce_bucket_size != "auto" else ALONE if reduction is None else bucket,
+        None if zero.stage3_prefetch_bucket_size != "auto" else ALONE if gather is None else ahead,
+        reduction,
+        gather,
+    )
+
+
+def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs, order: Sequence[int] = ()) -> Layout:
+    """The layout of the parameters ``found``. order: in which their gradients come, where that was seen."""
+    cap, align = settled(config.zero_optimization.reduce_bucket_size), mesh.platform.alignment
     hook, coding = comm_hook_of(config), weight_coding_of(config)
     block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
+    came = {parameter: place for place, parameter in enumerate(order)}
+    specs = [replace(spec, came=came.get(index, len(came))) for index, spec in enumerate(found.specs)]
     options: dict[str, Any] = {"families": families, "replicas": mesh.replicas}
     if coding is not None:
         options["align_weights"] = coding.block
-    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, **options)
+    return layout.build(specs, mesh.ranks, cap, align, align_elements=block, **options)
 
 
 def comm_hook_of(config: Config) -> CommHook | None:
@@ -289,7 +339,7 @@ def _footprint(
         kept_whole=needs.bytes_kept_whole(plan),
         beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank),
         micro_batches=config.gradient_accumulation_steps or 1,
-        prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
+        prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
         message=comm_hooks.bytes_per_element(comm_hook_of(config)),
@@ -395,7 +445,7 @@ def _drive(
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = rules_of(config, stage, collectives.mesh.ranks)
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
-    prefetch = config.zero_optimization.stage3_prefetch_bucket_size
+    prefetch = settled(config.zero_optimization.stage3_prefetch_bucket_size)
     schedule = Schedule(units, stage, collectives, reducer, prefetch, weight_coding_of(config))
     return reducer, schedule
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,13 +19,14 @@ from shardengine.comm import Collectives, Mesh, Purpose, Work
 from shardengine.ddp import BufferSync, Reducer, StepState, Window
 from shardengine.errors import UsageError
 from shardengine.offload import BufferPool, Tiers
+from shardengine.planner import BucketSizes
 from shardengine.runtime import Attachments, DeferredGather, Schedule, Unit, UnshardState, weight_bytes
 from shardengine.sharding import Bucket, Layout, Partition, Precision, mark_weights, restore_poison
 
 
 @dataclass(frozen=True)
 class Core:
-    """Everything below the engine's surface, wired."""
+    """Everything below the engine's surface, wired. is_recut: no other layout follows from the order of gradients."""
 
     stage: stages.Stage
     collectives: Collectives
@@ -41,6 +42,8 @@ class Core:
     attachments: Attachments
     precision: Precision
     tiers: Tiers
+    sizes: BucketSizes = field(default_factory=BucketSizes)
+    is_recut: bool = False
 
     @property
     def mesh(self) -> Mesh:

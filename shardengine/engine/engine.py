@@ -180,6 +180,7 @@ class Engine(Inspection):
         needs = form.needs(scheduled=scheduled, averages=self.config.ema.decay is not None)
         with nullcontext() if source is None else closing_of(source):
             self._core = core = assembly.build(self.module, self.config, mesh, form.groups, needs, form.kind, source)
+        self.config = core.sizes.put_into(self.config)
         self.optimizer: ShardedOptimizer | None = None
 
         def equip() -> None:
@@ -413,6 +414,7 @@ class Engine(Inspection):
         with torch.no_grad():
             core.publish(optimizer.step_buckets())
         self._end_step()
+        self._core = rebuild.recut(self._core, self.module, self.config, optimizer)
 
     def _end_step(self, *, reports: bool = True) -> None:
         """What follows the update. reports: a step that was skipped may be told, or be an error.

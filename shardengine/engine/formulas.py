@@ -15,7 +15,7 @@ from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.offload import Homes
 from shardengine.optim import Needs
-from shardengine.planner import Footprint, outside_bytes, wire_of
+from shardengine.planner import Footprint, outside_bytes, settled, wire_of
 from shardengine.sharding import FlatBufferLayout, Layout, Partition
 
 
@@ -36,7 +36,7 @@ def footprint_of(
         kept_whole=needs.bytes_kept_whole(layout),
         beside=needs.bytes_beside(layout, core.stage.state, core.mesh.rank),
         micro_batches=core.window.size,
-        prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
+        prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found or core.partition, core.precision),
         nodes=core.collectives.nodes,
         message=comm_hooks.bytes_per_element(core.reducer.hook),

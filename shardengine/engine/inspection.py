@@ -226,6 +226,11 @@ class Inspection:
             "live_window_bytes": window.bytes,
         }
 
+    def tuning(self) -> list[str]:
+        """What counts where the config says "auto" of sizes of buckets, and the fit of the group by which it was
+        chosen: a sentence each."""
+        return self._core.sizes.sentences()
+
     def traffic(self) -> dict[str, Any]:
         """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
 

@@ -1,4 +1,6 @@
-"""A new layout between two steps: parameters were unfrozen, or joined the optimizer; every bit moves along.
+"""A new layout between two steps: parameters were unfrozen, or joined the optimizer, or come in another order.
+
+Every bit moves along.
 
 Owns: when that is allowed, the agreement of the ranks on it, and moving weights, master weights and optimizer states
 into the new buckets. Must not know: forward, backward, the step.
@@ -11,12 +13,20 @@ one unit is all of the model.
 What rests in a file has both layouts there until the end: the new one's room is taken before anything is moved, so that
 a disk without room is no loss, and what the old one leaves is used by the next.
 A parameter that no optimizer stepped before has no past there: its master weights are its weights, its states are zero.
+
+[Note: Buckets cut anew] A layout expects gradients in the reverse order of registration. After a layout's first step it
+is known in which order they came on rank 0, and a layout in that order takes its place, once, at the end of ``step()``:
+where it sends half a bucket more behind computation (``sharding/readiness.py``), and nowhere else. There gradients and
+activations are gone, so what rests twice for a moment takes the place of these; a device that has no room for the
+weights once more keeps its layout, and so do states in a file, which would be written twice and leave the file twice as
+large. Where weights are gathered unit by unit, a parameter could change its place in its unit alone, whose buckets are
+sent behind the backward of the next one in any order: there nothing was gained, and nothing moves (docs/decisions.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +53,7 @@ from shardengine.sharding import (
     Partition,
     Targets,
     in_memory_order,
+    is_worth_moving,
     partition,
     slices_of,
 )
@@ -189,9 +200,12 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
         lambda: partition.renew(model, core.partition, _group_of(optimizer), scaled=core.precision.trains_fp16),
     )
     compare(core.collectives, partition.plan_facts(found, optimizer.param_groups))
-    needs = optimizer.needs
-    plan = lay_out(config, core.mesh, found, needs)
-    footprint = formulas.footprint_of(core, config, needs, found, plan)
+    return _take_room(core, config, optimizer, found, lay_out(config, core.mesh, found, optimizer.needs))
+
+
+def _take_room(core: Core, config: Config, optimizer: ShardedOptimizer, found: Partition, plan: Layout) -> _Planned:
+    """For ``plan``; collective. What fails on one rank fails on all, and nothing has changed."""
+    footprint = formulas.footprint_of(core, config, optimizer.needs, found, plan)
     # a ratio "auto" is for the same memory
     homes = core.tiers.homes([bucket.length for bucket in plan.buckets], footprint.on_device)
     planned = _Planned(found, plan, homes)
@@ -207,6 +221,47 @@ def _plan(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
         core.tiers.free_reserved()
         raise
     return planned
+
+
+def recut(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimizer) -> Core:
+    """After a step: ``core``, or the one whose layout follows the order in which gradients came; collective.
+
+    See [Note: Buckets cut anew]. Every rank decides the same, by rank 0's order.
+    """
+    order, zero = core.reducer.arrival, config.zero_optimization
+    state, in_files = core.step_state, zero.offload_optimizer.device == "nvme"
+    if core.is_recut or core.mesh.ranks == 1 or not order or not zero.recut_buckets:
+        return core
+    if in_files or not gains_by_order(core):
+        return core
+    if state.summoned or state.edited or state.averaged:
+        return core  # after the next step
+    core = replace(core, is_recut=True)
+    plan = lay_out(config, core.mesh, core.partition, optimizer.needs, order)
+    if not is_worth_moving(core.layout, plan, order):
+        return core
+    optimizer.settle()
+    optimizer.await_reader()
+    core.pool.clear()
+    if not _has_room(core):
+        return core
+    planned = _take_room(core, config, optimizer, core.partition, plan)
+    return replace(_carry_out(core, model, config, planned, optimizer), is_recut=True)
+
+
+def gains_by_order(core: Core) -> bool:
+    """Whether the place of a parameter says when it is sent."""
+    return not core.stage.moves_weights
+
+
+def _has_room(core: Core) -> bool:
+    """Whether every rank's device could hold the weights of the largest unit once more; collective on a device."""
+    platform = core.mesh.platform
+    if not platform.is_apart:
+        return True
+    platform.free_cached()
+    largest = max(sum(flat.layout.length * flat.layout.itemsize for flat in unit.flat_buffers) for unit in core.units)
+    return min(core.collectives.exchange_objects(platform.free_bytes())) > 2 * largest
 
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:
@@ -244,7 +299,7 @@ def _carry_out(core: Core, model: nn.Module, config: Config, planned: _Planned, 
     core.tiers.free_reserved()
     counts = zip(core.layout.parameters, optimizer.steps, strict=True)
     steps = {spec.name: count for spec, count in counts if spec.is_stepped}
-    new = succeed(core, model, config, found, plan, units)
+    new = replace(succeed(core, model, config, found, plan, units), is_recut=False)
     optimizer.lay_out(plan, new.reducer, [steps.get(spec.name, 0) for spec in plan.parameters])
     new.pool.clear()
     new.note_stepped()

@@ -1,12 +1,26 @@
-"""Bytes of an engine from layout, dtypes and letters (memory). Must not know: the values of tensors, ranks at work."""
+"""Bytes of an engine from layout, dtypes and letters (memory), sizes of buckets from a fit of the group (bucket_sizes).
+
+Must not know: the values of tensors, ranks at work."""
 
 from __future__ import annotations
 
+from shardengine.planner.bucket_sizes import (
+    ALONE,
+    BucketSizes,
+    bucket_elements,
+    prefetch_elements,
+    settled,
+)
 from shardengine.planner.memory import Footprint, outside_bytes, tell_choice, tell_window, wire_of
 
 __all__ = [
+    "ALONE",
+    "BucketSizes",
     "Footprint",
+    "bucket_elements",
     "outside_bytes",
+    "prefetch_elements",
+    "settled",
     "tell_choice",
     "tell_window",
     "wire_of",

@@ -4,6 +4,7 @@ partition     the parameters of a model, in units and outside of them, and what 
 wrapping      which modules are units
 inner         parameters that consist of several tensors (quantised ones)
 layout        offsets, padding and slices, as integers
+readiness     when buckets are full, given the order in which gradients come
 bucket        flat storage, and views into it
 poison        what a parameter is while its weights are elsewhere
 flat_slices   elements of parameters by name and position, in whatever layout
@@ -32,6 +33,7 @@ from shardengine.sharding.left_shards import LeftShards
 from shardengine.sharding.partition import Partition, dtype_of, ignored_by, memory_order
 from shardengine.sharding.poison import AWAY, IN_FLIGHT, SHARDED, Elsewhere, restore_poison, reveal
 from shardengine.sharding.precision import Precision, ScalePolicy
+from shardengine.sharding.readiness import is_worth_moving
 from shardengine.sharding.wrapping import is_lookup
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "in_memory_order",
     "inner",
     "is_lookup",
+    "is_worth_moving",
     "join",
     "layout",
     "mark_weights",

@@ -62,6 +62,7 @@ class ParameterSpec:
     unit: int
     order: tuple[int, ...] = ()
     number: int = 0
+    came: int = 0
 
     @property
     def is_stepped(self) -> bool:
@@ -325,7 +326,8 @@ def build(
     families: of each optimizer group; where nothing is said all are one.
 
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
-    is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
+    is expected to fill them: last unit first, the root last; inside, parameters as their gradients ``came``, and in
+    reverse registration order where that was not seen.
     align_elements: what is trainable starts at multiples of so many, where states are kept in blocks · replicas: shard
     groups of the ranks · align_weights: everything starts at multiples of so many, where weights travel in blocks.
     """
@@ -341,7 +343,8 @@ def build(
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
             align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1, align_weights)
-            slots = _place(specs, chosen[::-1], align, bucket_elements)
+            filled = sorted(chosen, key=lambda i: (specs[i].came, -i))
+            slots = _place(specs, filled, align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]
             for start, end in _cut(slots[-1].padded_end, ranks * align, bucket_elements):

@@ -38,7 +38,7 @@ FROZEN = {
         steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
         train_batch_size
         train_micro_batch_size_per_gpu
-        zero_optimization.reduce_bucket_size zero_optimization.stage
+        zero_optimization.recut_buckets zero_optimization.reduce_bucket_size zero_optimization.stage
         zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_reshard_after_forward
         zero_optimization.units
         aio.block_size aio.queue_depth aio.thread_count

@@ -231,8 +231,8 @@ def test_auto_that_only_the_caller_knows_says_what_to_give(written: dict[str, An
             'optimizer.params.momentum is "auto": here the default 0.0 counts',
         ),
         (
-            {"zero_optimization": {"reduce_bucket_size": "auto"}},
-            'zero_optimization.reduce_bucket_size is "auto": here the default 12500000 counts',
+            {"aio": {"block_size": "auto"}},
+            'aio.block_size is "auto": here the default 1048576 counts',
         ),
         ({"zero_optimization": {"overlap_comm": "auto"}}, 'overlap_comm is "auto": here the default true counts'),
         (
@@ -555,3 +555,13 @@ def test_an_unknown_optimizer_gets_the_nearest_name() -> None:
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 def test_a_missing_type_is_refused(section: str) -> None:
     assert problem(**{section: {"params": {}}}).startswith(f"{section}.type: the key is missing")
+
+
+def test_a_bucket_size_may_be_left_to_the_engine_or_filled_by_the_caller() -> None:
+    sizes = {"zero_optimization": {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
+    config = load(**sizes)
+    zero = config.zero_optimization
+    assert (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == ("auto", "auto")
+    assert not any("bucket_size" in notice for notice in config.notices)
+    filled = load_config({**BATCH, **sizes}, auto={"zero_optimization.reduce_bucket_size": 77}).zero_optimization
+    assert (filled.reduce_bucket_size, filled.stage3_prefetch_bucket_size) == (77, "auto")

@@ -47,12 +47,15 @@ class Bench:
         self.launched: list[tuple[str, ...]] = []
         move = self.link.move
 
-        def noted(full: Tensor, source: Placement, target: Placement, what: Any, *rest: Any) -> Any:
+        for bucket in buckets:
+            bucket.state = REPLICATED if gathers else SHARDED
+
+        def noted(full: Tensor, source: Placement, target: Placement, what: Any, *rest: Any, **more: Any) -> Any:
             if source is PARTIAL:
                 self.launched.append(what.names)
-            return move(full, source, target, what, *rest)
+            return move(full, source, target, what, *rest, **more)
 
-        self.link.move = noted  # type: ignore[method-assign, assignment]
+        self.link.move = noted  # type: ignore[method-assign]
         self.reducer = Reducer(
             self.plan, buckets, self.link, self.link._pool,
             Rules(SHARDED if sharded else PARTIAL, REPLICATED if gathers else SHARDED, divisor or self.ranks),

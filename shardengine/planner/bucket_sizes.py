@@ -1,0 +1,88 @@
+"""Sizes of buckets for which the config says "auto": one formula each, of a fit of the group (docs/limits.md).
+
+Must not know: how a group is measured. Sizes change time and memory, and no bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from shardengine.comm import GroupSpeed
+from shardengine.config import Config, Source
+from shardengine.errors import InternalError
+
+HOST_S = 1e-4
+"""What a bucket costs in Python around its collectives and kernels, as measured (docs/limits.md, "Host time")."""
+LEAST_ELEMENTS, MOST_ELEMENTS = 262_144, 50_000_000
+"""Of a bucket. Three are under way at once, so that the largest take 3·(2·g + 8/N)·50e6 bytes (docs/limits.md)."""
+ALONE = 12_500_000
+"""Where there is one rank, and nothing to measure: the default."""
+_STEP = 65_536
+_REDUCE, _PREFETCH = "reduce_bucket_size", "stage3_prefetch_bucket_size"
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """What stands in the place of "auto", in elements; None: the config says a number. reduction, gather: the fits by
+    which it was chosen, None: there is one rank, and the default counts."""
+
+    reduce: int | None = None
+    prefetch: int | None = None
+    reduction: GroupSpeed | None = None
+    gather: GroupSpeed | None = None
+
+    def put_into(self, config: Config) -> Config:
+        """``config`` with numbers in the place of "auto"."""
+        found = {_REDUCE: self.reduce, _PREFETCH: self.prefetch}
+        sizes = {name: size for name, size in found.items() if size is not None}
+        if not sizes:
+            return config
+        sources: dict[str, Source] = {f"zero_optimization.{name}": "derived" for name in sizes}
+        zero = dataclasses.replace(config.zero_optimization, **sizes)  # type: ignore[arg-type]
+        return dataclasses.replace(config, zero_optimization=zero, sources={**config.sources, **sources})
+
+    def sentences(self) -> list[str]:
+        """What was chosen and why, for people."""
+        rows = (
+            (_REDUCE, self.reduce, "reductions", self.reduction),
+            (_PREFETCH, self.prefetch, "gathers", self.gather),
+        )
+        return [
+            f"{name} auto: {size:,} elements ({f'{what} take {speed}' if speed else 'the default, of one rank'})"
+            for name, size, what, speed in rows
+            if size is not None
+        ]
+
+
+def bucket_elements(speed: GroupSpeed, elements: int, itemsize: int) -> int:
+    """The size of buckets that cost least of ``elements`` whose gradients are sent in ``itemsize`` bytes each.
+
+    n = S / B buckets cost n latencies, and the last of them β·B that no computation hides: the sum is smallest at
+    B = √(S·α/β).
+    """
+    latency = speed.latency_s + HOST_S
+    best = math.sqrt(elements * itemsize * latency / speed.s_per_byte) / itemsize
+    return _rounded(min(max(best, LEAST_ELEMENTS), MOST_ELEMENTS, max(elements, LEAST_ELEMENTS)))
+
+
+def prefetch_elements(speed: GroupSpeed, itemsize: int) -> int:
+    """As many elements of weights, of ``itemsize`` bytes, as the group transfers during one latency: α/β bytes.
+
+    One unit is gathered ahead in any case; several where units are so small that latencies would follow each other.
+    """
+    return min(_rounded((speed.latency_s + HOST_S) / speed.s_per_byte / itemsize), MOST_ELEMENTS)
+
+
+def settled(size: int | Literal["auto"]) -> int:
+    """A size after "auto" was replaced."""
+    if size == "auto":
+        raise InternalError('a bucket size is still "auto" after initialize')
+    return size
+
+
+def _rounded(elements: float) -> int:
+    """A multiple of 65,536, so that fits which differ little choose the same."""
+    return max(round(elements / _STEP), 1) * _STEP
