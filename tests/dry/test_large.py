@@ -51,6 +51,7 @@ def train(stage: str) -> tuple[shardengine.Engine, Watched, list[Counter[tuple[s
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {
             **STAGES[stage], "reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": AHEAD,
+            "recut_buckets": False,
         },
     }  # fmt: skip
     issued = []
