@@ -91,7 +91,7 @@ def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop:
         heard = join.heard
         if heard is None or not heard.active:
             loop.drop(before)
-            optimizer.norm = norm
+            optimizer.take_back(norm)
             return
         over = heard.is_over
         loop.step()

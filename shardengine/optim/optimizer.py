@@ -741,6 +741,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.stepped_early.forget(self._reducer.way_back)
         self.update = None
 
+    def take_back(self, norm: Tensor | None) -> None:
+        """A window was dropped after its norm was known: ``norm``, that of the step before, is the last one again."""
+        self.norm = norm
+
     def note_if_spoiled(self) -> bool:
         """Whether gradients are not finite and buckets may have been stepped in backward, so that the window's step
         cannot be skipped any more: it is an error then, and nothing more of it may be done."""
