@@ -259,6 +259,10 @@ class GradientViews:
         for index in touched:
             self._show(index)
 
+    def fix(self, why: str) -> None:
+        """What is shown may not be changed any more, and why; "" where it may."""
+        self._fixed = why
+
     def _show(self, index: int) -> None:
         parameter, view = self._parameters[index], self._made.get(index)
         if view is None or view.device != parameter.device:

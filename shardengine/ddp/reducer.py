@@ -44,6 +44,8 @@ from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
 
+ERROR = "comm_error"
+"""The key of flat slices of what messages have not said yet."""
 MAX_IN_FLIGHT = 3
 """Buckets whose reduction is under way at one moment."""
 
@@ -194,6 +196,9 @@ class Reducer:
         for state in self.buckets:
             for parameter in state.pieces:
                 self._of_parameter.setdefault(parameter, []).append(state)
+        if isinstance(hook, ErrorFeedback) and collectives.mesh.ranks > 1:
+            for bucket in buckets:
+                hook.allocate(bucket.layout.index, bucket.layout.length, collectives.mesh.device)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode()
         self._static: _Static | None = None
@@ -379,18 +384,19 @@ class Reducer:
         """The window is complete: agree on which parameters were used (``touched``); collective.
 
         payload: what else is exchanged, made of the complete gradient → every rank's values and host bytes, [ranks, …].
-        Where a rank has late gradients, or a backward was final before this one, those are added first.
+        With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or
+        a backward was final before this one, those are added first.
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
         known = None if reopened else self._static
         here = frozenset(self.used)
         if known is None:
-            values, rows, found = self._exchange(payload(), here | ({self._parameters} if late else set()))
+            values, rows, found = self._exchange_all(payload, here | ({self._parameters} if late else set()))
         else:
             flags = {0} if late else set[int]()
-            flags |= {1} if here != known.here else set[int]()
-            values, rows, found = self._exchange(payload(), flags, 2)
+            flags |= {1} if here != known.here and not self.step_state.join.serves else set[int]()
+            values, rows, found = self._exchange_all(payload, flags, 2)
             if 1 in found:
                 self._refuse_change(known)
             found = known.anywhere | ({self._parameters} if 0 in found else set())
@@ -402,11 +408,20 @@ class Reducer:
                 self._join(state, late_anywhere, used)
             self._finish(0)
             self.used |= self.touched
-            values, rows, used = self._exchange(payload(), self.used)
+            values, rows, used = self._exchange_all(payload, self.used)
         self.touched = used
+        self.step_state.join.hear(rows[:, 0].tolist())
         if self.rules.static and not reopened and self._static is None:
             self._static = _Static(here, used)
-        return values, rows
+        return values, rows[:, 1:]
+
+    def _exchange_all(
+        self, payload: Callable[[], Payload], numbers: Collection[int], count: int | None = None
+    ) -> tuple[Tensor, Tensor, frozenset[int]]:
+        """As ``_exchange``, behind a byte of every rank."""
+        host, values = payload()
+        attends = torch.tensor([self.step_state.join.byte], dtype=torch.uint8)
+        return self._exchange(Payload(torch.cat([attends, host]), values), numbers, count)
 
     def _refuse_change(self, known: _Static) -> None:
         """``UsageError`` on every rank: on some, the used parameters are not those of the first window; collective."""
@@ -562,7 +577,8 @@ class Reducer:
             return self._reduce_by(hook, state, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
-        coding = None if hook is None else Messages(hook, bucket.layout.index)
+        errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
+        coding = None if hook is None else Messages(hook, errors)
         options: dict[str, Any] = {"earlier": earlier, "coding": coding}
         return self._collectives.move(
             full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, **options
@@ -603,20 +619,17 @@ class Reducer:
         """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""
         if isinstance(old.hook, WholeGradients):
             self.register(old.hook)
-        if not isinstance(self.hook, ErrorFeedback) or not isinstance(old.hook, ErrorFeedback):
-            return
-        for state in self.buckets:
-            layout = state.bucket.layout
-            self.hook.errors[layout.index] = state.bucket.full.new_zeros(layout.length, dtype=torch.float32)
-        targets = Targets(self._errors(self.hook, self.views.layout, [state.bucket for state in self.buckets]))
-        for part in self._errors(old.hook, before, [state.bucket for state in old.buckets]):
+        targets = Targets(self.errors(self.views.layout))
+        for part in old.errors(before):
             targets.receive(part)
 
-    @staticmethod
-    def _errors(hook: ErrorFeedback, layout: Layout, buckets: Sequence[Bucket]) -> Iterator[FlatSlice]:
-        for each in (bucket.layout for bucket in buckets):
-            if each.index in hook.errors:
-                yield from slices_of(layout, each, (each.start, each.end), {"error": hook.errors[each.index]})
+    def errors(self, layout: Layout) -> Iterator[FlatSlice]:
+        """What this rank's messages have not said yet, of all of every parameter; nothing without error feedback."""
+        if isinstance(self.hook, ErrorFeedback):
+            for each in (
+                state.bucket.layout for state in self.buckets if state.bucket.layout.index in self.hook.errors
+            ):
+                yield from slices_of(layout, each, (each.start, each.end), {ERROR: self.hook.errors[each.index]})
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout

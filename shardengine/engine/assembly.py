@@ -162,11 +162,12 @@ def build(
 def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
     """The layout of the parameters ``found``."""
     cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
-    hook = comm_hook_of(config)
+    hook, coding = comm_hook_of(config), weight_coding_of(config)
     block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
-    return layout.build(
-        found.specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas
-    )
+    options: dict[str, Any] = {"families": families, "replicas": mesh.replicas}
+    if coding is not None:
+        options["align_weights"] = coding.block
+    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, **options)
 
 
 def comm_hook_of(config: Config) -> CommHook | None:
@@ -174,6 +175,11 @@ def comm_hook_of(config: Config) -> CommHook | None:
     if config.zero_optimization.zero_quantized_gradients:
         return comm_hooks.by_name("int8", {"error_feedback": False})
     return comm_hooks.by_name(config.comm_hook.name, config.comm_hook.params)
+
+
+def weight_coding_of(config: Config) -> CommHook | None:
+    """What weights travel as, see ``comm_hooks``; None: as they are."""
+    return comm_hooks.BlockHook("int8") if config.zero_optimization.zero_quantized_weights else None
 
 
 def _assemble(
@@ -287,6 +293,7 @@ def _footprint(
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
         message=comm_hooks.bytes_per_element(comm_hook_of(config)),
+        coded=comm_hooks.bytes_per_element(weight_coding_of(config)),
     )
 
 
@@ -389,7 +396,7 @@ def _drive(
     rules = rules_of(config, stage, collectives.mesh.ranks)
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
-    schedule = Schedule(units, stage, collectives, reducer, prefetch)
+    schedule = Schedule(units, stage, collectives, reducer, prefetch, weight_coding_of(config))
     return reducer, schedule
 
 

@@ -4,6 +4,7 @@ what is lost."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+import shardengine
 from shardengine.errors import UsageError
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -88,6 +90,37 @@ def noop() -> int:
 
 def test_noop_sends_no_gradients(pools: Pools) -> None:
     assert pools(2).run(noop) == [0, 0]
+
+
+# Weights
+
+
+def train_on_coded_weights(stages: list[str], micros: int, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for stage in stages:
+        zero = {"reduce_bucket_size": 600, "zero_quantized_weights": True}
+        engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, micros, zero=zero, **options))
+        found[stage] = {**cases.run_steps(engine, STEPS), "traffic": engine.traffic()}
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_weights_in_integers(pools: Pools, ranks: int, low: bool, micros: int) -> None:
+    """They are coded once, also where they are gathered across and then inside, or inside again for backward."""
+    options: dict[str, Any] = {"bf16": {"enabled": True}} if low else {}
+    stages = ["3", "3k"] if ranks < 4 else ["3k hybrid", "3 hybrid", "3 hpZ"]
+    results = pools(ranks).run(train_on_coded_weights, stages, micros, options)
+    told = ({"low": torch.bfloat16} if low else {}) | ({"inside": 2} if ranks == 4 else {})
+    for stage in stages:
+        letter = cases.LETTER[stage]
+        truth = cases.truth("mlp", "AdamW", ranks, micros, letter, STEPS, coded_weights="int8", **told)
+        for result in results:
+            traffic = result[stage].pop("traffic")
+            assert traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"], stage
+        assert_equal_to_truth([result[stage] for result in results], truth, f"stage {stage}")
 
 
 # Functions of the user's
@@ -214,3 +247,78 @@ REFUSED = {
 def test_what_is_refused(pools: Pools, what: str) -> None:
     for text in pools(4 if what == "hybrid" else 2).run(refused, what):
         assert REFUSED[what] in text, text
+
+
+# What errors become
+
+
+def resumed(stage: str, folder: str) -> dict[str, Any]:
+    """Half of the steps, saved; the other half by another engine that loads them."""
+    config = cases.config_of(stage, 2, comm_hook={"name": "int4"})
+    first = cases.make_engine(cases.make_mlp(), config)
+    before = cases.run_steps(first, STEPS)
+    first.save_checkpoint(folder)
+    first.close()
+    second = cases.make_engine(cases.make_mlp(), config)
+    second.load_checkpoint(folder)
+
+    def loss_of(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+        return cases.loss_of(model, step + STEPS, rank, micro)
+
+    after = cases.run_steps(second, STEPS, loss_of)
+    second.close()
+    return {**after, **{key: before[key] + after[key] for key in ("losses", "norms")}}
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_errors_are_saved(pools: Pools, stage: str, tmp_path: Path) -> None:
+    truth = cases.truth("mlp", "AdamW", 3, 2, cases.LETTER[stage], 2 * STEPS, coding=("int4", True))
+    assert_equal_to_truth(pools(3).run(resumed, stage, str(tmp_path)), truth, stage)
+
+
+def on_fewer_ranks(folder: str) -> list[float]:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of("3", 2, comm_hook={"name": "int4"}))
+    engine.load_checkpoint(folder)
+    losses = [cases.run_micro_batch(engine, cases.loss_of, STEPS, micro) for micro in range(2)]
+    engine.close()
+    return losses
+
+
+def test_another_number_of_ranks_begins_without_errors(pools: Pools, tmp_path: Path) -> None:
+    pools(3).run(resumed, "2", str(tmp_path))
+    for losses in pools(2).run(on_fewer_ranks, str(tmp_path)):
+        assert all(loss == loss and loss < 10 for loss in losses)
+
+
+def whole_errors(engine: Any) -> dict[str, torch.Tensor]:
+    """By parameter, flat."""
+    core, found = engine._core, dict[str, torch.Tensor]()
+    sizes = {spec.name: spec.numel for spec in core.layout.parameters}
+    for part in core.reducer.errors(core.layout):
+        found.setdefault(part.name, torch.full((sizes[part.name],), torch.nan))[part.first : part.end] = part.values
+    return found
+
+
+def unfrozen() -> None:
+    """A matrix joins after two steps, which makes a new layout: the errors of the others go along."""
+    model = cases.make_mlp()
+    late = model.get_parameter("out.weight").requires_grad_(False)
+    config = cases.config_of("2", comm_hook={"name": "int4"}, zero={"reduce_bucket_size": 600})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = shardengine.initialize(model, config, optimizer=optimizer, mesh=cases.mesh_of_this_process())
+    for step in range(STEPS):
+        before = whole_errors(engine)
+        if step == 2:
+            late.requires_grad_(True)
+        loss = cases.loss_of(engine, step, engine.rank, 0)
+        after = whole_errors(engine)
+        assert after.keys() - before.keys() == ({"out.weight"} if step == 2 else set())
+        assert all(torch.equal(after[name], values) for name, values in before.items())
+        assert step == 0 or sum(values.abs().sum() for values in before.values()) > 0
+        engine.backward(loss)
+        engine.step()
+    engine.close()
+
+
+def test_errors_move_to_a_new_layout(pools: Pools) -> None:
+    pools(2).run(unfrozen)

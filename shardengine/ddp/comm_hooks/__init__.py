@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardengine.comm import Coding
 from shardengine.ddp.comm_hooks.blocks import BLOCK, BlockHook
 from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
@@ -33,7 +34,7 @@ def by_name(name: str, params: Mapping[str, Any]) -> CommHook | None:
     return ErrorFeedback(hook) if params.get("error_feedback", name in ("int8", "int4")) else hook
 
 
-def bytes_per_element(hook: CommHook | None) -> float | None:
+def bytes_per_element(hook: Coding | None) -> float | None:
     """That travel in a reduction, the scales of whole blocks included; None: what travels without a hook."""
     return None if hook is None else hook.bytes_of(BLOCK) / BLOCK
 
