@@ -424,7 +424,7 @@ class Reducer:
                 self._pool.give(sent)
             return self._gather(state, state.make_whole()) if final and rules.gathers else None
 
-        earlier = state.hand_over_total(rules.reduce) if final and rules.ends_across else None
+        earlier = state.hand_over_total() if final and rules.ends_across else None
         target = Placement.SHARDED if final else rules.gradients
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
 
