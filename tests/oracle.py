@@ -9,6 +9,8 @@ set of parameters and adds their gradients up in the declared order:
 - roundings: what is sent has the wire's dtype (the parameter's, unless told), all sums are fp32, the complete gradient
   is rounded once to the wire's dtype. Parameters that are not fp32 have an fp32 master weight, which is what is stepped
   (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
+- a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
+  mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to the next
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
@@ -55,14 +57,6 @@ def tree_sum(terms: list[Tensor], reduce: torch.dtype = torch.float32) -> Tensor
     return terms[0]
 
 
-def mesh_sum(terms: list[Tensor], reduce: torch.dtype, inside: int) -> Tensor:
-    """Sum over ranks: groups of ``inside`` consecutive ones first (0: there are none)."""
-    if not inside:
-        return tree_sum(terms, reduce)
-    groups = [tree_sum(terms[i : i + inside], reduce) for i in range(0, len(terms), inside)]
-    return tree_sum([total.to(reduce).float() for total in groups], reduce)
-
-
 def ordered_sum(terms: list[Tensor], kept: torch.dtype = torch.float32) -> Tensor:
     """Sum in fp32, first to last; the sum so far is kept in dtype ``kept``."""
     total = terms[0].to(kept).float()
@@ -85,28 +79,66 @@ class Sums:
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
     inside: int = 0
+    coding: str = ""
 
 
-def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Tensor | None:
-    """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it."""
-    if not any(fires for row in grads for fires in row):
+def coded(x: Tensor, coding: str) -> Tensor:
+    """What is left of fp32 on the wire: fp16 and bf16 that do not overflow, or integers in blocks of 256 elements."""
+    if coding in ("fp16", "bf16"):
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[coding]
+        limit = torch.finfo(dtype).max
+        return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype).float()
+    levels, left = {"int8": 127, "int4": 7}[coding], torch.empty_like(x)
+    blocks = []
+    for block in in_memory(x).split(256):
+        scale = block.abs().max() / levels
+        safe = scale if scale.isfinite() and scale else torch.tensor(1.0)
+        blocks.append((block / safe).round().clamp(-levels, levels) * scale if scale.isfinite() else block * torch.nan)
+    in_memory(left).copy_(torch.cat(blocks))
+    return left
+
+
+def complete_gradient(
+    grads: list[list[Fires]], like: Tensor, sums: Sums, errors: list[Tensor] | None = None
+) -> Tensor | None:
+    """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it. errors:
+    what each rank's messages have not said yet; new ones take their places."""
+    used = any(fires for row in grads for fires in row)
+    if not used and errors is None:
         return None
     zeros, wire = torch.zeros_like(like, dtype=torch.float32), sums.wire or like.dtype
     micros = len(grads[0])
     kept = sums.accumulate if micros > 1 else torch.float32
 
-    def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32) -> Tensor:
-        sent = [(ordered_sum(row, kept) if row else zeros).to(wire).float() for row in rows]
-        return mesh_sum(sent, sums.reduce, sums.inside)
+    def message(rank: int, x: Tensor) -> Tensor:
+        if not sums.coding:
+            return x.to(wire).float()
+        whole = x if errors is None else x + errors[rank]
+        said = coded(whole, sums.coding)
+        if errors is not None:
+            errors[rank] = (whole - said).nan_to_num(0.0, 0.0, 0.0)
+        return said
+
+    def across(groups: list[Tensor]) -> Tensor:
+        """The sums of groups, which alone are sent where each is of one rank."""
+        groups = [group.to(sums.reduce).float() for group in groups]
+        again = sums.coding and sums.inside > 1 and len(groups) > 1
+        return tree_sum([coded(group, sums.coding) if again else group for group in groups], sums.reduce)
+
+    def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32, first: int = 0) -> Tensor:
+        sent = [message(first + n, ordered_sum(row, kept) if row else zeros) for n, row in enumerate(rows)]
+        size = sums.inside or len(sent)
+        groups = [tree_sum(sent[i : i + size], sums.reduce) for i in range(0, len(sent), size)]
+        return across(groups) if len(groups) > 1 else groups[0]
 
     if sums.order == "inside":
         groups = []
         for first in range(0, len(grads), sums.inside):
             rows = grads[first : first + sums.inside]
-            each = [over_ranks([row[m][:1] for row in rows]) for m in range(micros)]  # of one group
+            each = [over_ranks([row[m][:1] for row in rows], first=first) for m in range(micros)]  # of one group
             total = each[0] if micros == 1 else ordered_sum(each[:-1], kept) + each[-1]
-            groups.append(total.to(sums.reduce).float())
-        total = tree_sum(groups, sums.reduce)
+            groups.append(total)
+        total = across(groups)
         late = [[g for fires in row for g in fires[1:]] for row in grads]
     elif sums.order == "full":
         total = over_ranks([[g for fires in row[:-1] for g in fires] + row[-1][:1] for row in grads], kept)
@@ -115,6 +147,8 @@ def complete_gradient(grads: list[list[Fires]], like: Tensor, sums: Sums) -> Ten
         each = [over_ranks([row[m][:1] for row in grads]) for m in range(micros)]
         total = each[0] if micros == 1 else ordered_sum(each[:-1], kept) + each[-1]
         late = [[g for fires in row for g in fires[1:]] for row in grads]
+    if not used:
+        return None
     complete = (total / sums.divisor).to(wire).float()
     return add_late(complete, (over_ranks(late) / sums.divisor).to(wire).float(), wire) if any(late) else complete
 
@@ -510,6 +544,7 @@ def train(
     ema: float | None = None,
     torch_clip: float = 0.0,
     inside: int = 0,
+    coding: tuple[str, bool] | None = None,
     earlier: Trace | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
@@ -523,13 +558,19 @@ def train(
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
     averages. torch_clip: the norm to which the user clips. inside: ranks of a shard group of a hybrid mesh.
+    coding: the communication hook, and whether errors are fed back.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
     masters = {p: p.detach().float().clone() for p in trained if keeps_masters and (low or p.dtype) != torch.float32}
-    sums = Sums(order, ranks if mean else 1, wire, reduce, accumulate, inside)
+    if coding is not None and coding[0] in ("fp16", "bf16"):
+        wire = {"fp16": torch.float16, "bf16": torch.bfloat16}[coding[0]]
+    said = "" if coding is None or ranks == 1 else coding[0]
+    sums = Sums(order, ranks if mean else 1, wire, reduce, accumulate, inside, said)
+    errors = {p: [torch.zeros_like(p, dtype=torch.float32) for _ in range(ranks)] for p in trained}
+    fed_back = errors if said and coding is not None and coding[1] else {}
     sizes = [p.numel() for p in model.parameters()]
     numbers = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
     for parameter in model.parameters() if low else ():
@@ -578,7 +619,7 @@ def train(
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
             sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]
-            g = complete_gradient(sent, p.detach(), sums)
+            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p))
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
         norm = sum((g.double().square().sum() for g in complete.values()), torch.zeros((), dtype=torch.float64))

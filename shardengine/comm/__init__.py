@@ -8,6 +8,7 @@ rendezvous       which rank this is: the variables of torchrun, SLURM and MPI
 launcher         ranks from a script
 rank_failure     why the process of a rank ended, and which of several was first
 wire             torch's data operations, the only file that calls them
+slices           what travels of a reduce-scatter
 collectives      the same by what they bring where, counted and compared
 work             a collective in flight, and waiting for it
 flight_recorder  what was issued, and where ranks differ
@@ -35,11 +36,13 @@ from shardengine.comm.launcher import cores, default_ranks, host_threads, launch
 from shardengine.comm.mesh import Mesh, Store, await_the_others
 from shardengine.comm.positions import Presence
 from shardengine.comm.rank_failure import RankFailure
+from shardengine.comm.slices import Coding
 from shardengine.comm.wire import Wire
 from shardengine.comm.work import Work
 
 __all__ = [
     "STEP",
+    "Coding",
     "Collectives",
     "Failures",
     "Mesh",

@@ -37,6 +37,7 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
+from shardengine.comm.slices import Coding, Slices
 from shardengine.comm.watcher import Watcher
 from shardengine.comm.work import Work, ends_on_stream, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
@@ -84,12 +85,13 @@ OnComplete = Callable[[Sequence[Tensor]], None]
 
 
 class _Reduction(NamedTuple):
-    """What a reduce-scatter is of, what takes the terms; earlier: as in ``Collectives.move``."""
+    """What a reduce-scatter is of, what takes the terms; earlier, coding: as in ``Collectives.move``."""
 
     what: Subject
     purpose: Purpose
     on_complete: OnComplete
     earlier: Tensor | None
+    coding: Coding | None
 
 
 class _HeldUp(NamedTuple):
@@ -173,6 +175,7 @@ class Collectives:
         on_complete: OnComplete | None = None,
         *,
         earlier: Tensor | None = None,
+        coding: Coding | None = None,
     ) -> Work:
         """Bring a bucket from one placement to another on all ranks. full: as much of it (flat) as a rank has in the
         larger of the two.
@@ -183,7 +186,8 @@ class Collectives:
         takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
 
         earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's sum of earlier micro-batches (PARTIAL_ACROSS), a
-        buffer of the pool, which is the caller's no longer: it joins before sums go across.
+        buffer of the pool, which is the caller's no longer: it joins before sums go across · coding: makes what travels
+        of a reduce-scatter; ``full`` is fp32 then, and may be changed.
         """
         needed = operation(source, target)
         if (needed is Operation.REDUCE_SCATTER) != (on_complete is not None):
@@ -192,7 +196,7 @@ class Collectives:
             return Work()
         along = axes(source, target)
         if needed is Operation.REDUCE_SCATTER and on_complete is not None:
-            return self._reduce_scatter(full, along, _Reduction(what, purpose, on_complete, earlier))
+            return self._reduce_scatter(full, along, _Reduction(what, purpose, on_complete, earlier, coding))
         if needed is Operation.ALL_GATHER:
             return self._all_gather(full, self._present(along), what, purpose)
         raise InternalError(f"{what.label}: {needed.value} from {source.name} to {target.name} is no single move")
@@ -268,23 +272,15 @@ class Collectives:
         if self.mesh.replicas == 1 and self.nodes(full.dtype) > 1:
             return self._reduce_in_two_steps(full, reduction, self.mesh.nodes.number)
         mesh, line = self.mesh, self.mesh.line(along[0], GroupName.REDUCE)
-        sent = full.nbytes * (line.ranks - 1) // line.ranks
-        direct = self.is_direct(full.dtype)
-        length = full.numel() // line.ranks
-        received = self._pool.take(full.numel() if direct else length, full.dtype)
-
-        def call() -> list[dist.Work]:
-            if direct:
-                return [mesh.wire.all_to_all(received, full, line.group)]
-            return [mesh.wire.reduce_scatter(received, full, line.group)]
+        slices = Slices(self._pool, full, line.ranks, reduction.coding, direct=self.is_direct(full.dtype))
 
         def sum_terms() -> None:
-            reduction.on_complete(received.split(length) if direct else [received])
-            self._pool.give(received)
+            reduction.on_complete(slices.terms())
+            slices.give()
 
-        what, purpose = reduction.what, reduction.purpose
-        record = self._record(line.name, _named_along("reduce-scatter", line.name), what, sent, purpose)
-        return self._issue(record, call, sum_terms)
+        name = _named_along("reduce-scatter", line.name)
+        record = self._record(line.name, name, reduction.what, slices.bytes_sent, reduction.purpose)
+        return self._issue(record, lambda: [slices.begin(mesh.wire, line.group)], sum_terms)
 
     def _reduce_in_two_steps(self, full: Tensor, reduction: _Reduction, groups: int) -> Work:
         """As ``_reduce_scatter``, inside of each of ``groups`` and then across them; the terms are the sums of those
@@ -293,9 +289,10 @@ class Collectives:
         of_ranks = mesh.shard_groups[groups] if mesh.replicas > 1 else mesh.node_groups
         size, length, direct = mesh.ranks // groups, full.numel() // mesh.ranks, self.is_direct(full.dtype)
         packed = full if mesh.replicas > 1 else self._pool.take(full.numel(), full.dtype)  # by place, then by group
-        arrived = self._pool.take(full.numel() if direct else groups * length, full.dtype)
-        summed = self._pool.take(groups * length, self.reduce_dtype)
-        received = self._pool.take(groups * length if direct else length, self.reduce_dtype)
+        summed, coding = self._pool.take(groups * length, self.reduce_dtype), reduction.coding
+        near = Slices(self._pool, packed, size, coding, direct=direct) if size > 1 else None
+        again = coding if coding is None or near is None else coding.again
+        far = Slices(self._pool, summed, groups, again, direct=direct)
         started = mesh.platform.mark()
 
         begun: list[dist.Work] = []
@@ -305,8 +302,8 @@ class Collectives:
                 started.wait()
                 if packed is not full:
                     packed.view(size, groups, length).copy_(full.view(groups, size, length).transpose(0, 1))
-                step = mesh.wire.all_to_all if direct else mesh.wire.reduce_scatter
-                begun.append(step(arrived, packed, of_ranks[GroupName.INSIDE]))
+                if near is not None:
+                    begun.append(near.begin(mesh.wire, of_ranks[GroupName.INSIDE]))
             return begun
 
         def across() -> list[dist.Work]:
@@ -314,27 +311,25 @@ class Collectives:
                 started.wait()
                 for work in begun:
                     wait_for(work, record, self.failures)  # on this stream, which nobody else waits for
-                terms = [full] if size == 1 else arrived.chunk(size) if direct else [arrived]
+                terms = [full] if near is None else near.terms()
                 ordered_sum(terms, summed, total=reduction.earlier, reduce_dtype=self.reduce_dtype)
-                step = mesh.wire.all_to_all if direct else mesh.wire.reduce_scatter
-                return [step(received, summed, of_ranks[GroupName.ACROSS])]
+                return [far.begin(mesh.wire, of_ranks[GroupName.ACROSS])]
 
         def sum_terms() -> None:
-            reduction.on_complete(received.split(length))
-            for buffer in (arrived, summed, received, *([packed] if packed is not full else [])):
-                self._pool.give(buffer)
-            if reduction.earlier is not None:
-                self._pool.give(reduction.earlier)
+            reduction.on_complete(far.terms())
+            for slices in (near, far) if near is not None else (far,):
+                slices.give()
+            for buffer in (summed, reduction.earlier, packed if packed is not full else None):
+                if buffer is not None:
+                    self._pool.give(buffer)
 
         def second() -> Work:
-            sent = summed.nbytes * (groups - 1) // groups
-            later = self._record(GroupName.ACROSS, "reduce-scatter across", what, sent, purpose)
+            later = self._record(GroupName.ACROSS, "reduce-scatter across", what, far.bytes_sent, purpose)
             return self._issue(later, across, sum_terms)
 
-        sent = full.nbytes * (size - 1) // size
-        if size == 1:
+        if near is None:
             return second()
-        record = self._record(GroupName.INSIDE, "reduce-scatter inside", what, sent, purpose)
+        record = self._record(GroupName.INSIDE, "reduce-scatter inside", what, near.bytes_sent, purpose)
         return self._in_two_steps(self._issue(record, inside), second)
 
     def deliver(self, parts: Parts, what: Subject, purpose: Purpose, axis: Axis = Axis.ALL) -> Work:

@@ -21,6 +21,7 @@ def check_together(config: TopLevel, reader: Reader) -> None:
     _check_precision(config, reader)
     _check_offload(config, reader)
     _check_shard_groups(config, reader)
+    _check_comm_hook(config, reader)
     _check_step_in_backward(config, reader)
     if config.aio.block_size % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, got {config.aio.block_size}")
@@ -136,6 +137,26 @@ def _check_shard_groups(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.offload_optimizer.step_in_backward",
             'expected shard_group_size "all": with shard groups a gradient is complete when the groups have been '
             "added up, after backward; leave one of them out",
+        )
+
+
+def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
+    hook, quantized = config.comm_hook, config.zero_optimization.zero_quantized_gradients
+    other = {name: value for name, value in hook.params.items() if name != "error_feedback"}
+    if other or not isinstance(hook.params.get("error_feedback", True), bool):
+        came = ", ".join(other) if other else f"error_feedback {hook.params['error_feedback']!r}"
+        reader.problem("comm_hook.params", f'expected {{"error_feedback": true or false}}, got {came}')
+    if hook.name in ("none", "noop") and hook.params:
+        reader.problem("comm_hook.params", f"it means nothing for {hook.name}; leave it out")
+    if quantized and hook.name != "none":
+        reader.problem(
+            "zero_optimization.zero_quantized_gradients",
+            f"expected no comm_hook beside it, got {hook.name}: both say what travels; leave one of them out",
+        )
+    if (hook.name != "none" or quantized) and config.communication_data_type is not None:
+        reader.problem(
+            "communication_data_type",
+            "expected none beside a comm_hook, which says what travels; leave one of them out",
         )
 
 

@@ -158,6 +158,29 @@ class AioConfig:
     thread_count: int = key(1, COUNT, "Checksums that are taken at the same time.")
 
 
+_HOOKS = choice("none", "noop", "fp16", "bf16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class CommHookConfig:
+    """What travels when gradients are reduced."""
+
+    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4"] = key(
+        "none",
+        _HOOKS,
+        "fp16, bf16: in that dtype, the largest number where it would overflow; int8, int4: integers in blocks of 256 "
+        "elements; noop: nothing, to measure.",
+    )
+    params: Mapping[str, Any] = key(
+        FrozenMapping(),
+        OBJECT,
+        '"error_feedback": what a message could not say is added to the next one; true by default for int8 and int4.',
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", frozen(self.params))
+
+
 @dataclass(frozen=True)
 class ZeroConfig:
     """What is sharded, in which pieces it travels, and where it rests. Sizes are in elements, not bytes."""
@@ -181,6 +204,9 @@ class ZeroConfig:
         PARTITION_SIZE,
         "Stage 3: consecutive ranks over which a unit's weights stay sharded from its forward to its backward, so that "
         'the gather for backward stays among them (hpZ). "node": those of a node; 1: off.',
+    )
+    zero_quantized_gradients: bool = switch(
+        False, "Gradients travel as with the comm_hook int8 without error feedback (ZeRO++)."
     )
     units: Literal["auto"] | tuple[str, ...] = key(
         "auto", UNITS, 'Class names of the modules that are gathered as one; "auto" finds them.'
@@ -333,6 +359,7 @@ class TopLevel:
     activation_checkpointing: ActivationsConfig = ActivationsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+    comm_hook: CommHookConfig = CommHookConfig()
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = key(
         None,
         optional(DTYPE, "the parameter's dtype"),
@@ -384,6 +411,7 @@ SECTION_TYPES: dict[str, type] = {
     "torch_autocast": AutocastConfig,
     "activation_checkpointing": ActivationsConfig,
     "checkpoint": CheckpointConfig,
+    "comm_hook": CommHookConfig,
     "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
     "zero_optimization.offload_param": OffloadParamConfig,
     "aio": AioConfig,
@@ -399,11 +427,9 @@ _LATER: dict[str, Table] = {
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
     "zero_optimization": {
         "zero_quantized_weights": (BOOL, False),
-        "zero_quantized_gradients": (BOOL, False),
     },
-    "comm_hook": {"name": (TEXT, "none"), "params": (OBJECT, None)},
 }
-GATES: dict[str, str] = {"comm_hook": "name"}
+GATES: dict[str, str] = {}
 """Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""
 
 

@@ -5,13 +5,16 @@ step_state        how far the step is, and which calls that allows
 gradient_bucket   the gradients of one bucket: added up over micro-batches, where they rest, in which dtype
 reducer           readiness, order of launches, the end of a backward
 gradient_views    what parameter.grad shows
+comm_hooks        what travels when gradients are reduced
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's
 
 Must not know: stages by name, how modules run, where weights rest.
 """
 
+from shardengine.ddp import comm_hooks
 from shardengine.ddp.buffers import BufferSync
+from shardengine.ddp.comm_hooks import CommHook
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.reducer import MAX_IN_FLIGHT, Payload, Reducer, no_payload
@@ -21,6 +24,7 @@ from shardengine.ddp.window import Forward, Window
 __all__ = [
     "MAX_IN_FLIGHT",
     "BufferSync",
+    "CommHook",
     "EarlySteps",
     "Forward",
     "GradientBucket",
@@ -32,6 +36,7 @@ __all__ = [
     "ShardedGradient",
     "StepState",
     "Window",
+    "comm_hooks",
     "no_payload",
     "taken",
 ]

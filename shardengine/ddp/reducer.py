@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, OnComplete, Purpose, Work
+from shardengine.ddp.comm_hooks import CommHook, Messages
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
@@ -144,7 +145,8 @@ class _Order:
 class Reducer:
     """Reduces gradients of the trainable ``buckets`` (in layout order).
 
-    step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients.
+    step_state: the window's, moved here as far as AGREED · parameters: of ``layout``, which show the gradients · hook:
+    says what travels when they are reduced.
     """
 
     def __init__(
@@ -156,7 +158,9 @@ class Reducer:
         rules: Rules,
         step_state: StepState,
         parameters: Sequence[nn.Parameter] = (),
+        hook: CommHook | None = None,
     ) -> None:
+        self.hook = hook
         self.rules = rules
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
         self.step_state = step_state
@@ -443,21 +447,26 @@ class Reducer:
             return self._gather(state, state.make_whole())
 
         layout = state.bucket.layout
+        coding = None if self.hook is None else Messages(self.hook, None)
         work = self._collectives.move(
-            total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete
+            total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete, coding=coding
         )
         self._in_flight.append(_Flight(work, then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
-        """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in."""
+        """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
+        hook."""
+        if self.hook is not None and self._mode.synchronise and not self._rounds_before_sending:
+            return torch.float32
         waits = not self._mode.synchronise or self._rounds_before_sending
         return self.rules.accumulate if waits else state.wire
 
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
-        """``full`` in the dtype that is sent: itself, or a copy in a buffer of the pool."""
-        if full.dtype is state.wire:
+        """``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
+        dtype = state.wire if self.hook is None else torch.float32
+        if full.dtype is dtype:
             return full
-        sent = self._pool.take(full.numel(), state.wire)
+        sent = self._pool.take(full.numel(), dtype)
         flatten([full], [0], sent)
         return sent
 
@@ -469,9 +478,13 @@ class Reducer:
         target: Placement = Placement.SHARDED,
         earlier: Tensor | None = None,
     ) -> Work:
-        layout = state.bucket.layout
+        bucket, hook = state.bucket, self.hook
+        if hook is not None and not hook.sends:
+            return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
+        coding = None if hook is None else Messages(hook, bucket.layout.index)
+        options: dict[str, Any] = {"earlier": earlier, "coding": coding}
         return self._collectives.move(
-            full, Placement.PARTIAL, target, layout, Purpose.GRADIENTS, on_complete, earlier=earlier
+            full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, **options
         )
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:

@@ -17,7 +17,7 @@ from torch import nn
 from shardengine import kernels, stages
 from shardengine.comm import Collectives, Mesh, compare, host_threads, run_on_all_ranks, settle_kernels
 from shardengine.config import Config
-from shardengine.ddp import BufferSync, Reducer, Rules, StepState, Window
+from shardengine.ddp import BufferSync, CommHook, Reducer, Rules, StepState, Window, comm_hooks
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
@@ -157,10 +157,18 @@ def build(
 def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
     """The layout of the parameters ``found``."""
     cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
-    block, families = needs.block, needs.families
+    hook = comm_hook_of(config)
+    block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
     return layout.build(
         found.specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas
     )
+
+
+def comm_hook_of(config: Config) -> CommHook | None:
+    """The communication hook that ``config`` names, without any state."""
+    if config.zero_optimization.zero_quantized_gradients:
+        return comm_hooks.by_name("int8", {"error_feedback": False})
+    return comm_hooks.by_name(config.comm_hook.name, config.comm_hook.params)
 
 
 def _assemble(
@@ -273,6 +281,7 @@ def _footprint(
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
+        message=comm_hooks.bytes_per_element(comm_hook_of(config)),
     )
 
 
@@ -344,11 +353,12 @@ def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     """What stage and config say about gradients."""
     which = precision.of(config)
     several = (config.gradient_accumulation_steps or 1) > 1
+    hook = comm_hook_of(config)
     return Rules(
         gradients=stage.gradients,
         state=stage.state,
         divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
-        wire=which.wire,
+        wire=which.wire if hook is None else hook.wire,
         reduce=which.reduce,
         accumulate=which.accumulate if several else torch.float32,
         scaled=which.scales_loss,
@@ -370,7 +380,7 @@ def _drive(
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = _rules(config, stage, collectives.mesh.ranks)
-    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
+    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, prefetch)
     return reducer, schedule

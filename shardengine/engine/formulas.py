@@ -9,6 +9,7 @@ from collections import Counter
 
 from shardengine import stages
 from shardengine.config import Config
+from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.offload import Homes
 from shardengine.optim import Needs
@@ -36,6 +37,7 @@ def footprint_of(
         prefetch=config.zero_optimization.stage3_prefetch_bucket_size,
         outside=outside_bytes(found or core.partition, core.precision),
         nodes=core.collectives.nodes,
+        message=comm_hooks.bytes_per_element(core.reducer.hook),
     )
 
 
@@ -70,6 +72,7 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
             nodes=core.collectives.nodes(wire),
             replicas=core.mesh.replicas,
             partial=core.reducer.rules.reduce.itemsize,
+            message=comm_hooks.bytes_per_element(core.reducer.hook),
         )
         for axis, count in by_axis.items():
             sent[axis.value] += count  # type: ignore[assignment]  # a float

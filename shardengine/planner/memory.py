@@ -33,8 +33,9 @@ class Footprint:
 
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
-    nodes: as ``Collectives.nodes`` · beside: bytes that whole matrices, or sums, take in the step, at most ·
-    kept_whole: bytes of optimizer state that every rank keeps of parameters as a whole.
+    nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · beside: bytes that
+    whole matrices, or sums, take in the step, at most · kept_whole: bytes of optimizer state that every rank keeps of
+    parameters as a whole.
     """
 
     stage: Stage
@@ -46,6 +47,7 @@ class Footprint:
     prefetch: int
     outside: int
     nodes: Callable[[torch.dtype], int] = lambda dtype: 1
+    message: float | None = None
     beside: int = 0
     kept_whole: int = 0
 
@@ -95,7 +97,9 @@ class Footprint:
                 lengths[bucket.length, wire_of(self.rules, flat_buffer)] += 1
         ranks = self.layout.ranks
         for (length, wire), count in lengths.items():
-            whole = length * wire.itemsize * (1 if ranks == 1 else 2)
+            whole = length * wire.itemsize * (1.0 if ranks == 1 else 2.0)
+            if self.message is not None and ranks > 1:  # fp32 before and after, messages sent and received
+                whole = 2 * length * (4 + self.message)
             if (nodes := self.nodes(wire)) > 1:  # what is sent and received between them
                 whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length * self.layout.replicas // ranks)

@@ -133,13 +133,15 @@ class Stage:
         nodes: int = 1,
         replicas: int = 1,
         partial: float = 4,
+        message: float | None = None,
     ) -> float:
         """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
 
         The sum of ``bytes_by_axis``, see there.
         """
-        options = {"micro_batches": micro_batches, "nodes": nodes, "replicas": replicas}
-        by_axis = self.bytes_by_axis(volume, ranks, weight=weight, gradient=gradient, partial=partial, **options)
+        counts = {"micro_batches": micro_batches, "nodes": nodes, "replicas": replicas}
+        sizes = {"weight": weight, "gradient": gradient, "partial": partial, "message": message}
+        by_axis = self.bytes_by_axis(volume, ranks, **counts, **sizes)  # type: ignore[arg-type]  # two kinds in one
         return sum(by_axis.values())
 
     def bytes_by_axis(
@@ -153,13 +155,14 @@ class Stage:
         nodes: int = 1,
         replicas: int = 1,
         partial: float = 4,
+        message: float | None = None,
     ) -> dict[Axis, float]:
         """Bytes that one rank sends per optimizer step inside of its shard group and across the groups.
 
         replicas: shard groups · nodes: where there is one group, gradients are added inside of so many nodes first;
         that is then what is inside, and what is across lies between them · partial: bytes per element of a sum that
-        travels across. Control traffic (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO,
-        section 7.
+        travels across · message: of what a communication hook sends in a reduction, instead of both. Control traffic
+        (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
         """
         sent = {Axis.INSIDE: 0.0, Axis.ACROSS: 0.0}
 
@@ -170,9 +173,11 @@ class Stage:
             group = ranks // groups
             for axis in axes(source, target):
                 if axis is Axis.INSIDE:
-                    sent[axis] += itemsize * elements * wire_fraction(op, group)
+                    size = message if reduces and message is not None else itemsize
+                    sent[axis] += size * elements * wire_fraction(op, group)
                 else:
-                    sent[axis] += (partial if reduces else itemsize) * elements / group * wire_fraction(op, groups)
+                    size = itemsize if not reduces else partial if message is None else message
+                    sent[axis] += size * elements / group * wire_fraction(op, groups)
 
         reductions = micro_batches if self.reduces_every_micro_batch else 1
         each = self.gradients if self.reduces_every_micro_batch else Placement.SHARDED

@@ -1,0 +1,49 @@
+"""What a message could not say is added to the next one: what a rank has sent in all follows its gradients in all.
+
+Source: 1-bit SGD (Seide et al., 2014); Karimireddy et al., arXiv 1901.09847.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardengine.ddp.comm_hooks.hook import CommHook
+
+
+class ErrorFeedback(CommHook):
+    """``inner``, of whose messages each bucket's error is kept: 4 bytes per element of the full size, on each rank.
+
+    An error that is not finite is forgotten: the step that it comes from is skipped.
+    """
+
+    def __init__(self, inner: CommHook) -> None:
+        self._inner = inner
+        self.name = f"{inner.name} with error feedback"
+        self.wire, self.block, self.sends = inner.wire, inner.block, inner.sends
+        self.errors: dict[int, Tensor] = {}
+
+    def bytes_of(self, elements: int) -> int:
+        """Those of ``inner``."""
+        return self._inner.bytes_of(elements)
+
+    def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:
+        """As ``inner``."""
+        self._inner.encode(full, receivers, out)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """As ``inner``."""
+        self._inner.decode(message, out)
+
+    def before(self, bucket: int, full: Tensor) -> None:
+        """Add the error of the bucket's last message."""
+        if bucket in self.errors:
+            full.add_(self.errors[bucket])
+
+    def after(self, bucket: int, full: Tensor, messages: Tensor, receivers: int) -> None:
+        """Keep the error of this one."""
+        error = self.errors.setdefault(bucket, torch.empty_like(full))
+        for part, message in zip(error.chunk(receivers), messages.chunk(receivers), strict=True):
+            self._inner.decode(message, part)
+        torch.sub(full, error, out=error)
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
