@@ -267,9 +267,11 @@ ENGINE: Mapping[str, str] = {
         "gradients are reduced as dense buckets",
     ),
     **_each(
-        "zero_quantized_weights zero_quantized_gradients zero_hpz_partition_size mics_shard_size zeropp_loco_param",
-        "compressed communication and shard groups are not available yet",
+        "zero_quantized_weights zero_quantized_gradients zeropp_loco_param",
+        "compressed communication is not available yet",
     ),
+    "zero_hpz_partition_size": "`engine.config.zero_optimization.zero_hpz_partition_size`",
+    "mics_shard_size": "`engine.config.zero_optimization.shard_group_size`",
 }
 """Name on the engine → what to do, as the end of a sentence."""
 
