@@ -4,6 +4,7 @@
     ├── ConfigError  (ValueError)    the JSON config is wrong; lists every problem of the file at once
     ├── UsageError   (RuntimeError)  the library was called in a way it cannot serve (model, optimizer, order of calls)
     ├── MismatchError (RuntimeError) ranks disagree about model, config or order of collectives; names the ranks
+    │   └── EarlyTerminationError     … or have unequal numbers of batches, inside a join that is to say so
     ├── CheckpointError (RuntimeError) a checkpoint is missing, damaged, or could not be written
     ├── OffloadError (RuntimeError)   states that rest on a disk cannot be read or written, or came back changed
     ├── NonfiniteGradientError (RuntimeError)  gradients hold Inf or NaN; names the first parameters
@@ -38,6 +39,10 @@ class UsageError(ShardEngineError, RuntimeError):
 
 class MismatchError(ShardEngineError, RuntimeError):
     """Ranks disagree about the model, the config or the order of collectives."""
+
+
+class EarlyTerminationError(MismatchError):
+    """Some ranks have run out of data before others inside of ``engine.join(throw_on_early_termination=True)``."""
 
 
 class CommunicationError(ShardEngineError, RuntimeError):

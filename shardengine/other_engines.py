@@ -37,6 +37,7 @@ _STATES = (
 _LOADS = "call `engine.load_checkpoint(dir)`, which takes states of any number of ranks and stage"
 _STATE_DICT = "call `engine.state_dict()` on every rank: rank 0 gets the whole state dict, the others an empty one"
 _REDUCED = "gradients are reduced in `engine.backward(loss)`, and in `loss.backward()`"
+_JOIN = "use `with engine.join():` around the loop where ranks have unequal numbers of batches"
 _NO_SYNC = "use `with engine.no_sync():` for micro-batches that do not communicate"
 _DIVISOR = "sums over ranks are divided by the number of ranks, or by nothing: `gradient_allreduce_op` in the config"
 _SCALE = "read `engine.get_loss_scale()`"
@@ -122,13 +123,10 @@ ENGINE: Mapping[str, str] = {
         _DIVISOR,
     ),
     **_each(
-        "register_comm_hook set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
-        "comm hooks are not available yet; `communication_data_type` in the config is what gradients are sent in",
+        "set_all_reduce_hook set_custom_all_gather set_custom_reduce_scatter",
+        "`engine.register_comm_hook(state, hook)`, or `comm_hook` in the config, says how gradients travel",
     ),
-    **_each(
-        "join join_hook join_device join_process_group join_uneven_inputs",
-        "uneven inputs are not available yet: give every rank the same number of batches",
-    ),
+    **_each("join_hook join_device join_process_group join_uneven_inputs", _JOIN),
     **_each(
         "set_allocate_memory_from_process_group_for_comm set_post_optim_event set_reduce_scatter_max_input_buffers "
         "set_reduce_scatter_unused_params set_separate_reduce_scatter_group set_symm_mem_for_comm",
@@ -331,7 +329,7 @@ OPTIMIZER: Mapping[str, str] = {
         "optimizer optim", "no other optimizer is inside; the one that was given to initialize steps through this one"
     ),
     **_each("partition_parameters refresh_trainable initialize_optimizer_states", _ITS_OWN),
-    **_each("join_hook join_device join_process_group", ENGINE["join"]),
+    **_each("join_hook join_device join_process_group", ENGINE["join_hook"]),
     **_each("rank global_rank", _RANK),
     **_each("world_size", _RANKS),
 }

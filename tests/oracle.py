@@ -11,6 +11,7 @@ set of parameters and adds their gradients up in the declared order:
   (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
 - a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
   mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to the next
+- quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
@@ -35,13 +36,18 @@ set of parameters and adds their gradients up in the declared order:
 - states in bf16 or 8 bits ("kept_in"): rounded stochastically after each step, the first state with the lower, the
   second with the upper half of a random word of each element, see ``kept``
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
+- uneven inputs: a rank without a micro-batch adds zeros to it. By default the sum is divided by the number of ranks all
+  the same; else by how many had a micro-batch in the step: the gradient is what it was, and counts as one whose loss
+  was multiplied with that number over the number of ranks, so that norm and update divide by it, as by a loss scale.
+  Errors that a hook feeds back wait where a rank has no micro-batch in the step.
+  Buffers are then the first rank's of those that had a micro-batch in the step before
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,10 +105,16 @@ def coded(x: Tensor, coding: str) -> Tensor:
 
 
 def complete_gradient(
-    grads: list[list[Fires]], like: Tensor, sums: Sums, errors: list[Tensor] | None = None
+    grads: list[list[Fires]],
+    like: Tensor,
+    sums: Sums,
+    errors: list[Tensor] | None = None,
+    idle: Collection[int] = (),
 ) -> Tensor | None:
     """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it. errors:
-    what each rank's messages have not said yet; new ones take their places."""
+    what each rank's messages have not said yet; new ones take their places. idle: ranks without data, whose
+    errors wait.
+    """
     used = any(fires for row in grads for fires in row)
     if not used and errors is None:
         return None
@@ -113,9 +125,10 @@ def complete_gradient(
     def message(rank: int, x: Tensor) -> Tensor:
         if not sums.coding:
             return x.to(wire).float()
-        whole = x if errors is None else x + errors[rank]
+        keeps = errors is not None and rank not in idle
+        whole = x + errors[rank] if errors is not None and keeps else x
         said = coded(whole, sums.coding)
-        if errors is not None:
+        if errors is not None and keeps:
             errors[rank] = (whole - said).nan_to_num(0.0, 0.0, 0.0)
         return said
 
@@ -545,7 +558,10 @@ def train(
     torch_clip: float = 0.0,
     inside: int = 0,
     coding: tuple[str, bool] | None = None,
+    coded_weights: str = "",
     earlier: Trace | None = None,
+    has: Callable[[int, int, int], bool] = lambda step, rank, micro: True,
+    by_active: bool = False,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
@@ -558,9 +574,10 @@ def train(
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
     averages. torch_clip: the norm to which the user clips. inside: ranks of a shard group of a hybrid mesh.
-    coding: the communication hook, and whether errors are fed back.
+    coding: the communication hook, and whether errors are fed back. coded_weights: how weights travel, "" as they are.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
+    has: (step, rank, micro) → whether there is such a micro-batch; by_active: the mean is over ranks that have any.
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
@@ -589,6 +606,7 @@ def train(
     held = [[b.clone() for b in buffers] for _ in range(ranks)]
     fires: dict[Tensor, Fires] = {}
     averages: dict[Tensor, Tensor] = {}
+    first = 0  # whose buffers all ranks have
 
     def collect(p: Tensor) -> None:
         fires.setdefault(p, []).append(p.grad)  # type: ignore[arg-type]  # it was just accumulated
@@ -597,13 +615,17 @@ def train(
     model.zero_grad()
     handles = [p.register_post_accumulate_grad_hook(collect) for p in trained]
     for step in range(len(trace.losses), steps):
+        exact = {q: q.data for q in model.parameters()}
+        for q in model.parameters() if coded_weights and ranks > 1 else ():
+            q.data = coded(q.detach().float(), coded_weights).to(q.dtype)
         windows: list[list[list[dict[Tensor, Fires]]]] = []  # backward of the micro-batch, rank, micro-batch
         losses = [[0.0] * micros for _ in range(ranks)]
-        rank0s = held[0]
+        source = held[first]
+        active = [rank for rank in range(ranks) if any(has(step, rank, micro) for micro in range(micros))]
         for rank in range(ranks):
-            for b, old in zip(buffers, held[rank] if own_buffers else rank0s, strict=True):
+            for b, old in zip(buffers, held[rank] if own_buffers else source, strict=True):
                 b.copy_(old)
-            for micro in range(micros):
+            for micro in (micro for micro in range(micros) if has(step, rank, micro)):
                 found = loss_of(model, step, rank, micro)
                 for number, loss in enumerate(found if isinstance(found, list) else [found]):
                     scaled = loss if micros == 1 else loss / micros
@@ -614,16 +636,20 @@ def train(
                     windows[number][rank][micro].update(fires)
                     fires.clear()
             held[rank] = [b.clone() for b in buffers]
-        for b, new in zip(buffers, held[0], strict=True):
+        first = 0 if own_buffers else active[0]
+        for b, new in zip(buffers, held[first], strict=True):
             b.copy_(new)
+        for q, values in exact.items():
+            q.data = values
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
             sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]
-            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p))
+            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), set(range(ranks)) - set(active))
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
         norm = sum((g.double().square().sum() for g in complete.values()), torch.zeros((), dtype=torch.float64))
         scale = 1.0 if scaler is None else scaler.scale
+        scale *= len(active) / ranks if by_active and mean else 1.0
         norm = (norm.sqrt() / scale).float()
         if scaler is not None and norm.isnan():
             norm = torch.tensor(float("inf"))  # an overflow: inf - inf

@@ -6,7 +6,9 @@ A part is a flat slice of a parameter's weights or optimizer state, or a whole b
 its shape. Over all ranks the written parts cover every element once: sharded tensors by the rank that owns the slice,
 replicated ones (stage 0) cut by the same slices, what is kept of parameters as a whole by one rank each, frozen
 parameters outside of the flat buffers in equal shares, buffers by rank 0. Where every rank has buffers of its own
-(``broadcast_buffers`` is off) each writes and takes back its own.
+(``broadcast_buffers`` is off) each writes and takes back its own. What a rank's messages have not said yet (error
+feedback of a communication hook) has a key of its own for each rank, which takes it back; a rank that the checkpoint
+does not have begins without.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from shardengine.ddp import ERROR
 from shardengine.engine import Core
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import BUFFER, WEIGHT, FlatSlice, memory_order, slices_of
@@ -24,6 +27,16 @@ from shardengine.stages import Placement
 def name_in_file(name: str, key: str, first: int, end: int) -> str:
     """The name that elements [first, end) have in a file."""
     return f"{name}/{key}[{first}:{end}]"
+
+
+def error_key(rank: int) -> str:
+    """The key of what the messages of ``rank`` have not said yet (error feedback): every rank has its own."""
+    return f"{ERROR}.{rank}"
+
+
+def is_error(key: str) -> bool:
+    """Whether ``key`` is that of some rank."""
+    return key.startswith(f"{ERROR}.")
 
 
 def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = False) -> Iterator[FlatSlice]:
@@ -36,6 +49,8 @@ def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = Fal
                 continue
             weights = {WEIGHT: bucket.weights(writable=writable)}
             yield from slices_of(core.layout, bucket.layout, bucket.interval, weights)
+    for part in core.reducer.errors(core.layout):
+        yield part._replace(key=error_key(core.mesh.rank))
     for name, outside in core.partition.named_outside():
         order = memory_order(outside) or tuple(range(outside.dim()))
         yield FlatSlice(name, WEIGHT, 0, outside.data.permute(order).view(-1))
@@ -63,6 +78,9 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
         if part.key == BUFFER:
             if rank == 0 or own_buffers:
                 yield part
+            continue
+        if is_error(part.key):
+            yield part
             continue
         if part.per == 0:  # every rank has all of it
             if number_of[part.name] % ranks == rank:

@@ -77,7 +77,7 @@ class _Saved:
         self.tensors: dict[tuple[str, str], tuple[torch.dtype, list[index.Stored]]] = {
             (name, kind): (dtype, pieces) for name, kind, dtype, pieces in index.entries(saved)
         }
-        self.states = {kind for _, kind in self.tensors} - {WEIGHT, BUFFER}
+        self.states = {kind for _, kind in self.tensors if not contents.is_error(kind)} - {WEIGHT, BUFFER}
         optimizer = saved["optimizer"] or {"kind": None, "groups": [], "steps": {}}
         self.kind: str | None = optimizer["kind"]
         self.groups: list[dict[str, Any]] = optimizer["groups"]
@@ -245,7 +245,7 @@ def _compare_optimizers(
         if strict and before != row["trainable"]:
             texts = [("frozen", "trained")[trained] for trained in (before, row["trainable"])]
             found.problems.append(f"{row['names'][0]}: {texts[0]} in the checkpoint, {texts[1]} here")
-    stepped = {name for name, kind in there.tensors if kind not in (WEIGHT, BUFFER)}
+    stepped = {name for name, kind in there.tensors if kind in there.states}
     found.problems += [f"{name}: no number of steps in the checkpoint" for name in sorted(stepped - there.steps.keys())]
     found.steps = [
         there.steps.get(sources[spec.name], 0) if spec.name in sources else now

@@ -83,6 +83,7 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
     """
     core = engine._core
     collectives, rank = core.collectives, core.mesh.rank
+    core.step_state.require("a call of every rank", "load_checkpoint")
     interrupted = _interrupted(engine, whole=strict and not weights_only)
     saving.finish(engine)
     compare(collectives, {"place given to load_checkpoint": [str(folder), str(tag), f"{strict} {weights_only}"]})

@@ -65,6 +65,7 @@ def save(
     """Write a checkpoint; its directory. See ``Engine.save_checkpoint``."""
     core = engine._core
     collectives = core.collectives
+    core.step_state.require("saving", "save_checkpoint")
     client = {} if client_state is None else client_state
 
     def prepare() -> Job:

@@ -37,7 +37,7 @@ from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import CollectiveRecord, FlightRecorder, Purpose, first_difference
 from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
-from shardengine.comm.slices import Coding, Slices
+from shardengine.comm.slices import Coding, Messages, Slices
 from shardengine.comm.watcher import Watcher
 from shardengine.comm.work import Work, ends_on_stream, wait_for
 from shardengine.errors import CommunicationError, InternalError, MismatchError
@@ -91,7 +91,7 @@ class _Reduction(NamedTuple):
     purpose: Purpose
     on_complete: OnComplete
     earlier: Tensor | None
-    coding: Coding | None
+    coding: Messages | None
 
 
 class _HeldUp(NamedTuple):
@@ -175,7 +175,7 @@ class Collectives:
         on_complete: OnComplete | None = None,
         *,
         earlier: Tensor | None = None,
-        coding: Coding | None = None,
+        coding: Any = None,
     ) -> Work:
         """Bring a bucket from one placement to another on all ranks. full: as much of it (flat) as a rank has in the
         larger of the two.
@@ -186,8 +186,8 @@ class Collectives:
         takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
 
         earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's sum of earlier micro-batches (PARTIAL_ACROSS), a
-        buffer of the pool, which is the caller's no longer: it joins before sums go across · coding: makes what travels
-        of a reduce-scatter; ``full`` is fp32 then, and may be changed.
+        buffer of the pool, which is the caller's no longer: it joins before sums go across · coding: ``Messages`` of a
+        reduce-scatter, whose ``full`` is fp32 then, and may be changed; ``Coding`` of what is gathered.
         """
         needed = operation(source, target)
         if (needed is Operation.REDUCE_SCATTER) != (on_complete is not None):
@@ -198,7 +198,10 @@ class Collectives:
         if needed is Operation.REDUCE_SCATTER and on_complete is not None:
             return self._reduce_scatter(full, along, _Reduction(what, purpose, on_complete, earlier, coding))
         if needed is Operation.ALL_GATHER:
-            return self._all_gather(full, self._present(along), what, purpose)
+            along = self._present(along)
+            if coding is not None and along:
+                return self._gather_messages(full, along, coding, what, purpose)
+            return self._all_gather(full, along, what, purpose)
         raise InternalError(f"{what.label}: {needed.value} from {source.name} to {target.name} is no single move")
 
     def _present(self, along: Sequence[Axis]) -> Sequence[Axis]:
@@ -240,6 +243,26 @@ class Collectives:
         if not self._overlap:
             first.wait_data()  # the computation has stood still for it
         return second()
+
+    def _gather_messages(
+        self, full: Tensor, along: Sequence[Axis], coding: Coding, what: Subject, purpose: Purpose
+    ) -> Work:
+        """As ``_all_gather``, of what ``coding`` makes of each slice, this rank's own included."""
+        number, count = 0, 1
+        for axis in (Axis.INSIDE, Axis.ACROSS):  # slices lie in this order
+            if axis in along:
+                rank, ranks = self.mesh.place_on(axis)
+                number, count = number * ranks + rank, count * ranks
+        parts = full.chunk(count)
+        messages = self._pool.take(count * coding.bytes_of(parts[0].numel()), torch.uint8)
+        coding.encode(parts[number], 1, messages.chunk(count)[number])
+
+        def decode() -> None:
+            for message, part in zip(messages.chunk(count), parts, strict=True):
+                coding.decode(message, part)
+            self._pool.give(messages)
+
+        return self._all_gather(messages, along, what, purpose).ending_with(decode)
 
     def _gather_along(
         self, full: Tensor, axis: Axis, what: Subject, purpose: Purpose
@@ -367,14 +390,14 @@ class Collectives:
         record = self._record(line.name, "all-gather of parts", what, sent, purpose, agreed=full.nbytes)
         return self._issue(record, call)
 
-    def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose) -> None:
-        """Rank 0's ``tensor`` (contiguous) to all; blocks."""
+    def broadcast(self, tensor: Tensor, what: Subject, purpose: Purpose, source: int = 0) -> None:
+        """``tensor`` (contiguous) of rank ``source`` to all; blocks."""
         if self.mesh.ranks == 1:
             return
         flat = _sendable(tensor.detach().view(-1))
 
         def call() -> list[dist.Work]:
-            return [self.mesh.wire.broadcast(flat, 0, self.mesh.gather)]
+            return [self.mesh.wire.broadcast(flat, source, self.mesh.gather)]
 
         sent = flat.nbytes * (self.mesh.ranks - 1) // self.mesh.ranks
         self._issue(self._record(GroupName.GATHER, "broadcast", what, sent, purpose), call).wait()

@@ -104,7 +104,7 @@ class Failures:
         except (CommunicationError, MismatchError):
             raise  # the consequence of another rank's failure, or raised on every rank
         except BaseException as error:
-            if self._known not in (id(error), id(error.__cause__)):
+            if not self.knows(error):
                 self._raised.add((where, attempt))
                 self.report(
                     FailureReport(f"{type(error).__name__}: {error} (in {where}, {place(error)})", where, attempt)
@@ -128,6 +128,10 @@ class Failures:
     def mark_known(self, error: BaseException) -> None:
         """The others know of ``error``, which is raised now: there is nothing to report."""
         self._known = id(error)  # not the error itself, whose traceback would keep tensors alive
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether the others have been told of ``error``."""
+        return self._known in (id(error), id(error.__cause__))
 
     def give_up(self, reason: str) -> None:
         """A wait has failed, so that something is in flight which may never end."""

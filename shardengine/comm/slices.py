@@ -28,9 +28,13 @@ class Coding(Protocol):
     def decode(self, message: Tensor, out: Tensor) -> None:
         """The slice that a message holds, into ``out`` (fp32)."""
 
+
+class Messages(Coding, Protocol):
+    """Those of one reduction."""
+
     @property
     def again(self) -> Coding:
-        """For sums of what it has made."""
+        """For sums of what they have said."""
 
 
 class Slices:

@@ -31,7 +31,10 @@ _BLOCKS = (
     "At stage 3 ranks also run the same blocks in the same order, forward and backward: what differs between ranks "
     "must lie inside of one unit (list the class of the module around it in zero_optimization.units)"
 )
-_SAME = "Give every rank the same number of batches, and make the same calls on every rank"
+_SAME = (
+    "Give every rank the same number of batches, or train inside `with engine.join():`, and make the same calls on "
+    "every rank"
+)
 _EVALUATE = (
     "At stage 3 a forward gathers weights from every rank: evaluate the same number of batches on every rank, or "
     "inside of `with engine.full_params():` that every rank opens"

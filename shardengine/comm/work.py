@@ -41,6 +41,12 @@ class Work:
         self._wait_for = wait_for
         self._on_complete = on_complete
         self._follow: Callable[[], Work] | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def ending_with(self, at_end: Callable[[], None]) -> Work:
+        """This work, whose local part ends with ``at_end``, called once."""
+        self._at_end = at_end
+        return self
 
     def followed_by(self, follow: Callable[[], Work]) -> Work:
         """This work, which is then about the data of what ``follow`` begins when this one's is there."""
@@ -73,8 +79,10 @@ class Work:
         """Wait, then run the local part (the sum of a direct reduce-scatter), once."""
         self.wait_data()
         on_complete, self._on_complete = self._on_complete, None
-        if on_complete is not None:
-            on_complete()
+        at_end, self._at_end = self._at_end, None
+        for part in (on_complete, at_end):
+            if part is not None:
+                part()
 
 
 def ends_on_stream(record: CollectiveRecord, mesh: Mesh) -> bool:

@@ -148,6 +148,12 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
         reader.problem("comm_hook.params", f'expected {{"error_feedback": true or false}}, got {came}')
     if hook.name in ("none", "noop") and hook.params:
         reader.problem("comm_hook.params", f"it means nothing for {hook.name}; leave it out")
+    zero = config.zero_optimization
+    if zero.zero_quantized_weights and zero.stage != 3 and reader.usable("zero_optimization.stage"):
+        reader.problem(
+            "zero_optimization.zero_quantized_weights",
+            f"expected stage 3, where weights are gathered for each use, got stage {zero.stage}; leave it out",
+        )
     if quantized and hook.name != "none":
         reader.problem(
             "zero_optimization.zero_quantized_gradients",

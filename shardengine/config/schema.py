@@ -205,6 +205,9 @@ class ZeroConfig:
         "Stage 3: consecutive ranks over which a unit's weights stay sharded from its forward to its backward, so that "
         'the gather for backward stays among them (hpZ). "node": those of a node; 1: off.',
     )
+    zero_quantized_weights: bool = switch(
+        False, "Stage 3: weights travel as integers of 8 bits in blocks of 256 elements, and are used as such (ZeRO++)."
+    )
     zero_quantized_gradients: bool = switch(
         False, "Gradients travel as with the comm_hook int8 without error feedback (ZeRO++)."
     )
@@ -425,9 +428,6 @@ SECTION_TYPES: dict[str, type] = {
 _LATER: dict[str, Table] = {
     "": {"static_graph": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
-    "zero_optimization": {
-        "zero_quantized_weights": (BOOL, False),
-    },
 }
 GATES: dict[str, str] = {}
 """Sections of later features -> the key that switches the whole section on; the others mean nothing without it."""

@@ -8,6 +8,7 @@ gradient_views    what parameter.grad shows
 comm_hooks        what travels when gradients are reduced
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's
+joining           ranks that have no more batches: what each says, what it hears
 
 Must not know: stages by name, how modules run, where weights rest.
 """
@@ -17,18 +18,22 @@ from shardengine.ddp.buffers import BufferSync
 from shardengine.ddp.comm_hooks import CommHook
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
-from shardengine.ddp.reducer import MAX_IN_FLIGHT, Payload, Reducer, no_payload
+from shardengine.ddp.joining import Attendance, Join
+from shardengine.ddp.reducer import ERROR, MAX_IN_FLIGHT, Payload, Reducer, no_payload
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 
 __all__ = [
+    "ERROR",
     "MAX_IN_FLIGHT",
+    "Attendance",
     "BufferSync",
     "CommHook",
     "EarlySteps",
     "Forward",
     "GradientBucket",
     "GradientViews",
+    "Join",
     "Payload",
     "Phase",
     "Reducer",

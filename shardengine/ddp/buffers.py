@@ -19,8 +19,8 @@ class BufferSync:
         self._named = list(module.named_modules())  # the engine refuses a module that was added or replaced since
         self._collectives = collectives
 
-    def broadcast(self, *, persistent_only: bool) -> None:
-        """Every buffer becomes rank 0's; blocks."""
+    def broadcast(self, *, persistent_only: bool, source: int = 0) -> None:
+        """Every buffer becomes that of rank ``source``; blocks."""
         if self._collectives.mesh.ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
@@ -28,7 +28,7 @@ class BufferSync:
             by_dtype.setdefault(buffer.dtype, []).append((name, buffer))
         for named in by_dtype.values():
             flat = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
-            self._collectives.broadcast(flat, Named([name for name, _ in named]), Purpose.BUFFERS)
+            self._collectives.broadcast(flat, Named([name for name, _ in named]), Purpose.BUFFERS, source)
             with torch.no_grad():
                 for (_, buffer), part in zip(named, flat.split([b.numel() for _, b in named]), strict=True):
                     buffer.copy_(part.view_as(buffer))

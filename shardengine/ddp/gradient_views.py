@@ -245,6 +245,10 @@ class GradientViews:
         for index in touched:
             self._show(index)
 
+    def fix(self, why: str) -> None:
+        """What is shown may not be changed any more, and why; "" where it may."""
+        self._fixed = why
+
     def _show(self, index: int) -> None:
         parameter, view = self._parameters[index], self._made.get(index)
         if view is None or view.device != parameter.device:
@@ -297,6 +301,11 @@ class GradientViews:
         self.adopt()
         if self._again is not None:
             self._again()
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those of the layout, in its order."""
+        return self._parameters
 
     @property
     def squares(self) -> Tensor | None:

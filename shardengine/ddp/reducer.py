@@ -19,8 +19,8 @@ backward: its buckets are launched last, when backward ends.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, OnComplete, Purpose, Work
-from shardengine.ddp.comm_hooks import CommHook, Messages
+from shardengine.ddp.comm_hooks import CommHook, ErrorFeedback, FutureWork, GradBucket, Messages, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
@@ -36,9 +36,11 @@ from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
-from shardengine.sharding import Bucket, Layout
+from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
 
+ERROR = "comm_error"
+"""The key of flat slices of what messages have not said yet."""
 MAX_IN_FLIGHT = 3
 """Buckets whose reduction is under way at one moment."""
 
@@ -121,6 +123,10 @@ class _Order:
         """The first of ``left`` was launched."""
         self._position += 1
 
+    def place_of(self, index: int) -> int:
+        """Which one bucket ``index`` is."""
+        return self._order.index(index)
+
     def after(self, index: int) -> list[int]:
         """What is launched after bucket ``index``."""
         return self._order[self._order.index(index) + 1 :]
@@ -178,6 +184,9 @@ class Reducer:
         for state in self.buckets:
             for parameter in state.pieces:
                 self._of_parameter.setdefault(parameter, []).append(state)
+        if isinstance(hook, ErrorFeedback) and collectives.mesh.ranks > 1:
+            for bucket in buckets:
+                hook.allocate(bucket.layout.index, bucket.layout.length, collectives.mesh.device)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode()
         self.early_use = EarlyUse(step_state)
@@ -353,11 +362,12 @@ class Reducer:
         """The window is complete: agree on which parameters were used (``touched``); collective.
 
         payload: what else is exchanged, made of the complete gradient → every rank's values and host bytes, [ranks, …].
-        Where a rank has late gradients, or a backward was final before this one, those are added first.
+        With it goes what ranks say of their data (joining: [Note: Uneven inputs]). Where a rank has late gradients, or
+        a backward was final before this one, those are added first.
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
-        values, rows, found = self._exchange(payload(), self.used | ({self._parameters} if late else set()))
+        values, rows, found = self._exchange_all(payload, self.used | ({self._parameters} if late else set()))
         used = found - {self._parameters}
         self.early_use.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
@@ -366,9 +376,16 @@ class Reducer:
                 self._join(state, late_anywhere, used)
             self._finish(0)
             self.used |= self.touched
-            values, rows, used = self._exchange(payload(), self.used)
+            values, rows, used = self._exchange_all(payload, self.used)
         self.touched = used
-        return values, rows
+        self.step_state.join.hear(rows[:, 0].tolist())
+        return values, rows[:, 1:]
+
+    def _exchange_all(self, payload: Callable[[], Payload], numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
+        """As ``_exchange``, behind a byte of every rank."""
+        host, values = payload()
+        attends = torch.tensor([self.step_state.join.byte], dtype=torch.uint8)
+        return self._exchange(Payload(torch.cat([attends, host]), values), numbers)
 
     def _exchange(self, payload: Payload | None, numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
         """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
@@ -424,9 +441,13 @@ class Reducer:
                 state.accumulate(terms, rules)
 
         def then() -> Work | None:
+            whole = state.make_whole() if final and rules.gathers else None
+            if isinstance(self.hook, WholeGradients) and whole is not None:
+                whole.copy_(sent)  # it has brought all of it
             if sent is not partial:
                 self._pool.give(sent)
-            return self._gather(state, state.make_whole()) if final and rules.gathers else None
+            gathers = whole is not None and not isinstance(self.hook, WholeGradients)
+            return self._gather(state, whole) if gathers and whole is not None else None
 
         earlier = state.hand_over_total() if final and rules.ends_across else None
         target = Placement.SHARDED if final else rules.gradients
@@ -455,15 +476,19 @@ class Reducer:
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
-        hook."""
-        if self.hook is not None and self._mode.synchronise and not self._rounds_before_sending:
+        hook that makes messages."""
+        if self._makes_messages and self._mode.synchronise and not self._rounds_before_sending:
             return torch.float32
         waits = not self._mode.synchronise or self._rounds_before_sending
         return self.rules.accumulate if waits else state.wire
 
+    @property
+    def _makes_messages(self) -> bool:
+        return self.hook is not None and not isinstance(self.hook, WholeGradients)
+
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
         """``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
-        dtype = state.wire if self.hook is None else torch.float32
+        dtype = torch.float32 if self._makes_messages else state.wire
         if full.dtype is dtype:
             return full
         sent = self._pool.take(full.numel(), dtype)
@@ -479,13 +504,63 @@ class Reducer:
         earlier: Tensor | None = None,
     ) -> Work:
         bucket, hook = state.bucket, self.hook
+        if isinstance(hook, WholeGradients):
+            return self._reduce_by(hook, state, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
-        coding = None if hook is None else Messages(hook, bucket.layout.index)
+        errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
+        coding = None if hook is None else Messages(hook, errors)
         options: dict[str, Any] = {"earlier": earlier, "coding": coding}
         return self._collectives.move(
             full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, **options
         )
+
+    def _reduce_by(
+        self, hook: WholeGradients, state: GradientBucket, full: Tensor, on_complete: OnComplete, target: Placement
+    ) -> Work:
+        """A function of the user's brings the mean over ranks."""
+        layout, parameters = state.bucket.layout, self.views.parameters
+        pieces = list(state.pieces.values())
+        gradients = []
+        for piece in pieces:
+            flat, spec = full[piece.start - layout.start : piece.end - layout.start], self._spec(piece.parameter)
+            gradients.append(shaped(flat, spec) if spec.shape and flat.numel() == spec.numel else flat)
+        number, last = self._order.place_of(layout.index), len(self.buckets) - 1
+        bucket = GradBucket(number, number == last, full, gradients, [parameters[piece.parameter] for piece in pieces])
+        future = hook.begin(bucket)
+
+        def take() -> None:
+            full.copy_(hook.result(future, full))
+            on_complete([state.bucket.own_slice(full, target)])
+
+        def wait(works: Sequence[Any]) -> None:
+            works[0].wait()
+
+        works: Any = [FutureWork(future)]
+        return Work(works, wait, take)
+
+    def _spec(self, parameter: int) -> ParameterSpec:
+        return self.views.layout.parameters[parameter]
+
+    def register(self, hook: WholeGradients) -> None:
+        """``hook`` takes the place of the reductions, and of their divisor."""
+        self.hook, self.rules = hook, replace(self.rules, divisor=1)
+
+    def take_over(self, old: Reducer, before: Layout) -> None:
+        """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""
+        if isinstance(old.hook, WholeGradients):
+            self.register(old.hook)
+        targets = Targets(self.errors(self.views.layout))
+        for part in old.errors(before):
+            targets.receive(part)
+
+    def errors(self, layout: Layout) -> Iterator[FlatSlice]:
+        """What this rank's messages have not said yet, of all of every parameter; nothing without error feedback."""
+        if isinstance(self.hook, ErrorFeedback):
+            for each in (
+                state.bucket.layout for state in self.buckets if state.bucket.layout.index in self.hook.errors
+            ):
+                yield from slices_of(layout, each, (each.start, each.end), {ERROR: self.hook.errors[each.index]})
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout

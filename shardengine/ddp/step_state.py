@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from shardengine.ddp.joining import Join
 from shardengine.ddp.window import Window
 from shardengine.errors import InternalError, UsageError
 
@@ -74,7 +75,7 @@ class StepState:
     quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
     follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
     to · averaged: whether the weights are their averages now · offloaded: what ``offload_states`` has moved to the
-    host's memory.
+    host's memory · join: whether ranks may run out of data, and who has.
     """
 
     def __init__(self, window: Window, rank: int = 0, ranks: int = 1) -> None:
@@ -88,6 +89,7 @@ class StepState:
         self.summoned = self.edited = 0
         self.averaged = False
         self.offloaded: set[str] = set()
+        self.join = Join(rank, ranks)
 
     @property
     def early(self) -> EarlySteps:
@@ -165,6 +167,7 @@ class StepState:
         return self.window.close()
 
     def _reset(self, phase: Phase = Phase.EMPTY) -> None:
+        self.join.end_window()
         self.phase, self.quiet = phase, False
         self._early, self._early_torn = EarlySteps.NONE, False
 
@@ -251,6 +254,46 @@ def _outside_no_sync(state: StepState, call: str) -> str | None:
     return f"{call} inside no_sync() (rank {state.rank}): expected it after the `with` block"
 
 
+def _outside_join(state: StepState, call: str) -> str | None:
+    if not state.join.is_open or state.join.serves:
+        return None
+    return (
+        f"{call} inside engine.join() (rank {state.rank}), where ranks that have run out of data would not make that "
+        "call: expected it after the `with` block"
+    )
+
+
+def _nobody_gone(state: StepState, call: str) -> str | None:
+    if not state.join.gone:
+        return None
+    return (
+        f"{call} inside engine.join() (rank {state.rank}) after ranks {state.join.gone} have run out of data, which "
+        "do not make that call: expected it after the `with` block"
+    )
+
+
+def _one_backward_per_micro_batch(state: StepState, _call: str) -> str | None:
+    if state.phase is not Phase.AGREED or _outside_join(state, "") is None:
+        return None
+    return (
+        f"a second backward in the last micro-batch of a step inside engine.join() (rank {state.rank}), which ranks "
+        "that have run out of data would not know of: expected the losses of a forward to be added, and one backward"
+    )
+
+
+def _joined_window_whole(state: StepState, call: str) -> str | None:
+    return None if state.window.is_first else _outside_join(state, call)
+
+
+def _clipped_by_config(state: StepState, call: str) -> str | None:
+    if _outside_join(state, call) is None:
+        return None
+    return (
+        f"{call} inside engine.join() (rank {state.rank}): ranks that have run out of data would not clip; expected "
+        '"gradient_clipping" in the config, which every rank does'
+    )
+
+
 def _between_steps(state: StepState, call: str) -> str | None:
     if state.window.is_first:
         return None
@@ -332,7 +375,9 @@ def _untorn(state: StepState, _call: str) -> str | None:
 
 
 _NOTHING_STEPPED = (_not_updating, _not_stepping_early)
-_AT_REST = (_outside_full_params, _outside_editing, _outside_ema, *_NOTHING_STEPPED, _between_steps)
+_ALONE = (_outside_join, _outside_full_params, _outside_editing, _outside_ema)
+"""Not in the middle of something that other ranks have open, too."""
+_AT_REST = (*_ALONE, *_NOTHING_STEPPED, _between_steps)
 
 Call = Literal[
     "any", "backward", "another backward", "agreement", "step()", "update", "zero_grad()", "clip_grad_norm_",
@@ -340,45 +385,57 @@ Call = Literal[
     "save_pretrained", "optimizer.state_dict()", "optimizer.load_state_dict()", "load_state_dict", "save_checkpoint",
     "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
-    "optimizer.train() or eval()", "engine.ema()",
+    "optimizer.train() or eval()", "engine.ema()", "engine.join()", "a call of every rank", "saving",
+    "step(flush=True)",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
-"agreement" on gradients about, and "update" buckets."""
+"agreement" on gradients about, and "update" buckets. What a call needs before its first collective is asked there."""
 
 NEEDS: dict[Call, tuple[_Need, ...]] = {
     "any": (_reloaded,),
     "backward": (_outside_ema, *_NOTHING_STEPPED),
-    "another backward": (_reloaded, _outside_ema, *_NOTHING_STEPPED, _unbroken, _settled),
+    "another backward": (
+        _reloaded,
+        _outside_ema,
+        *_NOTHING_STEPPED,
+        _unbroken,
+        _settled,
+        _one_backward_per_micro_batch,
+    ),
     "agreement": (_not_updating,),
     "step()": (_outside_ema, _resumable, _unbroken, _backward_before, _outside_full_params, _outside_no_sync),
     "update": (_untorn,),
-    "zero_grad()": _NOTHING_STEPPED,
-    "clip_grad_norm_": (_complete, _not_updating),
-    "full_params(writable=True)": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "zero_grad()": (_joined_window_whole, *_NOTHING_STEPPED),
+    "clip_grad_norm_": (_clipped_by_config, _complete, _not_updating),
+    "full_params(writable=True)": (*_ALONE, *_NOTHING_STEPPED),
     "full_grads": (_complete,),
     "full_grads(writable=True)": (_complete, _not_updating),
-    "full_optimizer_state": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
-    "state_dict": (_not_updating,),
-    "save_pretrained": (_not_updating,),
-    "optimizer.state_dict()": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
-    "optimizer.load_state_dict()": (
-        _outside_ema,
-        _outside_full_params,
-        _outside_editing,
-        *_NOTHING_STEPPED,
-        _between_steps,
+    "full_optimizer_state": (*_ALONE, *_NOTHING_STEPPED),
+    "state_dict": (
+        _outside_join,
+        _not_updating,
     ),
-    "load_state_dict": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "save_pretrained": (
+        _outside_join,
+        _not_updating,
+    ),
+    "optimizer.state_dict()": (*_ALONE, *_NOTHING_STEPPED),
+    "optimizer.load_state_dict()": _AT_REST,
+    "load_state_dict": (*_ALONE, *_NOTHING_STEPPED),
     "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params),
-    "load_checkpoint": (_outside_ema, _outside_full_params, _outside_editing, _not_stepping_early, _between_steps),
-    "load_checkpoint after an interrupted step": (_outside_ema, _outside_full_params, _outside_editing),
-    "reset()": (_outside_ema, _outside_full_params, _outside_editing),
+    "load_checkpoint": (*_ALONE, _not_stepping_early, _between_steps),
+    "load_checkpoint after an interrupted step": _ALONE,
+    "reset()": _ALONE,
     "add_param_group()": (*_AT_REST, _outside_no_sync),
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
     "engine.ema()": (*_AT_REST, _outside_no_sync),
     "offload_states": _AT_REST,
+    "engine.join()": (*_AT_REST, _outside_no_sync),
+    "a call of every rank": (_outside_join,),
+    "saving": (_nobody_gone,),
+    "step(flush=True)": (_outside_join,),
     "close()": (_outside_ema, _outside_full_params),
-    "close(restore=False)": (_outside_ema, _outside_full_params, _outside_editing, *_NOTHING_STEPPED),
+    "close(restore=False)": (*_ALONE, *_NOTHING_STEPPED),
 }
 """What each call needs; the first that is missing says so."""

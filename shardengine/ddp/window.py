@@ -42,6 +42,11 @@ class Window:
         return self.done + 1 >= self.size if self._override is None else self._override
 
     @property
+    def is_overridden(self) -> bool:
+        """Whether ``set_boundary`` was called since the last step."""
+        return self._override is not None
+
+    @property
     def ends(self) -> bool:
         """Whether the backward that was begun last ends the window."""
         return self._open and self._ends

@@ -157,11 +157,12 @@ def build(
 def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs) -> Layout:
     """The layout of the parameters ``found``."""
     cap, align = config.zero_optimization.reduce_bucket_size, mesh.platform.alignment
-    hook = comm_hook_of(config)
+    hook, coding = comm_hook_of(config), weight_coding_of(config)
     block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
-    return layout.build(
-        found.specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas
-    )
+    options: dict[str, Any] = {"families": families, "replicas": mesh.replicas}
+    if coding is not None:
+        options["align_weights"] = coding.block
+    return layout.build(found.specs, mesh.ranks, cap, align, align_elements=block, **options)
 
 
 def comm_hook_of(config: Config) -> CommHook | None:
@@ -169,6 +170,11 @@ def comm_hook_of(config: Config) -> CommHook | None:
     if config.zero_optimization.zero_quantized_gradients:
         return comm_hooks.by_name("int8", {"error_feedback": False})
     return comm_hooks.by_name(config.comm_hook.name, config.comm_hook.params)
+
+
+def weight_coding_of(config: Config) -> CommHook | None:
+    """What weights travel as, see ``comm_hooks``; None: as they are."""
+    return comm_hooks.BlockHook("int8") if config.zero_optimization.zero_quantized_weights else None
 
 
 def _assemble(
@@ -282,6 +288,7 @@ def _footprint(
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
         message=comm_hooks.bytes_per_element(comm_hook_of(config)),
+        coded=comm_hooks.bytes_per_element(weight_coding_of(config)),
     )
 
 
@@ -334,6 +341,7 @@ def _give_threads(rank: int, *, offloads: bool) -> None:
 def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan: Layout, units: list[Unit]) -> Core:
     """The core that takes the place of ``core``, whose hooks are off, with a new layout and ``units`` made for it."""
     reducer, schedule = _drive(config, core.stage, core.collectives, core.pool, plan, units, core.step_state)
+    reducer.take_over(core.reducer, core.layout)
     deferred_gather, blocks = _expect(config, core.stage, core.collectives, model, found, units)
     new = replace(
         core,
@@ -382,7 +390,7 @@ def _drive(
     rules = _rules(config, stage, collectives.mesh.ranks)
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
-    schedule = Schedule(units, stage, collectives, reducer, prefetch)
+    schedule = Schedule(units, stage, collectives, reducer, prefetch, weight_coding_of(config))
     return reducer, schedule
 
 

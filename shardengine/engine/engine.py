@@ -28,9 +28,11 @@ from shardengine.engine import (
     arguments,
     assembly,
     closing,
+    comm_hooks,
     exchanging,
     export,
     full_access,
+    joining,
     loading_weights,
     monitors,
     offload_states,
@@ -213,10 +215,10 @@ class Engine(Inspection):
         self._need_core().verify_parameters()
         core = self._core = rebuild.follow(self._core, self.module, self.config, self.optimizer)
         core.schedule.restart()
-        training = self.module.training and torch.is_grad_enabled() and self._window.is_first
-        if self.config.broadcast_buffers and training and not self._buffers_sent:
-            core.buffers.broadcast(persistent_only=True)
-            self._buffers_sent = True
+        if torch.is_grad_enabled():
+            self._send_buffers()
+        elif core.stage.moves_weights:
+            core.step_state.require("a call of every rank", "a forward without grad")
         try:
             with core.precision.forward(core.mesh.platform.autocast_type):
                 return self.module(*args, **kwargs)
@@ -227,6 +229,13 @@ class Engine(Inspection):
             raise
 
     forward = __call__
+
+    def _send_buffers(self) -> None:
+        """Once in a window of training: those of rank 0, or of a rank that has data, to all."""
+        due = self.config.broadcast_buffers and self.module.training and self._window.is_first
+        if due and not self._buffers_sent:
+            self._core.buffers.broadcast(persistent_only=True, source=self._core.step_state.join.source)
+            self._buffers_sent = True
 
     @reports_failure("backward")
     def backward(
@@ -279,10 +288,57 @@ class Engine(Inspection):
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
         return ForWith("no_sync", self._window.no_sync)
 
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; on every rank, before the
+        first backward.
+
+        bucket: this rank's gradients, see ``comm_hooks.GradBucket``. hook: returns the mean over ranks, a flat tensor
+        as long as ``bucket.buffer()``, or a future of it; it is not divided any more. Hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` are such functions. Where a rank keeps a slice alone, it takes
+        that of the result, so that more is sent than without. What the hook sends is not in ``traffic()``.
+        """
+        comm_hooks.register(self._need_core(), hook, state)
+
+    @reports_failure_with("join")
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """``with`` this around the training loop ranks may have unequal numbers of batches; collective.
+
+        A rank whose loop has ended takes part with zeros in the micro-batches and steps of the others until all have
+        ended; then all leave, with the same weights, states and steps. A step that a rank began takes what it had. One
+        window without data follows the last one, in which the ranks learn that all have ended.
+
+        divide_by_initial_world_size: gradients are divided by all ranks; False: by those that had a micro-batch in the
+        step · enable: False does nothing · throw_on_early_termination: EarlyTerminationError on every rank in the first
+        step for which one has run out of data; that step is dropped. Inside, nothing that needs every rank's call but
+        the training itself: not ``clip_grad_norm_``, evaluation at stage 3, ``full_params``, ``state_dict`` and the
+        like, nor ``save_checkpoint`` once a rank has run out. At stage 3 such a rank gathers weights in the order of
+        its last step, or of the modules where it had none: every step runs the same modules in the same order.
+        """
+        for name, value in (
+            ("divide_by_initial_world_size", divide_by_initial_world_size),
+            ("enable", enable),
+            ("throw_on_early_termination", throw_on_early_termination),
+        ):
+            if not isinstance(value, bool):
+                raise UsageError(f"engine.join: expected {name}= as True or False, got {value!r}")
+        core, optimizer = self._need_core(), self._need_optimizer("join()")
+        if not enable:
+            return nullcontext()
+        loop = joining.Loop(self._send_buffers, self.step, self._drop_window, lambda: self.is_open)
+        return joining.joined(
+            core, optimizer, loop, by_active=not divide_by_initial_world_size, throws=throw_on_early_termination
+        )
+
     # The step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the current micro-batch ends the window; forgotten when the step is applied."""
+        self._core.step_state.require("a call of every rank", "set_gradient_accumulation_boundary()")
         self._window.set_boundary(bool(is_boundary))
 
     @reports_failure("step")
@@ -298,6 +354,8 @@ class Engine(Inspection):
         core, optimizer, window = self._need_core(), self._need_optimizer("step()"), self._window
         core.schedule.finish_open_backward()
         core.step_state.require("step()")
+        if flush:
+            core.step_state.require("step(flush=True)")
         optimizer.settle()
         self._verdict = None
         optimizer.watch_rates()
@@ -368,15 +426,19 @@ class Engine(Inspection):
                     self._monitors.note(step, values, late, optimizer.norm, micro_batches)
 
     def _close_window(self, core: Core, optimizer: ShardedOptimizer) -> int:
-        """Gradients are forgotten, the step counts. Returns its micro-batches."""
+        """Gradients are forgotten, the step counts. Returns its micro-batches on this rank."""
         core.reducer.release()
         optimizer.end_window()
+        core.schedule.recorded.end_window(regular=not self._window.is_overridden)
         self._buffers_sent = False
+        heard = core.step_state.join.heard
         micro_batches = core.step_state.close()
         self.global_steps += 1
-        self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.world_size
+        of_all = micro_batches * self.world_size if heard is None else heard.micro_batches(micro_batches)
+        self.global_samples += of_all * self.train_micro_batch_size_per_gpu()
+        own = micro_batches if heard is None else heard.micro_batches_of(self.rank, micro_batches)
         self._report.close_step(core.sent(), core.collectives.trace.waited_ns, micro_batches)
-        return micro_batches
+        return own
 
     def zero_grad(self) -> None:
         """Forget the gradients of the window; it starts anew.
@@ -386,13 +448,20 @@ class Engine(Inspection):
         """
         self._need_core().step_state.require("zero_grad()")
         self._core.schedule.finish_open_backward()
+        self._drop_window()
+
+    def _drop_window(self, total: int | None = None) -> None:
+        """total: as ``StepState.restart``; what was sent is of no step then."""
         self._core.schedule.reshard_all()
+        self._core.schedule.recorded.drop()
         self._core.reducer.release()
         self._buffers_sent = False
         if self.optimizer is not None:
             self.optimizer.end_window()
         self._monitors.forget()
-        self._core.step_state.restart()
+        self._core.step_state.restart(total)
+        if total is not None:
+            self._report.leave_out(self._core.sent())
 
     def _begin_window(self) -> None:
         """``engine.optimizer.zero_grad()``: nothing in the middle of a window, after a ``step()`` that counted, nor
@@ -518,7 +587,9 @@ class Engine(Inspection):
         Lanes: compute, communication, waiting. On a GPU all of them show when the device did it, which the host asks
         for when the ``with`` block ends: there it waits for the device.
         """
-        return traced(self._need_core().collectives, path)
+        core = self._need_core()
+        core.step_state.require("a call of every rank", "trace")
+        return traced(core.collectives, path)
 
     # Checkpoints: nothing is read or written here; `checkpoint/` is loaded at the first call
 
@@ -553,7 +624,7 @@ class Engine(Inspection):
         if self._saves is not None:
             from shardengine import checkpoint
 
-            self._need_core()
+            self._need_core().step_state.require("a call of every rank", "wait_for_checkpoint")
             checkpoint.finish(self)
 
     @reports_failure("load_checkpoint")

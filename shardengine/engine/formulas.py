@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+
 from shardengine import stages
 from shardengine.config import Config
 from shardengine.ddp import comm_hooks
@@ -14,7 +16,7 @@ from shardengine.engine.core import Core
 from shardengine.offload import Homes
 from shardengine.optim import Needs
 from shardengine.planner import Footprint, outside_bytes, wire_of
-from shardengine.sharding import Layout, Partition
+from shardengine.sharding import FlatBufferLayout, Layout, Partition
 
 
 def footprint_of(
@@ -38,6 +40,7 @@ def footprint_of(
         outside=outside_bytes(found or core.partition, core.precision),
         nodes=core.collectives.nodes,
         message=comm_hooks.bytes_per_element(core.reducer.hook),
+        coded=comm_hooks.bytes_per_element(core.schedule.coding),
     )
 
 
@@ -51,6 +54,12 @@ def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
     matrices, or of sums."""
     whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
     return float(whole) + sum(predicted_by_axis(core, micro_batches).values())
+
+
+def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
+    """Bytes per element of weights that travel otherwise than they are; None: they do not."""
+    floats = getattr(torch, flat_buffer.dtype).is_floating_point
+    return comm_hooks.bytes_per_element(core.schedule.coding) if floats else None
 
 
 def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
@@ -68,6 +77,7 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
             core.mesh.ranks,
             micro_batches=micro_batches,
             weight=flat_buffer.itemsize,
+            coded=_coded_bytes(core, flat_buffer),
             gradient=wire.itemsize,
             nodes=core.collectives.nodes(wire),
             replicas=core.mesh.replicas,

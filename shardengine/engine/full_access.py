@@ -44,6 +44,7 @@ class _Source:
 @contextmanager
 def full_params(core: Core, names: Iterable[str] | None, *, writable: bool) -> Iterator[None]:
     """Whole parameters inside the ``with``; collective. See ``Engine.full_params``."""
+    core.step_state.require("a call of every rank", f"full_params({'writable=True' if writable else ''})")
     core.await_weights()
     chosen = _agree_on_names(core, "full_params", names, writable)
     wanted = _members_of(core, None if names is None else chosen)
@@ -119,6 +120,7 @@ def full_grads(
     """Whole complete gradients inside the ``with``; collective. See ``Engine.full_grads``. scale: the loss scale."""
     core.schedule.finish_open_backward()
     reducer, step_state = core.reducer, core.step_state
+    step_state.require("a call of every rank", "full_grads")
     state_of_it = "complete" if step_state.is_agreed else "not complete"
     chosen = _agree_on_names(core, "full_grads", names, writable, {"state of the gradients": [state_of_it]})
     step_state.require("full_grads(writable=True)" if writable else "full_grads")

@@ -64,6 +64,10 @@ class Report:
         self.last_step = sent - self._before
         self._before, self.micro_batches = sent, micro_batches
 
+    def leave_out(self, sent: Counter[Purpose]) -> None:
+        """What was sent up to now since the last step belongs to none. sent: as ``close_step``."""
+        self._before = sent
+
     def data_bytes(self) -> int:
         """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
         return sum(self.last_step[purpose] for purpose in STEP)

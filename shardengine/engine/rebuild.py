@@ -58,7 +58,10 @@ def follow(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptim
         return core
     unfrozen = core.unfrozen()
     grouped = _group_of(optimizer)
-    if core.window.is_first and len(grouped) > sum(spec.is_stepped for spec in core.layout.parameters):
+    if unfrozen:
+        core.step_state.require("a call of every rank", f"unfreezing parameter {next(iter(unfrozen))!r}")
+    may_join = len(grouped) > sum(spec.is_stepped for spec in core.layout.parameters)
+    if core.window.is_first and may_join and not core.step_state.join.is_open:
         compare(core.collectives, {"set of unfrozen parameters": list(unfrozen)})
     for name, parameter in unfrozen.items():
         if id(parameter) not in grouped:
@@ -100,6 +103,7 @@ def add_group(
 ) -> Core:
     """Append ``group`` to the optimizer's, on all ranks or, with an error, on none; then as ``rebuild``. Collective."""
     core.schedule.finish_open_backward()
+    core.step_state.require("a call of every rank", "add_param_group()")
     optimizer.settle()
     groups = optimizer.param_groups
     before = dict(group) if isinstance(group, dict) else {}

@@ -238,9 +238,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"the same on every rank, this one has {groups}, loss scale {self.loss_scale:g}, changes of gradients "
                 f"with the digest {changes:08x} and losses divided by {sorted(self.divisors)}; set them and call "
                 f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
-                "every rank: average it over the ranks first"
+                "every rank: average it over the ranks first" + self._told_of_gone()
             )
-        self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.loss_scale)
+        self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.gradient_scale)
         if self.settings.fp16:  # inf - inf on the way is an overflow, too
             self.norm = self.norm.nan_to_num(nan=math.inf, posinf=math.inf)
         self.update = Update(None if self.update is None else self.update.max_norm)
@@ -248,9 +248,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._reducer.touched,
             sums[:, 1:].sum(dim=0),
             self._reducer.finish_gradients,
-            scale=self.loss_scale,
-            fixed=_STEPPED_WITH if self._step_state.must_be_stepped else "",
+            scale=self.gradient_scale,
+            fixed=_JOINED if self._step_state.join.is_open else self._stepped_with,
         )
+
+    def _told_of_gone(self) -> str:
+        gone = self._step_state.join.gone
+        return _GONE.format(gone) if gone else ""
+
+    @property
+    def _stepped_with(self) -> str:
+        """Why gradients may not be changed after backward; "" where they may."""
+        return _STEPPED_WITH if self._step_state.must_be_stepped else ""
 
     @property
     def is_exhausted(self) -> bool:
@@ -261,6 +270,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """What the loss of this window was multiplied with; a dynamic one is settled in each step."""
         return 1.0 if self.settings.scaler is None else self.settings.scaler.scale
+
+    @property
+    def gradient_scale(self) -> float:
+        """What the complete gradient is multiplied with: the loss scale, and the part of the ranks that had data where
+        the mean is over those."""
+        return self.loss_scale * self._step_state.join.share
 
     @property
     def scaling(self) -> dict[str, Any]:
@@ -282,10 +297,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             squares[parameter] = near if squares[parameter] is zero else squares[parameter] + near
             if self._layout.parameters[parameter].is_stepped:
                 total += near
+        divisors = () if self._step_state.join.is_open else self.divisors  # a rank without data has divided nothing
         options = [
             (key, describe(value)) for group in self.param_groups for key, value in group.items() if key != "params"
         ]
-        text = repr((options, self.scaling, self._reducer.views.digest, sorted(self.divisors)))
+        text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors)))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
         values = torch.stack([total, *squares])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
@@ -605,6 +621,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The gradients are complete, the update follows; see [Note: Once per step]."""
         self.refuse_late_hooks()
         if self._step_state.phase is not Phase.UPDATING:
+            self._reducer.views.fix(self._stepped_with)  # every rank calls hooks, also one without data
             torch_hooks.before_update(self.hooked)
 
     def call_post_hooks(self) -> None:
@@ -753,9 +770,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _factor(self, update: Update) -> Tensor | None:
         max_norm = self.settings.max_norm if update.max_norm is None else update.max_norm
-        if self.norm is None or (not max_norm and self.loss_scale == 1):
+        if self.norm is None or (not max_norm and self.gradient_scale == 1):
             return None
-        return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.loss_scale)
+        return kernels.gradient_factor(self._norm_now(self.norm), max_norm, self.gradient_scale)
 
     def verdict_now(self) -> Verdict:
         """Of the step that the present gradients would make."""
@@ -774,7 +791,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._reducer.views.multiplied:
             return norm
         stepped = [index for index in self._reducer.touched if self._counted(index) is not None]
-        return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.loss_scale)
+        return kernels.norm_from_squares(self._reducer.views.square(sorted(stepped)), self.gradient_scale)
 
     def _segments_ahead(self) -> list[dict[Label, Spans]]:
         """Per bucket what the coming step steps, if that touches everything: found once per step."""
@@ -791,6 +808,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
 
 
+_GONE = (
+    ". Ranks {} have run out of data inside engine.join(), where they do not do what the loop does to the optimizer: "
+    "give a scheduler to initialize as lr_scheduler"
+)
+_JOINED = (
+    'inside engine.join() ranks that have run out of data would not change theirs; expected "gradient_clipping" in '
+    "the config, or a hook before the optimizer's step"
+)
 _STEPPED_WITH = (
     "buckets are stepped with it in backward already: expected offload_optimizer.step_in_backward to be false"
 )

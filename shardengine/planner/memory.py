@@ -33,8 +33,9 @@ class Footprint:
 
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
-    nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · beside: bytes that
-    whole matrices, or sums, take in the step, at most · kept_whole: bytes of optimizer state that every rank keeps of
+    nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · coded: of what
+    weights travel as, if not as they are · beside: bytes that whole matrices, or sums, take in the step, at most ·
+    kept_whole: bytes of optimizer state that every rank keeps of
     parameters as a whole.
     """
 
@@ -48,6 +49,7 @@ class Footprint:
     outside: int
     nodes: Callable[[torch.dtype], int] = lambda dtype: 1
     message: float | None = None
+    coded: float | None = None
     beside: int = 0
     kept_whole: int = 0
 
@@ -168,7 +170,9 @@ class Footprint:
             return 0.0
         window = self.live_window()
         kept = window.blocks * self.layout.replicas / self.layout.ranks if self.stage.keeps_inside_after_forward else 0
-        return window.bytes + kept
+        narrowest = 2  # bytes of a weight that travels otherwise
+        messages = 0.0 if self.coded is None else window.bytes * self.coded / narrowest
+        return window.bytes + kept + messages
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Purpose
+from shardengine.comm import Coding, Collectives, Purpose
 from shardengine.ddp import Forward, Phase, Reducer
 from shardengine.errors import UsageError
 from shardengine.runtime.calls import Call, Calls, Line
 from shardengine.runtime.prefetch_order import PrefetchOrders
+from shardengine.runtime.recorded_window import Event, MicroBatch, RecordedWindow, What, in_order
 from shardengine.runtime.unit import Unit, UnshardState
 from shardengine.stages import Stage
 from shardengine.trace import COMPUTE, Moment
@@ -144,7 +145,8 @@ class Turn:
 
 
 class Schedule:
-    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements unsharded ahead at most, 0: none."""
+    """Answers the events of a pass. ``units[0]`` is the root. prefetch: elements unsharded ahead at most, 0: none ·
+    coding: makes what travels of weights."""
 
     def __init__(
         self,
@@ -153,8 +155,10 @@ class Schedule:
         collectives: Collectives,
         reducer: Reducer,
         prefetch: int,
+        coding: Coding | None = None,
     ) -> None:
         self.units = units
+        self.coding = coding
         self._stage = stage
         self._collectives = collectives
         self._reducer = reducer
@@ -169,6 +173,7 @@ class Schedule:
             flat_buffer.homes.weights is not None for unit in units for flat_buffer in unit.flat_buffers
         )
         self._calls = Calls()
+        self.recorded = RecordedWindow()
         self._grad_pass = True
         self._outermost: list[object] = []  # as often as it has called itself
         self._backward_expected = False
@@ -223,6 +228,8 @@ class Schedule:
             return
         if grad:
             self.finish_open_backward()
+        elif self._stage.moves_weights:
+            self._step_state.require("a call of every rank", "a forward without grad")
         self._outermost.append(module)
         self._grad_pass = grad
         self._backward_expected |= grad
@@ -231,12 +238,8 @@ class Schedule:
             self._calls.enter(module)
         for hold in self._holds:
             hold.depth = 0
-        root = self.units[0]
-        if not root.summoned:
-            if root.state is UnshardState.SHARDED:
-                self._unshard(root)
-            self._prefetch()
-            self._wait_for_unshard(root)
+        if not self.units[0].summoned:
+            self._need(0)
 
     def post_forward_root(self, module: object, views: Sequence[Tensor]) -> bool:
         """``module`` ended its forward; ``views``: tensors that it returned, which may be views of weights.
@@ -343,6 +346,7 @@ class Schedule:
             window.backward_failed()
             raise
         self._backward = Backward.BARE if bare else Backward.ENGINE
+        self.recorded.begin_backward(synchronises=window.synchronises)
         self.pre_backward_root()
 
     def pre_backward_root(self, forward: Forward | None = None, line: Line | None = None) -> None:
@@ -390,6 +394,7 @@ class Schedule:
         if not hold.forward_only:
             self._hold_for_backward(index, call, announced=announced)
         if call.line is None or (self._calls.is_last(call) and not self._calls.waits_for_others(call)):
+            self.recorded.note(What.ADMIT, index)
             self._reducer.admit(index)
 
     def _hold_for_backward(self, index: int, call: Call, *, announced: bool) -> None:
@@ -423,6 +428,7 @@ class Schedule:
             hold.depth = 0  # of recomputations that were broken off
             self._calls.over(call)
             if self._calls.is_last(call) and not hold.kept and not self._may_grow(call):
+                self.recorded.note(What.CLOSE, call.unit)
                 self._reducer.close(call.unit)
         if not self._calls.is_followed(call):
             self._reshard_unless_held(call.unit)
@@ -491,6 +497,11 @@ class Schedule:
         if self._stage.moves_weights:
             self._leave_behind(self._calls.finish())
         self._rest(spare_kept=True)
+        self.recorded.end_micro_batch(final=self._window.ends)
+        self._finish_gradients()
+
+    def _finish_gradients(self) -> None:
+        """No more gradients come in this backward."""
         self._reducer.finalize_backward()
         if self._step_state.phase is Phase.REDUCED:
             self._reducer.finish_gradients()
@@ -513,6 +524,66 @@ class Schedule:
             unit.recover()
         self._orders = PrefetchOrders()
         self._calls.forget()
+        self.recorded.drop()
+
+    def begin_serving(self) -> None:
+        """This rank has run out of data, maybe in the middle of a micro-batch, whose units stay where they are."""
+        self._backward = Backward.NONE
+        self._calls.forget()
+        self._outermost.clear()
+
+    @property
+    def guesses(self) -> bool:
+        """Whether ``next_micro_batch`` cannot know in which order units are gathered."""
+        return self._stage.moves_weights and self.recorded.is_empty
+
+    def next_micro_batch(self) -> MicroBatch:
+        """What other ranks do in the micro-batch for which this one has no data (recorded_window: [Note: Serving])."""
+        return self.recorded.micro_batch(self._window.micro_batches, MicroBatch(self._expected()))
+
+    def serve(self, events: Sequence[Event]) -> None:
+        """Take part with zeros in a micro-batch of other ranks, as ``events`` say; the backward is over then."""
+        self._grad_pass = True
+        try:
+            with self.recorded.paused():
+                for what, index in events:
+                    self._serve(what, index)
+                self.turn.take()
+                self._orders.of[True].end()
+                for unit in self.units if self._keeps_inside else ():
+                    unit.forget_kept()
+            self._backward = Backward.NONE
+            self._finish_gradients()
+        except BaseException:
+            self.backward_failed()
+            raise
+
+    def _expected(self) -> list[Event]:
+        if not self._stage.moves_weights:
+            return [(What.BACKWARD, 0)]
+        units = range(1, len(self.units))
+        first = next((index for index in units if self.trains(index)), len(self.units))
+        spared = [index for index in units if self._holds[index].forward_only]
+        after = What.KEEP if self._keeps_inside else What.RESHARD if self._stage.reshards_after_forward else None
+        return in_order(units, range(len(units), first - 1, -1), spared, after)
+
+    def _serve(self, what: What, index: int) -> None:
+        unit = self.units[index]
+        if what is What.BACKWARD:
+            self.begin_backward()
+        elif what in (What.REQUEST, What.AGAIN):
+            self._orders.request(True, index, turned=what is What.AGAIN)
+        elif what is What.NEED:
+            self._need(index)
+        elif what is What.AHEAD:
+            self._prefetch()
+        elif what in (What.RESHARD, What.KEEP) and unit.state is not UnshardState.SHARDED:
+            self._wait_for_unshard(unit)
+            unit.reshard(keep_inside=what is What.KEEP)
+        elif what is What.ADMIT:
+            self._reducer.admit(index)
+        elif what is What.CLOSE:
+            self._reducer.close(index)
 
     def detach(self) -> None:
         """At rest: another schedule takes over. Graphs of old forwards still reach this one, and are refused."""
@@ -550,31 +621,42 @@ class Schedule:
         for unit, hold in zip(self.units, self._holds, strict=True):
             if spare(unit, hold):
                 continue
-            if unit.state is UnshardState.UNSHARDING:
-                unit.wait_for_unshard()
-            if unit.state is UnshardState.UNSHARDED:
+            if unit.state is not UnshardState.SHARDED:
+                self._note(What.RESHARD, unit.index)
+                self._wait_for_unshard(unit)
                 unit.reshard(abandon=hold.lent)
             if self._grad_pass:
                 unit.forget_kept()
             hold.clear()
 
     def _request(self, index: int) -> None:
-        unit = self.units[index]
-        self._orders.request(self._grad_pass, index, turned=not self._outermost)
+        turned = not self._outermost
+        self._note(What.AGAIN if turned else What.REQUEST, index)
+        self._orders.request(self._grad_pass, index, turned=turned)
         self._end_wait(but=index)
+        self._need(index)
+
+    def _need(self, index: int) -> None:
+        self._note(What.NEED, index)
+        unit = self.units[index]
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
         self._prefetch()
         self._wait_for_unshard(unit)
 
     def _unshard(self, unit: Unit) -> None:
-        unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION)
+        unit.unshard(self._collectives, Purpose.WEIGHTS if self._grad_pass else Purpose.EVALUATION, self.coding)
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is UnshardState.SHARDED:
             self._unshard(unit)
         if unit.state is UnshardState.UNSHARDING:
             unit.wait_for_unshard()
+
+    def _note(self, what: What, index: int = 0) -> None:
+        """Without grad a rank may run what others do not."""
+        if self._grad_pass:
+            self.recorded.note(what, index)
 
     def _end_wait(self, *, but: int) -> None:
         """What waits since its forward is resharded, as another unit than ``but`` is needed."""
@@ -585,6 +667,7 @@ class Schedule:
     def _reshard_unless_held(self, index: int) -> None:
         """Reshard unit ``index`` unless something holds it; then there is room to unshard ahead."""
         if self._reshard(index):
+            self._note(What.AHEAD)
             self._prefetch()
 
     def _reshard(self, index: int) -> bool:
@@ -592,7 +675,9 @@ class Schedule:
         if hold.depth or hold.calls or hold.kept or hold.lent or unit.state is not UnshardState.UNSHARDED:
             return False
         keeps = self._keeps_inside and not self.in_backward and not hold.forward_only
-        unit.reshard(keep_inside=keeps and (self._grad_pass or unit.keeps_inside))
+        keeps = keeps and (self._grad_pass or unit.keeps_inside)
+        self._note(What.KEEP if keeps else What.RESHARD, index)
+        unit.reshard(keep_inside=keeps)
         return True
 
     def _trace(self, what: str, index: int, hold: Hold) -> None:

@@ -23,7 +23,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, Purpose, Work
+from shardengine.comm import Coding, Collectives, Purpose, Work
 from shardengine.errors import InternalError
 from shardengine.offload import Done, ShardStore
 from shardengine.sharding import SHARDED, Bucket, Elsewhere, FlatBuffer, Layout, mark_weights, reveal
@@ -144,8 +144,13 @@ class Unit:
             if bucket.weight_store is not None:
                 yield bucket.weight_store
 
-    def unshard(self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS) -> None:
-        """SHARDED → UNSHARDING: start the all-gather of every bucket. After an error the unit is SHARDED."""
+    def unshard(
+        self, collectives: Collectives, purpose: Purpose = Purpose.WEIGHTS, coding: Coding | None = None
+    ) -> None:
+        """SHARDED → UNSHARDING: start the all-gather of every bucket. After an error the unit is SHARDED.
+
+        coding: makes what travels of weights that are floating-point numbers and rest sharded.
+        """
         try:
             for flat_buffer in self.flat_buffers:
                 flat_buffer.allocate()
@@ -158,8 +163,10 @@ class Unit:
             for bucket in self.buckets():
                 self._loading.append(bucket.load_shard())
                 with collectives.mesh.platform.loads.is_current() if bucket.loads_from_away else nullcontext():
+                    coded = bucket.kept_inside is None and bucket.full.is_floating_point()
+                    whole = bucket.full, bucket.gathers_from, Placement.REPLICATED
                     self._in_flight.append(
-                        collectives.move(bucket.full, bucket.gathers_from, Placement.REPLICATED, bucket.layout, purpose)
+                        collectives.move(*whole, bucket.layout, purpose, coding=coding if coded else None)
                     )
         except BaseException:
             self._abort_unshard()

@@ -318,6 +318,7 @@ def build(
     align_elements: int = ALIGN_ELEMENTS,
     families: Sequence[int] = (),
     replicas: int = 1,
+    align_weights: int = 1,
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
@@ -326,7 +327,7 @@ def build(
     The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
     is expected to fill them: last unit first, the root last; inside, parameters in reverse registration order.
     align_elements: what is trainable starts at multiples of so many, where states are kept in blocks · replicas: shard
-    groups of the ranks.
+    groups of the ranks · align_weights: everything starts at multiples of so many, where weights travel in blocks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
@@ -339,7 +340,7 @@ def build(
             family = families[specs[i].group] if families and specs[i].is_stepped else 0
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
-            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
+            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1, align_weights)
             slots = _place(specs, chosen[::-1], align, bucket_elements)
             buckets: list[BucketLayout] = []
             starts = [slot.start for slot in slots]

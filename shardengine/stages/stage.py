@@ -134,13 +134,14 @@ class Stage:
         replicas: int = 1,
         partial: float = 4,
         message: float | None = None,
+        coded: float | None = None,
     ) -> float:
         """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
 
         The sum of ``bytes_by_axis``, see there.
         """
         counts = {"micro_batches": micro_batches, "nodes": nodes, "replicas": replicas}
-        sizes = {"weight": weight, "gradient": gradient, "partial": partial, "message": message}
+        sizes = {"weight": weight, "gradient": gradient, "partial": partial, "message": message, "coded": coded}
         by_axis = self.bytes_by_axis(volume, ranks, **counts, **sizes)  # type: ignore[arg-type]  # two kinds in one
         return sum(by_axis.values())
 
@@ -156,13 +157,15 @@ class Stage:
         replicas: int = 1,
         partial: float = 4,
         message: float | None = None,
+        coded: float | None = None,
     ) -> dict[Axis, float]:
         """Bytes that one rank sends per optimizer step inside of its shard group and across the groups.
 
         replicas: shard groups · nodes: where there is one group, gradients are added inside of so many nodes first;
         that is then what is inside, and what is across lies between them · partial: bytes per element of a sum that
-        travels across · message: of what a communication hook sends in a reduction, instead of both. Control traffic
-        (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
+        travels across · message: of what a communication hook sends in a reduction, instead of both · coded: of weights
+        that are gathered from where they rest. Control traffic (norm, used-flags), buffers and ``no_sync`` are not in
+        it. Source: ZeRO, section 7.
         """
         sent = {Axis.INSIDE: 0.0, Axis.ACROSS: 0.0}
 
@@ -190,5 +193,7 @@ class Stage:
             (self.weights_after_backward, volume.twice + volume.once),
             (self.weights_after_forward, volume.twice),
         ):
-            move(resting, Placement.REPLICATED, elements * micro_batches, weight)
+            rests = resting is self.weights_after_backward
+            size = coded if coded is not None and rests else weight
+            move(resting, Placement.REPLICATED, elements * micro_batches, size)
         return sent

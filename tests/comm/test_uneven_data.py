@@ -36,7 +36,10 @@ STAGES = list(cases.STAGES)
 STEPS = 2
 TIMEOUT_S = 110.0
 """A rank that waits for so long has not been told."""
-SAME = "Give every rank the same number of batches, and make the same calls on every rank"
+SAME = (
+    "Give every rank the same number of batches, or train inside `with engine.join():`, and make the same calls on "
+    "every rank"
+)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ floats           fp16 and bf16
 blocks           int8 and int4 in blocks
 error_feedback   around another one: what was lost is added to the next message
 noop             nothing
+whole_gradients  functions of the user's, and torch's hooks
 
 Must not know: groups, stages, where gradients rest.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardengine.comm import Coding
 from shardengine.ddp.comm_hooks.blocks import BLOCK, BlockHook
 from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
 from shardengine.ddp.comm_hooks.hook import CommHook, Messages
 from shardengine.ddp.comm_hooks.noop import NoopHook
+from shardengine.ddp.comm_hooks.whole_gradients import FutureWork, GradBucket, WholeGradients
 
 
 def by_name(name: str, params: Mapping[str, Any]) -> CommHook | None:
@@ -31,7 +34,7 @@ def by_name(name: str, params: Mapping[str, Any]) -> CommHook | None:
     return ErrorFeedback(hook) if params.get("error_feedback", name in ("int8", "int4")) else hook
 
 
-def bytes_per_element(hook: CommHook | None) -> float | None:
+def bytes_per_element(hook: Coding | None) -> float | None:
     """That travel in a reduction, the scales of whole blocks included; None: what travels without a hook."""
     return None if hook is None else hook.bytes_of(BLOCK) / BLOCK
 
@@ -41,8 +44,11 @@ __all__ = [
     "CommHook",
     "ErrorFeedback",
     "FloatHook",
+    "FutureWork",
+    "GradBucket",
     "Messages",
     "NoopHook",
+    "WholeGradients",
     "by_name",
     "bytes_per_element",
 ]

@@ -23,6 +23,10 @@ class ErrorFeedback(CommHook):
         self.wire, self.block, self.sends = inner.wire, inner.block, inner.sends
         self.errors: dict[int, Tensor] = {}
 
+    def allocate(self, bucket: int, length: int, device: torch.device) -> None:
+        """No error yet of the bucket with this number."""
+        self.errors[bucket] = torch.zeros(length, dtype=torch.float32, device=device)
+
     def bytes_of(self, elements: int) -> int:
         """Those of ``inner``."""
         return self._inner.bytes_of(elements)
@@ -37,12 +41,11 @@ class ErrorFeedback(CommHook):
 
     def before(self, bucket: int, full: Tensor) -> None:
         """Add the error of the bucket's last message."""
-        if bucket in self.errors:
-            full.add_(self.errors[bucket])
+        full.add_(self.errors[bucket])
 
     def after(self, bucket: int, full: Tensor, messages: Tensor, receivers: int) -> None:
         """Keep the error of this one."""
-        error = self.errors.setdefault(bucket, torch.empty_like(full))
+        error = self.errors[bucket]
         for part, message in zip(error.chunk(receivers), messages.chunk(receivers), strict=True):
             self._inner.decode(message, part)
         torch.sub(full, error, out=error)

@@ -1,0 +1,113 @@
+"""Hooks of the user's, as torch's DDP takes them: a function that is given a bucket's gradient of this rank, and brings
+that of all ranks.
+
+Must not know: where the result rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardengine.ddp.comm_hooks.hook import CommHook
+from shardengine.errors import UsageError
+
+
+class GradBucket:
+    """What such a hook is given, with the methods of ``torch.distributed.GradBucket``.
+
+    A parameter may lie in several buckets: of one that is cut ``gradients`` has a flat part.
+    """
+
+    def __init__(
+        self, index: int, last: bool, buffer: Tensor, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._index, self._last, self._buffer = index, last, buffer
+        self._gradients, self._parameters = list(gradients), list(parameters)
+
+    def index(self) -> int:
+        """The bucket's number; 0 is reduced first."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last one that is reduced in this backward."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """All of it, flat: gradients, and zeros between them; the sum over the micro-batches that were not reduced."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let ``buffer`` take the place of that; it is not read by the engine."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, in the order of ``parameters``."""
+        return self._gradients
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients these are."""
+        return self._parameters
+
+
+class WholeGradients(CommHook):
+    """``function(state, bucket)`` returns the mean over ranks of the bucket's buffer, or a future of it, as torch's
+    hooks do: ``torch.distributed.algorithms.ddp_comm_hooks``."""
+
+    name = "a function"
+
+    def __init__(self, state: Any, function: Callable[[Any, Any], Any]) -> None:
+        self._state, self._function = state, function
+
+    def bytes_of(self, elements: int) -> int:
+        """Not known, and not counted."""
+        return 0
+
+    def begin(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Call it."""
+        given = self._function(self._state, bucket)
+        if isinstance(given, Tensor):
+            ready: torch.futures.Future[Any] = torch.futures.Future()
+            ready.set_result(given)
+            return ready
+        if not hasattr(given, "wait"):
+            raise UsageError(
+                f"the communication hook {self._label} returned {type(given).__name__}: expected a tensor, or a future "
+                "of one"
+            )
+        return given
+
+    def result(self, future: torch.futures.Future[Any], like: Tensor) -> Tensor:
+        """What ``begin`` has led to: as long as ``like``, flat."""
+        given = future.wait()
+        if isinstance(given, (list, tuple)) and len(given) == 1:
+            given = given[0]
+        if not isinstance(given, Tensor) or given.numel() != like.numel():
+            came = f"{given.numel()} elements" if isinstance(given, Tensor) else type(given).__name__
+            raise UsageError(
+                f"the communication hook {self._label} gave {came}: expected a tensor of the bucket's {like.numel()}"
+            )
+        return given.detach().reshape(-1)
+
+    @property
+    def _label(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+
+class FutureWork:
+    """A future, waited for as torch's Work is."""
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Whether it is there."""
+        return self._future.done()
+
+    def wait(self, _timeout: Any = None) -> bool:
+        """Until it is; an error of it is raised."""
+        self._future.wait()
+        return True

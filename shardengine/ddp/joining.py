@@ -1,0 +1,160 @@
+"""Ranks with unequal numbers of batches: what each says of its own in the step's message, and what it hears.
+
+Owns: that byte, who has run dry, what a gradient is divided by then. Must not know: how a rank without data takes part.
+
+[Note: Uneven inputs] Inside of ``engine.join()`` a rank whose body has ended takes part in the windows of the others
+with zeros. Nobody tells them beforehand: in the message with which ranks agree on a window's gradients each one has a
+byte that says how many micro-batches of its own that window had, if it has no more. So all ranks know the same, and
+act on it in the same window: a window in which every rank has run dry is the last one, and is dropped where none had a
+micro-batch in it. One that ends with the last window cannot know that it does, so that one window without data follows
+the last one with data, once, unless all ranks run dry in the middle of a window.
+
+The byte is in every step's message, also where no join is open: a rank that has called ``engine.join`` alone would
+otherwise send a longer message than the others, and nobody could be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardengine.errors import EarlyTerminationError, MismatchError
+
+_NONE, _HAS_DATA, _MOST = 63, 62, 61
+_BY_ACTIVE, _THROWS = 128, 64
+"""The byte: the lower six bits are a rank's micro-batches of this window, at most ``_MOST``, where it has run dry; else
+``_HAS_DATA``, or ``_NONE`` where no join is open. The upper two are the options."""
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What every rank has said of a window. own: a rank's micro-batches in it, None where it still has data."""
+
+    own: tuple[int | None, ...]
+
+    @property
+    def dry(self) -> list[int]:
+        """The ranks that have no more data."""
+        return [rank for rank, count in enumerate(self.own) if count is not None]
+
+    @property
+    def active(self) -> list[int]:
+        """The ranks that had a micro-batch."""
+        return [rank for rank, count in enumerate(self.own) if count != 0]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has run dry."""
+        return len(self.dry) == len(self.own)
+
+    def micro_batches_of(self, rank: int, whole: int) -> int:
+        """Those of ``rank``. whole: of a rank that has data."""
+        count = self.own[rank]
+        return whole if count is None else count
+
+    def micro_batches(self, whole: int) -> int:
+        """Of all ranks together; as ``micro_batches_of``."""
+        return sum(self.micro_batches_of(rank, whole) for rank in range(len(self.own)))
+
+
+class Join:
+    """Whether ``engine.join`` is open on this rank (``serves``: and this rank has run dry), and what was heard.
+
+    source: the rank whose buffers are everybody's, the first that had a micro-batch in the last window · heard: of the
+    running window, None: nothing yet · gone: the ranks that are known to have run dry.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self.is_open = False
+        self.serves = False
+        self.source = 0
+        self._by_active = self._throws = False
+        self._own: int | None = None
+        self.heard: Attendance | None = None
+        self.gone: list[int] = []
+
+    def open(self, *, by_active: bool, throws: bool) -> None:
+        """``engine.join`` begins. by_active: the mean is over ranks with a micro-batch · throws: if one runs dry."""
+        self.is_open, self._by_active, self._throws = True, by_active, throws
+
+    def run_dry(self, own: int) -> None:
+        """This rank has no more data; it had ``own`` micro-batches of the running window."""
+        self._own, self.serves = own, True
+
+    def close(self) -> None:
+        """``engine.join`` ends, in whichever way."""
+        self.is_open = self.serves = self._by_active = self._throws = False
+        self._own, self.heard, self.source, self.gone = None, None, 0, []
+
+    def end_window(self) -> None:
+        """The window was stepped or dropped: what was heard of it holds no longer."""
+        if self.heard is not None and self.heard.active:
+            self.source = self.heard.active[0]
+        self.heard = None
+        self._own = None if self._own is None else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has no micro-batch in the running window."""
+        return self._own == 0
+
+    @property
+    def share(self) -> float:
+        """By what the window's gradient is too small: the part of the ranks that had a micro-batch, where the mean is
+        over those; else 1."""
+        if not self._by_active or self.heard is None or not self.heard.active:
+            return 1.0
+        return len(self.heard.active) / self._ranks
+
+    @property
+    def byte(self) -> int:
+        """What this rank says."""
+        if not self.is_open:
+            return _NONE
+        own = _HAS_DATA if self._own is None else min(self._own, _MOST)
+        return own | _BY_ACTIVE * self._by_active | _THROWS * self._throws
+
+    def hear(self, said: Sequence[int]) -> None:
+        """Every rank's byte. ``MismatchError`` where they differ in what is open; ``EarlyTerminationError`` where that
+        was asked for. Both are raised on every rank."""
+        options = [None if each & 63 == _NONE else each & ~63 for each in said]
+        if any(option != options[0] for option in options):
+            raise MismatchError(_differ(options))
+        if not self.is_open:
+            return
+        counts = tuple(None if each & 63 == _HAS_DATA else each & 63 for each in said)
+        self.heard = Attendance(counts)
+        self.gone = self.heard.dry
+        if self._throws and self.heard.dry and len(set(counts)) > 1:
+            raise EarlyTerminationError(_early(counts))
+
+
+def _differ(options: Sequence[int | None]) -> str:
+    without = [rank for rank, option in enumerate(options) if option is None]
+    if without:
+        inside = [rank for rank, option in enumerate(options) if option is not None]
+        return (
+            f"engine.join() is open on ranks {inside} and not on ranks {without}: expected `with engine.join():` with "
+            "the same enable= around the loop of every rank; then engine.zero_grad() on every rank"
+        )
+    shown = [
+        f"rank {rank}: divide_by_initial_world_size={not option & _BY_ACTIVE}, throw_on_early_termination="
+        f"{bool(option & _THROWS)}"
+        for rank, option in enumerate(options)
+        if option is not None
+    ]
+    return f"engine.join(): expected the same arguments on every rank, got {'; '.join(shown)}"
+
+
+def _early(counts: Sequence[int | None]) -> str:
+    most = max((count for count in counts if count is not None), default=0)
+    fewer = {rank: count for rank, count in enumerate(counts) if count is not None and (None in counts or count < most)}
+    had = ", ".join(f"rank {rank} had {count}" for rank, count in fewer.items())
+    others = [rank for rank in range(len(counts)) if rank not in fewer]
+    return (
+        f"engine.join(throw_on_early_termination=True): ranks {list(fewer)} have run out of data before ranks {others} "
+        f"(micro-batches of this step: {had}); the step is dropped on every rank. Expected the same number of batches "
+        "on every rank, or throw_on_early_termination=False, with which the others go on"
+    )

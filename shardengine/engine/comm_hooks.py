@@ -1,0 +1,29 @@
+"""A communication hook of the user's joins an engine. Must not know: what a hook does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardengine.ddp.comm_hooks import WholeGradients
+from shardengine.engine.core import Core
+from shardengine.errors import UsageError
+
+
+def register(core: Core, hook: Any, state: Any) -> None:
+    """See ``Engine.register_comm_hook``. ``UsageError`` where it cannot be served."""
+    where = f"engine.register_comm_hook (rank {core.mesh.rank})"
+    if not callable(hook):
+        order = ": the state comes first" if callable(state) else ""
+        raise UsageError(f"{where}: expected hook as a function of (state, bucket), got {type(hook).__name__}{order}")
+    if core.reducer.hook is not None:
+        raise UsageError(f"{where}: expected no other hook, got one beside {core.reducer.hook.name}")
+    if core.mesh.replicas > 1:
+        raise UsageError(
+            f"{where}: expected one shard group, got {core.mesh.replicas}: the hook brings the mean over all ranks, "
+            "and here they are added up inside of the groups first; take a comm_hook of the config, or no shard groups"
+        )
+    if core.window.micro_batches or core.window.total:
+        raise UsageError(
+            f"{where}: expected it before the first backward, got it after {core.window.total} micro-batches"
+        )
+    core.reducer.register(WholeGradients(state, hook))

@@ -1,0 +1,119 @@
+"""Uneven inputs: a rank that has run out of data takes part in the steps of the others until all have.
+
+Owns: what it does instead of its loop. Must not know: how ranks hear of each other (ddp/joining), in which order
+collectives are issued (runtime/recorded_window), how a step is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from shardengine.ddp import Join
+from shardengine.engine.core import Core
+from shardengine.errors import CommunicationError, EarlyTerminationError, MismatchError, UsageError
+from shardengine.optim import ShardedOptimizer
+
+_open: list[Join] = []
+"""Of the engines of this process."""
+
+
+_GUESSED = (
+    "Rank {} had no data for a whole step inside engine.join() so far, so it gathered units in the order in which the "
+    "model lists its modules, which is perhaps not that in which it runs them: expected a step with data on every rank "
+    "before one runs out of it, or stage 0, 1 or 2, where nothing depends on that order"
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a loop does with the engine. buffers: what its forward sends of them, if that is due · step: as the
+    engine's · drop: the window; total: as ``StepState.restart`` · is_open: whether the engine is."""
+
+    buffers: Callable[[], None]
+    step: Callable[[], None]
+    drop: Callable[[int | None], None]
+    is_open: Callable[[], bool]
+
+
+@contextmanager
+def joined(core: Core, optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: bool) -> Iterator[None]:
+    """See ``Engine.join``. by_active: the mean is over the ranks that have data · throws: if one runs out of it."""
+    core.schedule.finish_open_backward()
+    core.step_state.require("engine.join()")
+    if (by_active or throws) and optimizer.steps_early:
+        raise UsageError(
+            "engine.join: with offload_optimizer.step_in_backward buckets are stepped before it is known which ranks "
+            "have data: expected divide_by_initial_world_size=True and throw_on_early_termination=False, or that key "
+            "to be false"
+        )
+    if _open:
+        raise UsageError(
+            "engine.join() inside another engine's join(): a rank without data would serve one engine until its end, "
+            "while the others wait for it in the other one; expected one engine per loop"
+        )
+    join = core.step_state.join
+    join.open(by_active=by_active, throws=throws)
+    _open.append(join)
+    try:
+        yield
+        if loop.is_open():
+            _serve_until_all_have_run_dry(core, optimizer, loop)
+    except EarlyTerminationError:  # on every rank, before the step
+        join.close()
+        loop.drop(None)
+        raise
+    except (CommunicationError, MismatchError):
+        raise  # what this rank has said of it stands
+    except BaseException as error:
+        failures = core.collectives.failures
+        if failures.knows(error):  # a call of the engine has reported it
+            raise
+        with failures.reports_failure("engine.join()", lambda _: "in its body"):
+            raise
+    finally:
+        join.close()
+        _open.remove(join)
+
+
+def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop: Loop) -> None:
+    state, join = core.step_state, core.step_state.join
+    core.schedule.finish_open_backward()
+    if state.is_agreed:  # the body has ended between a window's last backward and its step
+        loop.step()
+    core.schedule.begin_serving()
+    join.run_dry(state.window.micro_batches)
+    over = False
+    while not over:
+        before, norm = state.window.completed, optimizer.norm
+        _serve_window(core, loop)
+        heard = join.heard
+        if heard is None or not heard.active:
+            loop.drop(before)
+            optimizer.norm = norm
+            return
+        over = heard.is_over
+        loop.step()
+    if join.source:
+        loop.buffers()
+
+
+def _serve_window(core: Core, loop: Loop) -> None:
+    """What is left of the window, up to what is heard of it, with zeros."""
+    state, window, schedule = core.step_state, core.window, core.schedule
+    guesses = schedule.guesses
+    while not state.is_agreed:
+        loop.buffers()
+        part = schedule.next_micro_batch()
+        with nullcontext() if part.synchronises else window.no_sync():
+            try:
+                schedule.serve(part.events)
+            except EarlyTerminationError:
+                raise
+            except MismatchError as error:
+                if not guesses:
+                    raise
+                raise MismatchError(f"{error}. {_GUESSED.format(state.rank)}") from error
+        if not state.is_agreed and part.synchronises:
+            window.count()
