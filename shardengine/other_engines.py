@@ -39,12 +39,15 @@ _STATE_DICT = "call `engine.state_dict()` on every rank: rank 0 gets the whole s
 _REDUCED = "gradients are reduced in `engine.backward(loss)`, and in `loss.backward()`"
 _JOIN = "use `with engine.join():` around the loop where ranks have unequal numbers of batches"
 _NO_SYNC = "use `with engine.no_sync():` for micro-batches that do not communicate"
-_DIVISOR = "sums over ranks are divided by the number of ranks, or by nothing: `gradient_allreduce_op` in the config"
+_DIVISOR = (
+    "sums over ranks are divided once, by their number, or by what `engine.set_gradient_divide_factor(factor)` or "
+    "`gradient_divide_factor` in the config says"
+)
 _SCALE = "read `engine.get_loss_scale()`"
 _LEFT_OUT = "ask `engine.was_step_applied()` after the step; `engine.skipped_steps` counts those that were skipped"
 _BUFFERS = "buffers are broadcast before the first micro-batch of a step: `broadcast_buffers` in the config"
 _FREED = "`engine.offload_states()` moves what rests on the device to host memory and frees transient buffers"
-_FIXED_BATCH = "the batch is the config's; `engine.step(flush=True)` ends a window of micro-batches early"
+_OWN_COUNT = "`engine.set_train_batch_size(samples)` changes it; `engine.step(flush=True)` ends a window early"
 _LOOP = "a training loop calls `engine(...)`, `engine.backward(loss)` and `engine.step()` itself"
 _RANK = "read `engine.rank`"
 _RANKS = "read `engine.world_size`"
@@ -58,7 +61,8 @@ _ANNOUNCED = "every call of the engine that is collective keeps the ranks in ste
 _ITS_OWN = "this is how another engine works inside; nothing has to be called here"
 _DATA = "the engine makes no data loader; give each rank its own part with a torch DistributedSampler"
 _UNUSED = (
-    "unused parameters are supported at every stage without being announced, also such as change from step to step"
+    "unused parameters are supported at every stage without being announced, also such as change from step to step; "
+    "with `static_graph` in the config they may not change"
 )
 _ALWAYS = "nothing has to be said about it; the config says what there is to choose"
 _NO_KEY = "that key has no effect here; `shardengine config FILE --resolved` prints the values in effect"
@@ -118,7 +122,7 @@ ENGINE: Mapping[str, str] = {
         "`engine.set_gradient_accumulation_boundary(b)` before its backward",
     ),
     **_each(
-        "set_gradient_divide_factor set_reduce_scatter_divide_factor set_gradient_divide_factors "
+        "set_reduce_scatter_divide_factor set_gradient_divide_factors "
         "gradient_predivide_factor postscale_gradients gradient_average set_force_sum_reduction_for_comms",
         _DIVISOR,
     ),
@@ -154,7 +158,8 @@ ENGINE: Mapping[str, str] = {
     ),
     # The step
     "clip_fp32_gradients": "call `engine.clip_grad_norm_(max_norm)` before the step, or set `gradient_clipping`",
-    "clip_grad_value_": "call torch.nn.utils.clip_grad_value_(engine.parameters(), value) before `engine.step()`",
+    "clip_grad_value_": "call torch.nn.utils.clip_grad_value_(engine.parameters(), value) before `engine.step()`, or "
+    "set `gradient_clipping_value`",
     **_each("unscale_gradients unscale_", "`engine.step()` takes the loss scale off the gradients by itself"),
     **_each("loss_scale cur_scale loss_scaler scaler", _SCALE),
     **_each("optimizer_step_was_skipped overflow", _LEFT_OUT),
@@ -168,7 +173,7 @@ ENGINE: Mapping[str, str] = {
     **_each("global_rank get_data_parallel_rank process_index", _RANK),
     **_each("local_rank local_process_index device_ids output_device", _DEVICES),
     **_each("dp_world_size num_processes seq_dp_world_size", _RANKS),
-    **_each("set_train_batch_size set_train_micro_batch_size managed_gradient_accumulation", _FIXED_BATCH),
+    **_each("managed_gradient_accumulation set_gradient_accumulation_steps", _OWN_COUNT),
     "get_batch_info": "call `engine.train_batch_size()`, `engine.train_micro_batch_size_per_gpu()` and "
     "`engine.gradient_accumulation_steps()`",
     **_each(

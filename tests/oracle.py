@@ -19,8 +19,10 @@ set of parameters and adds their gradients up in the declared order:
 - on a hybrid mesh (``inside``) groups of so many consecutive ranks are added first, each by its tree, then their sums
   by a tree; that is the tree of all ranks where the groups have 2^k. "inside": the ranks of a group, then
   micro-batches, then the groups
-- the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean)
-- norm: squares added in fp64, the root (over the loss scale) rounded once to fp32
+- the loss is divided by the number of micro-batches before backward, the complete sum by the number of ranks (mean), or
+  by a divisor that is given, in fp32
+- norm: squares added in fp64, the root (over the loss scale) rounded once to fp32. Another order p: powers of
+  magnitudes instead of squares; infinity: the largest magnitude
 - the update multiplies gradients with min(1, max_norm / (norm + 1e-6)) / loss scale
 - a parameter that no rank used in the window is not touched by the optimizer
 - the optimizer's arithmetic: see ``new_values``; every operation is rounded on its own, correctly (fp32 roots of torch
@@ -29,6 +31,8 @@ set of parameters and adds their gradients up in the declared order:
 - loss scale: the loss, in fp32, times the scale; a step that is skipped may halve the scale
 - torch's clipping: each complete gradient's norm is rounded once to fp32, torch's function makes one of them all and
   multiplies the gradients, in the wire's dtype, before the step
+- clipping by value: each element of the complete gradient (times the loss scale), in the wire's dtype, before the step;
+  the norm is that of before
 - averages of weights ("ema"): of what is stepped, begun with its value before the parameter's first step; after each
   step that is applied, e = e + (w - e) · (1 - decay), of every parameter that was ever stepped
 - stochastic rounding: 16 random bits are added to the fp32 bits of the weight, the upper half is kept. The bits depend
@@ -80,7 +84,7 @@ class Sums:
     """How gradients are summed. ``wire`` None: the parameter's dtype; order: "full", "sharded" or "inside"."""
 
     order: str = "full"
-    divisor: int = 1
+    divisor: float = 1
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
@@ -162,8 +166,9 @@ def complete_gradient(
         late = [[g for fires in row for g in fires[1:]] for row in grads]
     if not used:
         return None
-    complete = (total / sums.divisor).to(wire).float()
-    return add_late(complete, (over_ranks(late) / sums.divisor).to(wire).float(), wire) if any(late) else complete
+    divisor = torch.tensor(sums.divisor, dtype=torch.float32)
+    complete = (total / divisor).to(wire).float()
+    return add_late(complete, (over_ranks(late) / divisor).to(wire).float(), wire) if any(late) else complete
 
 
 def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
@@ -171,10 +176,20 @@ def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
     return (complete + late).to(wire).float()
 
 
-def clipped_by_torch(complete: dict[Tensor, Tensor], max_norm: float, wire: torch.dtype | None) -> dict[Tensor, Tensor]:
+def norm_of(gradients: list[Tensor], order: float = 2.0) -> Tensor:
+    """fp64, of all their elements together."""
+    zero = torch.zeros((), dtype=torch.float64)
+    if order == math.inf:
+        return torch.stack([zero, *(g.double().abs().max() for g in gradients)]).max()
+    return sum((g.double().abs().pow(order).sum() for g in gradients), zero).pow(1 / order)
+
+
+def clipped_by_torch(
+    complete: dict[Tensor, Tensor], max_norm: float, wire: torch.dtype | None, order: float = 2.0
+) -> dict[Tensor, Tensor]:
     """What ``torch.nn.utils.clip_grad_norm_`` makes of complete gradients whose norms are rounded once."""
-    norms = torch.stack([g.double().square().sum().sqrt().float() for g in complete.values()])
-    factor = (max_norm / (torch.linalg.vector_norm(norms, 2.0) + 1e-6)).clamp(max=1.0)
+    norms = torch.stack([norm_of([g], order).float() for g in complete.values()])
+    factor = (max_norm / (torch.linalg.vector_norm(norms, order) + 1e-6)).clamp(max=1.0)
     return {p: g.to(wire or p.dtype, copy=True).mul_(factor).float() for p, g in complete.items()}
 
 
@@ -544,6 +559,7 @@ def train(
     order: str = "full",
     clip: float = 0.0,
     mean: bool = True,
+    divisor: float | None = None,
     wire: torch.dtype | None = None,
     reduce: torch.dtype = torch.float32,
     accumulate: torch.dtype = torch.float32,
@@ -556,6 +572,8 @@ def train(
     skips: bool = True,
     ema: float | None = None,
     torch_clip: float = 0.0,
+    norm_type: float = 2.0,
+    clip_value: float = 0.0,
     inside: int = 0,
     coding: tuple[str, bool] | None = None,
     coded_weights: str = "",
@@ -566,14 +584,16 @@ def train(
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
     ``loss_of(model, step, rank, micro)`` seeds its own randomness and returns a scalar loss, or, where micros is 1, a
-    list of losses: a backward each. wire: what is sent, by default each parameter's dtype. low: parameters are cast to
-    it and the given values become their master weights, or are forgotten where not keeps_masters; then ``seed`` rounds
-    the weights stochastically (None: to nearest). scaler: multiplies the loss. own_buffers: rank 0's are not sent.
-    kept_in: "bf16" or "8bit" states, and the seed of their rounding.
+    list of losses: a backward each. divisor: of sums over ranks, instead of what mean says. wire: what is sent, by
+    default each parameter's dtype. low: parameters are cast to it and the given values become their master weights, or
+    are forgotten where not keeps_masters; then ``seed`` rounds the weights stochastically (None: to nearest). scaler:
+    multiplies the loss. own_buffers: rank 0's are not sent. kept_in: "bf16" or "8bit" states, and the seed of their
+    rounding.
     made: makes the optimizer, of any class, over groups, and the names of what it keeps; instead of ``kind``. A list:
     one for each group, of which the declared ones are said by their kind.
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
-    averages. torch_clip: the norm to which the user clips. inside: ranks of a shard group of a hybrid mesh.
+    averages. torch_clip: the norm to which the user clips. norm_type: the order of all norms. clip_value: of each
+    element. inside: ranks of a shard group of a hybrid mesh.
     coding: the communication hook, and whether errors are fed back. coded_weights: how weights travel, "" as they are.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
@@ -585,7 +605,7 @@ def train(
     if coding is not None and coding[0] in ("fp16", "bf16"):
         wire = {"fp16": torch.float16, "bf16": torch.bfloat16}[coding[0]]
     said = "" if coding is None or ranks == 1 else coding[0]
-    sums = Sums(order, ranks if mean else 1, wire, reduce, accumulate, inside, said)
+    sums = Sums(order, divisor or (ranks if mean else 1), wire, reduce, accumulate, inside, said)
     errors = {p: [torch.zeros_like(p, dtype=torch.float32) for _ in range(ranks)] for p in trained}
     fed_back = errors if said and coding is not None and coding[1] else {}
     sizes = [p.numel() for p in model.parameters()]
@@ -647,17 +667,19 @@ def train(
             g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), set(range(ranks)) - set(active))
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
-        norm = sum((g.double().square().sum() for g in complete.values()), torch.zeros((), dtype=torch.float64))
         scale = 1.0 if scaler is None else scaler.scale
         scale *= len(active) / ranks if by_active and mean else 1.0
-        norm = (norm.sqrt() / scale).float()
+        norm = (norm_of(list(complete.values()), norm_type) / scale).float()
         if scaler is not None and norm.isnan():
             norm = torch.tensor(float("inf"))  # an overflow: inf - inf
         trace.losses.append(losses)
         trace.norms.append(norm.item())
         overflow = (skips or scaler is not None) and not norm.isfinite()
         if torch_clip:
-            complete = clipped_by_torch(complete, torch_clip, wire)
+            complete = clipped_by_torch(complete, torch_clip, wire, norm_type)
+        if clip_value:
+            bound = {p: torch.tensor(clip_value * scale).to(wire or p.dtype).float() for p in complete}
+            complete = {p: g.clamp(-bound[p], bound[p]) for p, g in complete.items()}
         if overflow:
             trace.skipped.append(step)
         else:

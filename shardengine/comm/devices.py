@@ -14,8 +14,13 @@ facts of all ranks each rank computes the same choice, or raises the same error 
 
 A number that is too large begins again at 0: tasks of SLURM have their own GPUs, and numbers that go through all of
 them. Two ranks that come to one GPU are refused, because NCCL cannot serve them. Ranks compute on the CPU where that
-was asked for, where no rank sees a GPU, and where the caller's process group has no NCCL; GPUs that nobody uses for
-such a reason are told.
+was asked for, where no rank sees a GPU, and where the caller's process group serves GPUs by gloo or not at all; GPUs
+that nobody uses for such a reason are told.
+
+[Note: Other backends] Which types of device a backend serves torch says, of the group and of the backend's name. Where
+the caller's process group serves the chosen device by another backend than gloo and NCCL (ucc, mpi, one that a package
+has registered), the engine's groups for data are of that backend, beside one of gloo for decisions. Only a backend that
+was registered by a test, with gloo behind its name, has been run.
 """
 
 from __future__ import annotations
@@ -147,26 +152,39 @@ def _number(*names: str) -> int | None:
     return next((int(text) for text in said if text.isdecimal()), None)
 
 
+def backend_for(backends: str, device_type: str) -> str:
+    """The backend by which a process group serves a type of device, "" where it does not. backends: its own, such as
+    ``cpu:gloo,cuda:nccl``; a name alone serves what torch knows of it, whatever backend that is."""
+    for part in backends.split(","):
+        said, _, name = part.rpartition(":")
+        if device_type in ([said] if said else dist.Backend.backend_capability.get(name, ())):
+            return name
+    return ""
+
+
 def has_nccl(backends: str) -> bool:
     """Whether a process group serves tensors on GPUs by NCCL. backends: its own, such as ``cpu:gloo,cuda:nccl``."""
-    return "cuda:nccl" in backends.split(",")
+    return backend_for(backends, "cuda") == "nccl"
 
 
-def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = None) -> Choice:
+def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = None, backends: str = "") -> Choice:
     """For ``rank``, out of the facts of all ranks; on all of them the same choice ([Note: Which GPU a rank uses]).
 
-    group_has_nccl: of a process group that is there already; None: it is made as the choice says.
+    group_has_nccl: of a process group that is there already; None: it is made as the choice says · backends: its own,
+    as in ``backend_for``. Where they are neither gloo nor NCCL, data goes over the same.
     UsageError, the same on every rank, where ranks disagree, have no GPU or share one.
     """
     _check_wishes(ranks)
+    on_cpu, other = backend_for(backends, "cpu") or "gloo", backend_for(backends, "cuda")
+    other = "" if other in ("gloo", "nccl") else other
     if all(each.wish == "cpu" for each in ranks):
-        return Choice(_CPU, "gloo", "asked for")
+        return Choice(_CPU, on_cpu, "asked for")
     most = max(len(each.gpus.names) for each in ranks)
     told = any(each.wish.startswith("cuda") for each in ranks)
     if most == 0 and not told:
-        return Choice(_CPU, "gloo", "no GPU is visible")
+        return Choice(_CPU, on_cpu, "no GPU is visible")
     nccl = all(each.gpus.nccl for each in ranks) if group_has_nccl is None else group_has_nccl
-    if not (nccl or told or (len(ranks) == 1 and group_has_nccl is None)):
+    if not (nccl or other or told or (len(ranks) == 1 and group_has_nccl is None)):
         reason, cure = "torch has no NCCL", "install a torch that has it"
         if group_has_nccl is False:
             reason = "the process group's backend for them is not NCCL"
@@ -174,7 +192,7 @@ def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = 
         what = (
             f"{most} GPU(s) are visible and not used: {reason}. To use them, {cure}; {WISH}=cpu says that it is meant"
         )
-        return Choice(_CPU, "gloo", reason, what)
+        return Choice(_CPU, on_cpu, reason, what)
     if blind := [each for each in range(len(ranks)) if not ranks[each].gpus.names]:
         others = "" if len(blind) == len(ranks) else ", and the others do"
         raise UsageError(
@@ -185,7 +203,7 @@ def choose(ranks: Sequence[RankFacts], rank: int, group_has_nccl: bool | None = 
     if nccl:
         _refuse_shared(ranks, [index for index, _ in numbers])
     index, why = numbers[rank]
-    return Choice(torch.device("cuda", index), "nccl" if nccl else "gloo", why)
+    return Choice(torch.device("cuda", index), "nccl" if nccl else other or "gloo", why)
 
 
 def _check_wishes(ranks: Sequence[RankFacts]) -> None:

@@ -216,9 +216,39 @@ def _warm_up(groups: Iterable[Any], device: torch.device) -> None:
         dist.barrier(group, device_ids=[device.index])
 
 
+class NamedGroupKind(GroupKind):
+    """Groups of another backend that torch knows by name, beside one of gloo for decisions (devices, [Note: Other
+    backends]). They end as those of gloo do."""
+
+    of_shard_groups = (GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, *OF_NODES)
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def make(self, timeout_s: float, device: torch.device, ranks: Sequence[int] = ()) -> dict[str, Any]:
+        """As ``GroupKind.make``."""
+        own = {"backend": self._backend, "timeout": timedelta(seconds=timeout_s)}
+        kinds = {GroupName.GATHER: own, GroupName.REDUCE: own, GroupName.CONTROL: _gloo(timeout_s)}
+        return {name.value: _new_group(ranks, **options) for name, options in kinds.items()}
+
+    def make_parts(
+        self,
+        timeout_s: float,
+        device: torch.device,
+        members: Mapping[GroupName, Sequence[Sequence[int]]],
+        *,
+        alone: bool,
+    ) -> dict[GroupName, Any]:
+        """As ``GroupKind.make_parts``."""
+        own = {"backend": self._backend, "timeout": timedelta(seconds=timeout_s)}
+        return _parts(members, lambda name: own, alone=alone)
+
+
 def kind_of(backend: str) -> GroupKind:
     """The kind of the groups that ``backend`` has."""
-    return NcclGroupKind() if backend == "nccl" else GroupKind()
+    if backend == "nccl":
+        return NcclGroupKind()
+    return GroupKind() if backend in ("gloo", "none") else NamedGroupKind(backend)
 
 
 def nccl_defaults() -> None:

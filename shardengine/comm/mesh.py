@@ -473,7 +473,7 @@ def _build_part(ranks: Sequence[int], device: torch.device | None, timeout_s: fl
     key = "-".join(map(str, ranks))
     key += f"/{shared.add(f'shardengine/devices/of/{key}/{rank}', 1)}"
     everyone = _exchange(key, devices.facts(device, dist.group.WORLD), rank, count, shared)
-    choice = _use(devices.choose(everyone, rank, devices.has_nccl(dist.get_backend_config())), rank)
+    choice = _use(_choose(everyone, rank), rank)
     if count == 1:
         return Mesh(0, 1, choice.device, owned=owned)
     _destroy_abandoned()
@@ -537,13 +537,28 @@ def _warning(rank: int, missing: set[int], timeout: timedelta) -> Iterator[None]
         timer.cancel()
 
 
+def _choose(everyone: list[devices.RankFacts], rank: int) -> devices.Choice:
+    """For the default process group that is there; torch says which backend of it serves which type of device."""
+    backends = dist.get_backend_config()
+    return devices.choose(everyone, rank, devices.has_nccl(backends), backends)
+
+
 def _settle(device: torch.device | None) -> _Chosen:
     """What is chosen where the default process group is there already; collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shared: Any = dist.distributed_c10d._get_default_store() if ranks > 1 else None
-    key = str(shared.add(f"shardengine/devices/of/{rank}", 1)) if ranks > 1 else ""
+    try:
+        key = str(shared.add(f"shardengine/devices/of/{rank}", 1)) if ranks > 1 else ""
+    except RuntimeError as error:
+        if "pure virtual" not in str(error):
+            raise
+        raise UsageError(
+            f"the default process group ({dist.get_backend_config()}) has no store, over which ranks agree and gloo "
+            "connects them: expected one that init_process_group makes with a store, as it does for every backend but "
+            'mpi ("cpu:gloo,cuda:nccl", or none named)'
+        ) from error
     everyone = _exchange(key, devices.facts(device, dist.group.WORLD), rank, ranks, shared)
-    choice = _use(devices.choose(everyone, rank, devices.has_nccl(dist.get_backend_config())), rank)
+    choice = _use(_choose(everyone, rank), rank)
     if choice.backend == "nccl":  # with gloo the caller's group works already
         rendezvous.settle_gloo_interface(_store_address())
     return choice, everyone

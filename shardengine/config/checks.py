@@ -32,6 +32,18 @@ def check_together(config: TopLevel, reader: Reader) -> None:
             "it moves what checkpointed blocks keep to host memory, and no block is checkpointed; set "
             '"activation_checkpointing": {"enabled": true}, or leave it out',
         )
+    if config.gradient_clipping_value and config.gradient_clipping:
+        reader.problem(
+            "gradient_clipping_value",
+            f"expected gradients to be clipped by norm or by value, got both, and gradient_clipping "
+            f"{config.gradient_clipping:g}; leave one of them out",
+        )
+    if config.gradient_divide_factor is not None and reader.sources.get("gradient_allreduce_op") == "file":
+        reader.problem(
+            "gradient_divide_factor",
+            f'it says what sums are divided by, and gradient_allreduce_op "{config.gradient_allreduce_op}" says that '
+            "as well; leave one of them out",
+        )
     if reader.usable(*TRIPLE):
         _check_triple(config, reader)
     _check_ema(config, reader)
@@ -194,6 +206,8 @@ def _check_step_in_backward(config: TopLevel, reader: Reader) -> None:
         reader.problem(name, "expected stage 1, 2 or 3: at stage 0 every rank steps everything, after backward")
     if config.gradient_clipping:
         reader.problem(name, "expected gradient_clipping 0: the norm that clips is known after backward")
+    if config.gradient_clipping_value:
+        reader.problem(name, "expected gradient_clipping_value 0: elements are clipped when all gradients are complete")
     if _scales_loss(config, reader):
         reader.problem(name, "expected no fp16: whether the scaled gradients are finite is known after backward")
     if config.nonfinite_gradients == "skip":

@@ -105,6 +105,10 @@ _OWN_MONITOR = (
 _TRACE = "`engine.trace(path)` draws where the time of a step goes, and `train` prints it"
 _TRAFFIC = "`engine.traffic()` counts the bytes of every collective, and `engine.trace(path)` draws them"
 _COMPILE = "nothing is compiled by itself; call torch.compile on the model or its blocks before `initialize`"
+_DIVIDED_ONCE = (
+    "it divides before the sum what is not divided after it, and here sums over ranks are divided once, when complete; "
+    "`gradient_divide_factor` says by what"
+)
 _NO_SEQUENCES = "sequences are not cut over ranks"
 NO_EFFECT: dict[str, dict[str, str]] = {
     "": {
@@ -118,13 +122,13 @@ NO_EFFECT: dict[str, dict[str, str]] = {
         "disable_python_gc": "Python's garbage collector is left alone",
         "dump_state": "`shardengine config FILE --resolved` prints the resolved config",
         "flops_profiler": "torch.profiler counts operations, and `engine.trace(path)` draws the step",
-        "gradient_predivide_factor": "sums over ranks are fp32 and are divided once, when complete",
+        "gradient_predivide_factor": _DIVIDED_ONCE,
         "graph_harvesting": "steps are not captured as CUDA graphs",
         "log_level": "messages go through Python's logging, under the name shardengine",
         "memory_breakdown": "`engine.memory()` reports memory",
         "monitor_config": "monitors are sections of their own: `csv_monitor`, `tensorboard`, `monitor.jsonl`",
         "nebula": _ASYNC_SAVE,
-        "prescale_gradients": "sums over ranks are fp32 and are divided once, when complete",
+        "prescale_gradients": _DIVIDED_ONCE,
         "seq_parallel_communication_data_type": _NO_SEQUENCES,
         "timers": _TRACE,
         "use_data_before_expert_parallelism": "every rank holds all experts of the model",

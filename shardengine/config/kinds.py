@@ -203,6 +203,13 @@ def _units(value: Any) -> str | tuple[str, ...]:
     return tuple(TEXT.parse(name) for name in value)
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    found = _units(value)
+    if isinstance(found, str):
+        raise ValueError
+    return found
+
+
 _FINITE = number(-1e300)
 
 
@@ -249,6 +256,11 @@ EVERY = Kind(
     {"anyOf": [SIZE.schema, {"type": "null"}, {"enum": list(_NEVER)}]},
     lambda value: 0 if value is None or value in _NEVER or value == math.inf else SIZE.parse(value),
 )
+NORM_TYPE = Kind(
+    'a number > 0, or "inf"',
+    {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(_NEVER)}]},
+    lambda value: "inf" if value in _NEVER or value == math.inf else number(0, above=True).parse(value),
+)
 POSITIVE, NOT_NEGATIVE, FRACTION = number(0, above=True), number(0), number(0, below=1)
 _SPELLINGS = {
     "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
@@ -284,6 +296,11 @@ UNITS = Kind(
     '"auto" or a list of different module class names, at least one',
     {"anyOf": [{"const": "auto"}, {"type": "array", "items": TEXT.schema, "minItems": 1, "uniqueItems": True}]},
     _units,
+)
+NAMES = Kind(
+    "a list of different names or patterns of parameters",
+    {"type": "array", "items": TEXT.schema, "uniqueItems": True},
+    lambda value: () if value in ((), []) else _names(value),
 )
 PART = _checked(
     'a number from 0 to 1, or "auto"',

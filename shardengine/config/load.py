@@ -72,6 +72,16 @@ class Config(TopLevel):
             sources=FrozenMapping({**dict.fromkeys(sizes, "file"), **self.sources, **derived}),
         )
 
+    def with_batch(self, world_size: int, *, total: int | None = None, micro: int | None = None) -> Config:
+        """Return a copy for other batches. total: samples per step, the micro-batches stay as large as they are; micro:
+        samples of one, there are as many of them. ``ConfigError`` as in ``resolve_batch``.
+        """
+        each = self.train_micro_batch_size_per_gpu if micro is None else micro
+        steps = self.gradient_accumulation_steps if total is None else None
+        sizes: dict[str, Any] = dict(zip(TRIPLE, (total, each, steps), strict=True))
+        sources = {**self.sources, **{name: "derived" if size is None else "file" for name, size in sizes.items()}}
+        return dataclasses.replace(self, **sizes, sources=FrozenMapping(sources)).resolve_batch(world_size)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that ``load_config`` turns into an equal Config."""
         tree: dict[str, Any] = plain(dataclasses.asdict(self))
@@ -132,7 +142,8 @@ def load_or_default(config: Any, auto: Mapping[str, Any] | None = None) -> Confi
 def _build(tree: dict[str, Any], source: str, auto: Mapping[str, Any] | None = None) -> Config:
     reader = Reader(auto)
     reader.read(tree)
-    if "gradient_clipping" not in reader.values and "gradient_clipping" not in reader.automatic:
+    clipped = {"gradient_clipping", "gradient_clipping_value"}
+    if not clipped & {*reader.values, *reader.automatic}:
         reader.notices.append(NOT_CLIPPED)
     named = ("optimizer.", "scheduler.")
     kept = [key.name for key in KEYS.values() if key.status is Status.ACTIVE and not key.name.startswith(named)]

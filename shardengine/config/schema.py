@@ -33,6 +33,8 @@ from shardengine.config.kinds import (
     EVERY,
     FRACTION,
     GROUP_SIZE,
+    NAMES,
+    NORM_TYPE,
     NOT_NEGATIVE,
     NOT_POSITIVE,
     OBJECT,
@@ -332,6 +334,14 @@ class TopLevel:
     train_micro_batch_size_per_gpu: int | None = key(None, _BATCH_SIZE, "Samples per rank and micro-batch.")
     gradient_accumulation_steps: int | None = key(None, _BATCH_SIZE, "Micro-batches per optimizer step.")
     gradient_clipping: float = key(0.0, NOT_NEGATIVE, "Largest global gradient norm; 0 switches clipping off.")
+    gradient_clipping_norm_type: float | Literal["inf"] = key(
+        2.0, NORM_TYPE, 'The order of that norm; "inf": the largest magnitude of an element.'
+    )
+    gradient_clipping_value: float = key(
+        0.0,
+        NOT_NEGATIVE,
+        "Largest magnitude of an element of the gradient; 0 switches it off. Instead of gradient_clipping.",
+    )
     nonfinite_gradients: Literal["skip", "raise", "step"] | None = key(
         None,
         optional(choice("skip", "raise", "step"), "skip; raise with step_in_backward"),
@@ -345,6 +355,11 @@ class TopLevel:
     )
     gradient_allreduce_op: Literal["mean", "sum"] = key(
         "mean", choice("mean", "sum"), "How the gradients of the ranks are combined."
+    )
+    gradient_divide_factor: float | None = key(
+        None,
+        optional(number(0, above=True, below=3e38), "the number of ranks; 1 for a sum"),
+        "What sums of gradients over ranks are divided by, once, when they are complete.",
     )
     gradient_accumulation: Literal["full", "sharded"] | None = key(
         None,
@@ -386,6 +401,17 @@ class TopLevel:
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
         "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too.",
     )
+    static_graph: bool = switch(
+        False,
+        "Each rank uses the same parameters in every window: unused ones are not waited for, nor told of, and a change "
+        "is an error.",
+    )
+    ignored_parameters: tuple[str, ...] = key(
+        (),
+        NAMES,
+        "Names, or patterns such as `vision.*`, of parameters that stay yours: they are not moved, cast, sharded, "
+        "sent, stepped or saved in checkpoints.",
+    )
     aio: AioConfig = AioConfig()
     broadcast_buffers: bool = switch(True, "Rank 0's buffers are all ranks'; off: each keeps, saves and loads its own.")
     timeout_s: float = key(
@@ -426,7 +452,6 @@ SECTION_TYPES: dict[str, type] = {
 """Each section's name in the JSON and its class, in the order of docs/config.md, an outer one before those in it."""
 
 _LATER: dict[str, Table] = {
-    "": {"static_graph": (BOOL, False)},
     "torch_autocast": {"lower_precision_safe_modules": (ANY, None)},
 }
 GATES: dict[str, str] = {}

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from shardengine.errors import InternalError, UsageError
-from shardengine.kernels import flatten, ordered_sum, sum_of_squares
+from shardengine.kernels import flatten, ordered_sum, power_sum, sum_of_squares
 from shardengine.offload import BufferPool, CopyQueue, Done
 from shardengine.sharding import Bucket, Layout, ParameterSpec, in_memory_order
 from shardengine.stages import Placement
@@ -66,18 +66,20 @@ class Rules:
     """What stage and config say about gradients.
 
     gradients: where they rest between micro-batches · state: where optimizer state does, and so the complete gradient ·
-    divisor: 1, or the ranks for a mean · wire: the dtype in which gradients are sent, None for each bucket's own ·
-    reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later micro-batches · scaled:
-    the loss is, so that a bare backward is refused.
+    divisor: of sums over ranks, their number for a mean · wire: the dtype in which gradients are sent, None for each
+    bucket's own · reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later
+    micro-batches · scaled: the loss is, so that a bare backward is refused · static: which parameters a rank uses in a
+    window stays what it was in the first.
     """
 
     gradients: Placement
     state: Placement
-    divisor: int
+    divisor: float
     wire: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
     scaled: bool = False
+    static: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -225,6 +227,10 @@ class GradientBucket:
     def expect_no_more(self) -> None:
         """Nothing more comes in the running backward: what has not come is zero."""
         self.ready |= self.pieces.keys()
+
+    def expect_only(self, parameters: Collection[int]) -> None:
+        """The backward that begins brings none but ``parameters``: what else the bucket holds is zero."""
+        self.ready |= self.pieces.keys() - parameters
 
     @property
     def gradient(self) -> Tensor | None:
@@ -383,6 +389,19 @@ class GradientBucket:
         else:
             return {}
         return dict(zip(self.own, found, strict=True))
+
+    def powers(self, order: float) -> dict[int, Tensor]:
+        """Parameter → ``power_sum`` of what this rank has of it in ``complete``."""
+        complete = self.complete
+        if complete is None:
+            return {}
+        return {parameter: power_sum(complete[start:end], order) for parameter, (start, end) in self.own.items()}
+
+    def clamp(self, limit: float) -> None:
+        """The gradient lies between -limit and limit from now on, rounded to the wire's dtype."""
+        if (gradient := self.gradient) is not None:
+            bound = torch.tensor(limit, dtype=self.wire).item()
+            gradient.clamp_(-bound, bound)
 
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""

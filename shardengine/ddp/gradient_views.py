@@ -8,6 +8,7 @@ Must not know: how gradients came to be complete, the step, modules.
     its 2-norm                  of the whole gradient, on every rank, without communication: ranks have exchanged each
                                 parameter's square with the norm. So ``torch.nn.utils.clip_grad_norm_``, and loggers
                                 of norms, are right at every stage and on any rank
+    a norm of another order     the same, but on every rank: the first that is asked for exchanges all of them
     times or by a number        done to the slices (``clip_grad_norm_``), and to the known norms
     other in-place operations   element by element with numbers and tensors of its shape (``clip_grad_value_``,
                                 ``nan_to_num_``, ``add_``): done to the slices; whoever asks for a norm next, or the
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_map
 
 from shardengine.ddp.gradient_bucket import GradientBucket
 from shardengine.errors import InternalError, UsageError
+from shardengine.kernels import norm_from_powers
 from shardengine.sharding import Layout, in_memory_order, shaped
 
 _aten = torch.ops.aten
@@ -61,6 +63,8 @@ _EACH = {
     **dict.fromkeys((_aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor), _aten.div_.Tensor),
     _aten._foreach_mul_.ScalarList: _aten.mul_.Tensor,
     _aten._foreach_div_.ScalarList: _aten.div_.Tensor,
+    _aten._foreach_clamp_min_.Scalar: _aten.clamp_min_.default,
+    _aten._foreach_clamp_max_.Scalar: _aten.clamp_max_.default,
 }
 """Operations on a list of tensors, as ``foreach=True`` has them, and the same on one."""
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -123,8 +127,8 @@ def _carry_out(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if operation in _COPIES:
         dtype = kwargs.get("dtype") or own.dtype
         return ShardedGradient(views, index, dtype, own.device, is_copy=True)
-    if operation in _NORMS and _is_two_norm(args, kwargs):
-        return views.norm(index)
+    if operation in _NORMS and (order := _order(args, kwargs)) is not None:
+        return views.norm(index, order)
     if operation in _ELEMENTWISE and not own.is_copy:
         views.change(index, operation, args[1:], kwargs)
         return own
@@ -136,9 +140,11 @@ def _is_accumulation(args: Sequence[Any]) -> bool:
     return plain and torch._C._current_graph_task_id() >= 0 and args[1].shape == args[0].shape
 
 
-def _is_two_norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    """Of the norm of all elements that is asked for, where it is one; None for another question."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return order in (2, 2.0) and len(args) <= 2 and kwargs.get("dim") is None
+    known = isinstance(order, int | float) and order > 0
+    return float(order) if known and len(args) <= 2 and kwargs.get("dim") is None else None
 
 
 def _with_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -197,6 +203,9 @@ class GradientViews:
         self._shown: dict[int, ShardedGradient] = {}
         self._made: dict[int, ShardedGradient] = {}
         self._squares: Tensor | None = None
+        self._powers: dict[float, Tensor] = {}
+        self._exchange_powers: Callable[[float], Tensor] | None = None
+        self._by_squares = True
         self._scale = 1.0
         self._fixed = ""
         self._complete: Callable[[], None] | None = None
@@ -230,18 +239,23 @@ class GradientViews:
         squares: Tensor | None,
         again: Callable[[], object] | None = None,
         *,
+        powers: Callable[[float], Tensor] | None = None,
         scale: float = 1.0,
+        by_squares: bool = True,
         fixed: str = "",
     ) -> None:
         """The gradients of the parameters ``touched`` are complete.
 
         squares: fp64 [parameters], the square of each one's norm, None: not known · again: exchanges and shows them
-        anew, after changes · scale: what all are multiplied with · fixed: why they may not be changed any more.
+        anew, after changes · powers: of all parameters, for norms of an order; collective · scale: what all are
+        multiplied with · by_squares: whether the norm that is stepped with follows from squares, so that it is known
+        after a multiplication · fixed: why they may not be changed any more.
         """
         if not self._parameters:
             return
         self.hide()
         self._squares, self._again, self._scale, self._fixed = squares, again, scale, fixed
+        self._exchange_powers, self._by_squares = powers, by_squares
         for index in touched:
             self._show(index)
 
@@ -283,6 +297,7 @@ class GradientViews:
         self._shown.clear()
         self._unused = set()
         self._squares, self.changed, self.multiplied, self._complete, self._again = None, False, False, None, None
+        self._powers.clear()
 
     def adopt(self, *, but: int | None = None) -> None:
         """Before the step, or another backward: what the user has put in the place of a gradient is taken over, or
@@ -318,9 +333,17 @@ class GradientViews:
             raise InternalError("the norm of gradients is asked for that were changed and not exchanged again")
         return self._squares[list(indices)].sum().view(1)
 
-    def norm(self, index: int) -> Tensor:
-        """The 2-norm of a whole gradient, without the loss scale: 0-dim fp32."""
-        return (self._square_of(index).sqrt() / self._scale).float()
+    def norm(self, index: int, order: float = 2.0) -> Tensor:
+        """A norm of a whole gradient, without the loss scale: 0-dim fp32. Another one than the 2-norm: collective,
+        where it is asked for first."""
+        if order == 2:
+            return (self._square_of(index).sqrt() / self._scale).float()
+        self.require_complete(index)
+        if self._exchange_powers is None:
+            self.refuse(index, f"the {order:g}-norm")
+        if order not in self._powers:
+            self._powers[order] = self._exchange_powers(order)
+        return norm_from_powers(self._powers[order][index], order, self._scale)
 
     def is_finite(self, index: int) -> bool:
         """Whether every element of it is."""
@@ -358,7 +381,8 @@ class GradientViews:
                 operation(target, *near, **options)
                 if target is not part:
                     part.copy_(target)
-            if factor is not None and self._squares is not None:
+            self._powers.clear()
+            if factor is not None and self._squares is not None and self._by_squares:
                 self._squares[index] *= factor.to(self._squares.device) ** 2
                 self.multiplied = True
             else:

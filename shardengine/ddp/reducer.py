@@ -4,6 +4,11 @@ Owns: readiness counting, launching reductions in one order on all ranks, the en
 what was used. Must not know: stages by name, modules, weights, the optimizer. Where gradients rest, and in which dtype,
 is ``gradient_bucket.py``'s ([Note: Gradients of a window], [Note: Late gradients]).
 
+[Note: Static graph] Where the config says that a rank's used parameters stay the same (``Rules.static``), the first
+window tells which they are, on this rank and on some. From then on a bucket is not waited with for what never comes,
+and in the message at the end of a window ranks do not send which were used, but one bit: whether that is something else
+on this rank. Then it is an error on every rank. Other backwards at the end of a window are agreed on as ever.
+
 Where every rank needs the whole gradient (``Rules.gathers``), complete slices are gathered as soon as they are divided.
 
 [Note: Launch order] Bucket i is launched only after bucket i-1 of one fixed order, so collectives match on all ranks
@@ -19,7 +24,7 @@ backward: its buckets are launched last, when backward ends.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,7 +39,7 @@ from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
-from shardengine.kernels import flatten, ordered_sum
+from shardengine.kernels import flatten, join_powers, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
@@ -72,6 +77,14 @@ class _Mode:
 
     synchronise: bool = True
     final: bool = False
+
+
+@dataclass(frozen=True)
+class _Static:
+    """The parameters that this rank uses in every window, and those that some rank does ([Note: Static graph])."""
+
+    here: frozenset[int]
+    anywhere: frozenset[int]
 
 
 class _Order:
@@ -167,8 +180,7 @@ class Reducer:
         hook: CommHook | None = None,
     ) -> None:
         self.hook = hook
-        self.rules = rules
-        self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
+        self.follow(rules)
         self.step_state = step_state
         self.platform = collectives.mesh.platform
         self._spill = CopyQueue(self.platform, pool)
@@ -189,6 +201,7 @@ class Reducer:
                 hook.allocate(bucket.layout.index, bucket.layout.length, collectives.mesh.device)
         self._order = _Order(len(self.buckets))
         self._mode = _Mode()
+        self._static: _Static | None = None
         self.early_use = EarlyUse(step_state)
         self._consumer: Consumer | None = None
         self._in_flight: deque[_Flight] = deque()
@@ -197,6 +210,11 @@ class Reducer:
         away = bucket.state_store.away
         leaves, spill = away and not self.rules.gathers, self._spill if away and self.platform.is_apart else None
         return GradientBucket(bucket, layout, pool, self.rules.wire or bucket.full.dtype, leaves=leaves, spill=spill)
+
+    def follow(self, rules: Rules) -> None:
+        """Gradients are reduced by ``rules`` from now on; between two windows."""
+        self.rules = replace(rules, divisor=1) if isinstance(self.hook, WholeGradients) else rules
+        self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
 
     @property
     def collectives(self) -> Collectives:
@@ -219,7 +237,7 @@ class Reducer:
             self._consumer.finish_gradients()
         else:
             self.agree(no_payload)
-            self.views.show(self.touched, None)
+            self.views.show(self.touched, None, powers=self.powers)
         self.step_state.move(Phase.AGREED)
 
     def following(self, index: int) -> list[GradientBucket]:
@@ -238,6 +256,9 @@ class Reducer:
             for state in self.buckets:
                 state.set_aside()
             self.used.clear()
+        elif self._static is not None:
+            for state in self.buckets:
+                state.expect_only(self._static.here)
         self._mode = _Mode(synchronise, final)
 
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
@@ -347,6 +368,7 @@ class Reducer:
         self._spill.drop()
         self.way_back.drop()
         self._order = _Order(len(self.buckets), self._order.units)
+        self._static = None
         self.early_use.forget()
         self.release()
 
@@ -367,7 +389,17 @@ class Reducer:
         """
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
-        values, rows, found = self._exchange_all(payload, self.used | ({self._parameters} if late else set()))
+        known = None if reopened else self._static
+        here = frozenset(self.used)
+        if known is None:
+            values, rows, found = self._exchange_all(payload, here | ({self._parameters} if late else set()))
+        else:
+            flags = {0} if late else set[int]()
+            flags |= {1} if here != known.here and not self.step_state.join.serves else set[int]()
+            values, rows, found = self._exchange_all(payload, flags, 2)
+            if 1 in found:
+                self._refuse_change(known)
+            found = known.anywhere | ({self._parameters} if 0 in found else set())
         used = found - {self._parameters}
         self.early_use.note(late=self._parameters in found, again=reopened)
         if reopened or self._parameters in found:
@@ -379,18 +411,55 @@ class Reducer:
             values, rows, used = self._exchange_all(payload, self.used)
         self.touched = used
         self.step_state.join.hear(rows[:, 0].tolist())
+        if self.rules.static and not reopened and self._static is None:
+            self._static = _Static(here, used)
         return values, rows[:, 1:]
 
-    def _exchange_all(self, payload: Callable[[], Payload], numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
+    def _exchange_all(
+        self, payload: Callable[[], Payload], numbers: Collection[int], count: int | None = None
+    ) -> tuple[Tensor, Tensor, frozenset[int]]:
         """As ``_exchange``, behind a byte of every rank."""
         host, values = payload()
         attends = torch.tensor([self.step_state.join.byte], dtype=torch.uint8)
-        return self._exchange(Payload(torch.cat([attends, host]), values), numbers)
+        return self._exchange(Payload(torch.cat([attends, host]), values), numbers, count)
 
-    def _exchange(self, payload: Payload | None, numbers: set[int]) -> tuple[Tensor, Tensor, frozenset[int]]:
-        """Every rank's ``payload``, and the union of the ranks' sets of ``numbers`` (at most the parameters' count)."""
+    def _refuse_change(self, known: _Static) -> None:
+        """``UsageError`` on every rank: on some, the used parameters are not those of the first window; collective."""
+        new, gone = sorted(self.used - known.here), sorted(known.here - self.used)
+        name = [self.views.layout.parameters[index].name for index in (*new, *gone)][:1]
+        places = self._collectives.exchange_objects([name[0], bool(new), len(new) + len(gone)] if name else None)
+        rank, (first, added, count) = next((r, place) for r, place in enumerate(places) if place is not None)
+        more = f", and {count - 1} more" if count > 1 else ""
+        raise UsageError(
+            f"static_graph: parameter {first!r} has {'a' if added else 'no'} gradient on rank {rank}, and had "
+            f"{'none' if added else 'one'} in the first window{more} (this is rank {self._collectives.mesh.rank}): "
+            "expected every window of a rank to use the same parameters; set that key to false, and call engine."
+            f"{'reset' if self.step_state.must_be_stepped else 'zero_grad'}() on every rank to go on without this one"
+        )
+
+    def powers_here(self, order: float) -> dict[int, Tensor]:
+        """Parameter → ``power_sum`` of what this rank has of its complete gradient: 0-dim fp64, where that lies."""
+        found: dict[int, Tensor] = {}
+        for parameter, power in (pair for state in self.buckets for pair in state.powers(order).items()):
+            before = found.get(parameter)
+            found[parameter] = power if before is None else join_powers(torch.stack([before, power]), order)
+        return found
+
+    def powers(self, order: float) -> Tensor:
+        """``power_sum`` of each parameter's complete gradient, fp64 [parameters] on the device; collective."""
+        values = torch.zeros(self._parameters, dtype=torch.float64, device=self._collectives.mesh.device)
+        for parameter, power in self.powers_here(order).items():
+            values[parameter] = power
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        return join_powers(self._collectives.exchange_values(values, nothing, "norms of gradients")[0], order)
+
+    def _exchange(
+        self, payload: Payload | None, numbers: Collection[int], count: int | None = None
+    ) -> tuple[Tensor, Tensor, frozenset[int]]:
+        """Every rank's ``payload``, and the union of the ranks' sets of ``numbers``, all below ``count`` (default: one
+        above the parameters' count)."""
         host, values = payload or no_payload()
-        flags = torch.zeros(self._parameters + 1, dtype=torch.bool)
+        flags = torch.zeros(self._parameters + 1 if count is None else count, dtype=torch.bool)
         flags[list(numbers)] = True
         sent = torch.cat([self._collectives.flight_recorder.digest(), host, _pack(flags)])
         all_values, rows = self._collectives.exchange_values(values, sent, "the gradient norm and used parameters")

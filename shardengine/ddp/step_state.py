@@ -386,7 +386,7 @@ Call = Literal[
     "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
     "optimizer.train() or eval()", "engine.ema()", "engine.join()", "a call of every rank", "saving",
-    "step(flush=True)",
+    "step(flush=True)", "another setting",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets. What a call needs before its first collective is asked there."""
@@ -430,6 +430,7 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
     "engine.ema()": (*_AT_REST, _outside_no_sync),
+    "another setting": _AT_REST,
     "offload_states": _AT_REST,
     "engine.join()": (*_AT_REST, _outside_no_sync),
     "a call of every rank": (_outside_join,),

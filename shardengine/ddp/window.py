@@ -115,6 +115,10 @@ class Window:
         count, self.done, self._override = self.done, 0, None
         return count
 
+    def resize(self, size: int) -> None:
+        """From now on ``size`` micro-batches make a step; between two windows."""
+        self.size = size
+
     def restart(self, total: int | None = None) -> None:
         """Forget the window's micro-batches (``zero_grad``). total: micro-batches so far, if that is known better."""
         self.close()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardengine import kernels, stages
@@ -75,6 +76,10 @@ def _look(
     if config.activation_checkpointing.enabled:
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    if mesh.rank == 0 and source is None and trial.device.type != "meta":
+        partition.check_values(model)
+    if dist.is_initialized():
+        partition.check_sync_batch_norm(model, trial.device, mesh.ranks, dist.get_world_size)
     found = partition.analyse(
         model,
         units,
@@ -82,7 +87,7 @@ def _look(
         shards_weights=shards_weights,
         which=trial.precision,
         device=trial.device,
-        gives_values=mesh.rank == 0 and source is None,
+        ignored=config.ignored_parameters,
     )
     for name, parameter in found.names.items():
         if source is not None and parameter.is_meta and not source.gives(parameter):
@@ -124,7 +129,7 @@ def build(
     )
     by_kernel = [groups[number] for number in needs.by_kernel]
     trial = KernelTrial.of(
-        config, _rules(config, stage, mesh.ranks), collectives, needs.kernel or kind, by_kernel, needs.of_kernel
+        config, rules_of(config, stage, mesh.ranks), collectives, needs.kernel or kind, by_kernel, needs.of_kernel
     )
 
     found, offer = run_on_all_ranks(
@@ -279,7 +284,7 @@ def _footprint(
         stage,
         plan,
         which,
-        _rules(config, stage, plan.ranks),
+        rules_of(config, stage, plan.ranks),
         state=needs.bytes_of,
         kept_whole=needs.bytes_kept_whole(plan),
         beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank),
@@ -357,7 +362,7 @@ def succeed(core: Core, model: nn.Module, config: Config, found: Partition, plan
     return new
 
 
-def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
+def rules_of(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     """What stage and config say about gradients."""
     which = precision.of(config)
     several = (config.gradient_accumulation_steps or 1) > 1
@@ -365,11 +370,12 @@ def _rules(config: Config, stage: stages.Stage, ranks: int) -> Rules:
     return Rules(
         gradients=stage.gradients,
         state=stage.state,
-        divisor=ranks if config.gradient_allreduce_op == "mean" else 1,
+        divisor=config.gradient_divide_factor or (ranks if config.gradient_allreduce_op == "mean" else 1),
         wire=which.wire if hook is None else hook.wire,
         reduce=which.reduce,
         accumulate=which.accumulate if several else torch.float32,
         scaled=which.scales_loss,
+        static=config.static_graph,
     )
 
 
@@ -387,7 +393,7 @@ def _drive(
     buckets = [by_index[index] for index in range(len(plan.buckets))]
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
-    rules = _rules(config, stage, collectives.mesh.ranks)
+    rules = rules_of(config, stage, collectives.mesh.ranks)
     reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
     prefetch = config.zero_optimization.stage3_prefetch_bucket_size
     schedule = Schedule(units, stage, collectives, reducer, prefetch, weight_coding_of(config))
@@ -405,7 +411,9 @@ def _expect(
     """What waits for stepped weights (``overlap_param_gather``), and the modules that are hooked one by one."""
     if not config.overlap_param_gather or not stage.publishes_after_step or collectives.mesh.ranks == 1:
         return None, found.units
-    blocks, block_of = partition.find_blocks(model, config.zero_optimization.units)
+    blocks, block_of = partition.find_blocks(
+        model, config.zero_optimization.units, {id(p) for p in found.names.values()}
+    )
     numbers = [block_of.get(id(parameter), 0) for parameter in found.inside]
     members_of = [[i for i, n in enumerate(numbers) if n == group] for group in range(len(blocks) + 1)]
     return DeferredGather(units[0].members, members_of), blocks

@@ -40,6 +40,7 @@ from shardengine.engine import (
     overflow,
     rebuild,
     recovery,
+    settings_between_steps,
 )
 from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached, check_free
@@ -341,6 +342,39 @@ class Engine(Inspection):
         self._core.step_state.require("a call of every rank", "set_gradient_accumulation_boundary()")
         self._window.set_boundary(bool(is_boundary))
 
+    @reports_failure("set_train_batch_size")
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, ``train_batch_size`` samples make one: in more or fewer micro-batches; collective.
+
+        Between two steps. Micro-batches stay as large as they are, so that ``gradient_accumulation_steps()``, and what
+        ``backward`` divides losses by, follow. UsageError where that many samples do not divide, MismatchError where
+        ranks disagree; nothing has changed then. A checkpoint does not set it: call this after ``load_checkpoint``.
+        """
+        self.config = settings_between_steps.set_batch(
+            self._need_core(), self.config, "set_train_batch_size", total=train_batch_size
+        )
+
+    @reports_failure("set_train_micro_batch_size")
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From the next step on, micro-batches of a rank have ``micro_batch_size`` samples; collective.
+
+        As ``set_train_batch_size``, but the number of micro-batches stays. Nothing is computed from it: it is what
+        counters and ``train_batch_size()`` say.
+        """
+        self.config = settings_between_steps.set_batch(
+            self._need_core(), self.config, "set_train_micro_batch_size", micro=micro_batch_size
+        )
+
+    @reports_failure("set_gradient_divide_factor")
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """From the next step on, sums of gradients over ranks are divided by ``factor``; collective, between two steps.
+
+        As ``gradient_divide_factor`` in the config, whose default is the number of ranks.
+        """
+        self.config = settings_between_steps.set_divide_factor(
+            self._need_core(), self.config, "set_gradient_divide_factor", factor
+        )
+
     @reports_failure("step")
     def step(self, *, flush: bool = False) -> None:
         """On the boundary: clip, step, publish, step the scheduler, forget gradients. Off the boundary it only counts.
@@ -489,18 +523,23 @@ class Engine(Inspection):
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first.
 
+        The 2-norm, or of the order that ``gradient_clipping_norm_type`` or ``clip_grad_norm_`` said.
         In fp16 one that is not finite is inf: an overflow, also where it made NaNs.
         """
         self._need_core().schedule.finish_open_backward()
         norm = None if self.optimizer is None else self.optimizer.norm
         return None if norm is None else norm.item()
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> float:
+        """Clip the coming step to ``max_norm`` (instead of the config's value); returns the norm before clipping.
+
+        norm_type: its order, ``math.inf`` for the largest magnitude; None for the config's. With another one than that
+        the call is collective.
+        """
         core, optimizer = self._need_core(), self._need_optimizer("clip_grad_norm_()")
         core.schedule.finish_open_backward()
         core.step_state.require("clip_grad_norm_")
-        return optimizer.clip_next_step(float(max_norm))
+        return optimizer.clip_next_step(float(max_norm), None if norm_type is None else float(norm_type))
 
     # Whole parameters
 

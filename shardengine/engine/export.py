@@ -38,7 +38,7 @@ def _begin(core: Core, call: str, *, trainable_only: bool) -> set[int]:
     compare(core.collectives, {"call": [f"{call} with trainable_only={trainable_only}"]})
     if trainable_only:
         compare(core.collectives, {f"list of frozen parameters in {call}": sorted(known[each] for each in frozen)})
-    return frozen
+    return frozen | {id(p) for p in core.partition.ignored.values() if trainable_only and not p.requires_grad}
 
 
 def _whole_values(core: Core, left_out: set[int]) -> dict[int, Tensor]:

@@ -9,9 +9,11 @@ together, so that no more is whole at a time than one unit. Rank 0's values are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
@@ -34,12 +36,13 @@ def load(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: boo
     )
     state = dict(given)
     found = _Found(state, getattr(given, "_metadata", None))
-    for names, modules in _runs(core, module):
-        if not names:
-            found.load_all(modules if core.mesh.rank == 0 else ())
-            continue
-        with full_params(core, names, writable=True):
-            found.load_all(modules if core.mesh.rank == 0 else ())
+    with _kept(core.partition.ignored.values()):
+        for names, modules in _runs(core, module):
+            if not names:
+                found.load_all(modules if core.mesh.rank == 0 else ())
+                continue
+            with full_params(core, names, writable=True):
+                found.load_all(modules if core.mesh.rank == 0 else ())
     if core.mesh.rank != 0 and has:
         found.set_extra_states(module)
     run_on_all_ranks(core.collectives, "load_state_dict()", found.raise_if_failed)
@@ -55,6 +58,18 @@ def load(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: boo
 
     run_on_all_ranks(core.collectives, "load_state_dict()", end)
     return keys
+
+
+@contextmanager
+def _kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters that are the user's alone keep their values, on rank 0 as on others."""
+    before = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in before:
+                parameter.copy_(values)
 
 
 def _check(core: Core, module: nn.Module, given: Any, *, strict: bool, assign: bool) -> bool:
@@ -129,7 +144,7 @@ def _runs(core: Core, module: nn.Module) -> list[tuple[list[str], list[_Module]]
         if not runs or (own and runs[-1][0] != units):
             runs.append((units, [], []))
         names = runs[-1][1]
-        names += [first[id(p)] for p in own if first[id(p)] not in names]
+        names += [first[id(p)] for p in own if id(p) in first and first[id(p)] not in names]
         runs[-1][2].append((prefix, part))
     return [(names, modules) for _, names, modules in runs]
 

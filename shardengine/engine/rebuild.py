@@ -30,7 +30,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.gathering import gathered
 from shardengine.errors import UsageError
 from shardengine.offload import Forms, Homes, Tier
-from shardengine.optim import ShardedOptimizer, check_groups, check_owned, lr_schedules
+from shardengine.optim import ShardedOptimizer, check_groups, check_not_ignored, check_owned, lr_schedules
 from shardengine.planner import tell_choice
 from shardengine.runtime import Unit, placing
 from shardengine.sharding import (
@@ -146,6 +146,7 @@ def _append(core: Core, model: nn.Module, optimizer: ShardedOptimizer, group: di
         _refuse_known(core, groups, [group["params"]])
     optimizer.arithmetic.complete(group)
     torch.optim.Optimizer.add_param_group(optimizer, group)
+    check_not_ignored(core.partition.ignored, groups)
     check_owned(model, groups)
     check_groups(groups, "add_param_group", len(groups) - 1)
     optimizer.arithmetic.check_extended(groups)

@@ -42,7 +42,13 @@ from shardengine.kernels.operations import (
     withdraw,
 )
 from shardengine.kernels.random_bits import Noise, random_bits
-from shardengine.kernels.reference import gradient_factor, norm_from_squares
+from shardengine.kernels.reference import (
+    gradient_factor,
+    join_powers,
+    norm_from_powers,
+    norm_from_squares,
+    power_sum,
+)
 from shardengine.kernels.reference_update import round_stochastically
 from shardengine.kernels.rules import STATE_NAMES, Rule, rule_for
 from shardengine.kernels.spans import Span, Spans
@@ -71,12 +77,15 @@ __all__ = [
     "exact_sum_of_squares",
     "flatten",
     "gradient_factor",
+    "join_powers",
     "join_sums",
     "misfit",
     "narrow_state",
+    "norm_from_powers",
     "norm_from_squares",
     "offer",
     "ordered_sum",
+    "power_sum",
     "random_bits",
     "round_stochastically",
     "rule_for",

@@ -93,6 +93,6 @@ def _in_blocks(flat: Tensor, block: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(-flat.numel() % block)]).view(-1, block)
 
 
-def _divide(values: Tensor, divisor: int) -> Tensor:
+def _divide(values: Tensor, divisor: float) -> Tensor:
     """Correctly rounded on every device: a host scalar would become a reciprocal on CUDA."""
     return values / torch.full((), divisor, dtype=torch.float32, device=values.device)

@@ -24,6 +24,7 @@ Passes over long tensors go chunk by chunk, so that what one operation wrote is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -76,7 +77,7 @@ def ordered_sum(
     out: Tensor,
     *,
     total: Tensor | None = None,
-    divisor: int = 1,
+    divisor: float = 1,
     rounded: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     nonfinite: Tensor | None = None,
@@ -161,6 +162,29 @@ def norm_from_squares(partials: Tensor, loss_scale: float = 1.0) -> Tensor:
     """
     total = _lanes(partials)
     return (total.sqrt() / torch.full_like(total, loss_scale)).float()
+
+
+def power_sum(tensor: Tensor, order: float) -> Tensor:
+    """The sum of the magnitudes to the power ``order``, added in fp64, or for inf the largest one, which is exact:
+    0-dim fp64. NaN where an element is."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    if order == math.inf:
+        least, most = tensor.aminmax()
+        return torch.maximum(-least, most).double()
+    found = [tensor[part].double().abs_().pow_(order).sum() for part in chunks(tensor.numel(), 4 * _CHUNK)]
+    return torch.stack(found).sum()
+
+
+def join_powers(rows: Tensor, order: float) -> Tensor:
+    """``power_sum`` of all, of those of parts: [parts, …] → […]."""
+    return rows.amax(dim=0) if order == math.inf else rows.sum(dim=0)
+
+
+def norm_from_powers(power: Tensor, order: float, loss_scale: float = 1.0) -> Tensor:
+    """``power_sum`` → the norm of that order without the loss scale, rounded once to fp32."""
+    root = power if order == math.inf else power.pow(1 / order)
+    return (root / torch.full_like(root, loss_scale)).float()
 
 
 def gradient_factor(norm: Tensor, max_norm: float, loss_scale: float) -> Tensor:

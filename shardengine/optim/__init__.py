@@ -36,7 +36,7 @@ from shardengine.optim.muon_with_adamw import MuonWithAdamW, hidden_matrices
 from shardengine.optim.needs import Needs
 from shardengine.optim.optimizer import EngineCalls, OptimizerForm, ShardedOptimizer
 from shardengine.optim.options import check_groups, stays
-from shardengine.optim.resolve import check_owned, groups_for, lend
+from shardengine.optim.resolve import check_not_ignored, check_owned, groups_for, lend
 from shardengine.optim.update import Settings, Verdict
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "ShardedOptimizer",
     "Verdict",
     "check_groups",
+    "check_not_ignored",
     "check_options",
     "check_owned",
     "groups_for",

@@ -240,15 +240,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
                 "every rank: average it over the ranks first" + self._told_of_gone()
             )
-        self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.gradient_scale)
+        known = 1 + len(self._layout.parameters)
+        if self.norm_type == 2:
+            self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.gradient_scale)
+        else:
+            power = kernels.join_powers(sums[:, known], self.norm_type)
+            self.norm = kernels.norm_from_powers(power, self.norm_type, self.gradient_scale)
         if self.settings.fp16:  # inf - inf on the way is an overflow, too
             self.norm = self.norm.nan_to_num(nan=math.inf, posinf=math.inf)
-        self.update = Update(None if self.update is None else self.update.max_norm)
+        self.update = Update() if self.update is None else Update(self.update.max_norm, self.update.norm_type)
         self._reducer.views.show(
             self._reducer.touched,
-            sums[:, 1:].sum(dim=0),
+            sums[:, 1:known].sum(dim=0),
             self._reducer.finish_gradients,
+            powers=self._reducer.powers,
             scale=self.gradient_scale,
+            by_squares=self.norm_type == 2,
             fixed=_JOINED if self._step_state.join.is_open else self._stepped_with,
         )
 
@@ -260,6 +267,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _stepped_with(self) -> str:
         """Why gradients may not be changed after backward; "" where they may."""
         return _STEPPED_WITH if self._step_state.must_be_stepped else ""
+
+    @property
+    def norm_type(self) -> float:
+        """The order of the norm that is known, and clipped by."""
+        chosen = None if self.update is None else self.update.norm_type
+        return self.settings.norm_type if chosen is None else chosen
 
     @property
     def is_exhausted(self) -> bool:
@@ -284,8 +297,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {} if self.settings.scaler is None else self.settings.scaler.state_dict()
 
     def _payload(self) -> Payload:
-        """This rank's part of the squared norm, in all and of each parameter, and a digest of the optimizer's options
-        and loss scale, 4 bytes."""
+        """This rank's part of the squared norm, in all and of each parameter, of another norm than the 2-norm, where
+        the step has one, and a digest of the optimizer's options and loss scale, 4 bytes."""
         found = [pair for state in self._reducer.buckets for pair in state.take_squares().items()]
         device = self._reducer.buckets[0].bucket.full.device
         if found and all(square.device == HOST for _, square in found):
@@ -303,8 +316,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         text = repr((options, self.scaling, self._reducer.views.digest, sorted(divisors)))
         digest = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64).to(torch.uint32)
-        values = torch.stack([total, *squares])
+        values = torch.stack([total, *squares, *self._powers(device)])
         return Payload(digest.view(torch.uint8), values.to(self._reducer.buckets[0].bucket.full.device))
+
+    def _powers(self, device: torch.device) -> list[Tensor]:
+        """Of all that is stepped what this rank has of another norm than the 2-norm, where the step has one."""
+        if self.norm_type == 2:
+            return []
+        found = self._reducer.powers_here(self.norm_type).items()
+        counted = [power.to(device) for number, power in found if self._counted(number) is not None]
+        return [kernels.join_powers(torch.stack([torch.zeros((), dtype=torch.float64, device=device), *counted]),
+                                    self.norm_type)]  # fmt: skip
 
     def step_buckets(self) -> Iterator[Bucket]:
         """Phases 2 and 3: step bucket after bucket in layout order and yield each one as soon as it is stepped.
@@ -337,6 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             verdict = self.verdict_now()
             if self.arithmetic.waits and verdict.applied:
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
+            for state in self._reducer.buckets if self.settings.max_value else ():
+                state.clamp(self.settings.max_value * self.loss_scale)
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
             if self.arithmetic.waits and verdict.applied:
                 self._exchange_whole(update)
@@ -668,8 +692,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found[state.bucket.state_store.tier_now] += sum(state.bucket.state_store.sizes.values())
         return found
 
-    def clip_next_step(self, max_norm: float) -> float:
-        """Clip the coming step to ``max_norm``; later ones to the configured value again. Returns the norm now."""
+    def clip_next_step(self, max_norm: float, norm_type: float | None = None) -> float:
+        """Clip the coming step to ``max_norm``; later ones to the configured value again. Returns the norm now.
+
+        norm_type: its order, None for the configured one; collective for another one.
+        """
+        if self.settings.max_value:
+            raise UsageError(
+                "clip_grad_norm_: expected no gradient_clipping_value in the config, which clips every element of the "
+                "step's gradients already; leave one of them out"
+            )
         if self._reducer.early_use.enabled:
             raise UsageError(
                 "clip_grad_norm_: expected offload_optimizer.step_in_backward to be false: with it buckets are stepped "
@@ -679,6 +711,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"clip_grad_norm_: expected a finite max_norm above 0, got {max_norm}")
         if self.update is None or self.norm is None:
             raise InternalError("the norm is to be clipped before it is known")
+        order = self.settings.norm_type if norm_type is None else norm_type
+        if not order > 0:
+            raise UsageError(f"clip_grad_norm_: expected a norm_type above 0, or inf, got {norm_type!r}")
+        if order != self.norm_type:
+            self.update.clip_by(order)
+            self._reducer.views.adopt()
+            self._reducer.finish_gradients()
         self.update.clip_to(max_norm)
         return self.norm.item()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardengine.config import Config, OptimizerConfig
 from shardengine.errors import UsageError
@@ -22,6 +22,7 @@ from shardengine.optim.lion import Lion
 from shardengine.optim.muon import KIND, USES_MUON, Muon, uses_muon
 from shardengine.optim.muon_with_adamw import MuonWithAdamW
 from shardengine.optim.optimizer import OptimizerForm, ShardedOptimizer
+from shardengine.sharding import ignored_by
 
 _IN_8_BITS = "8bit"
 """What names in a config end with of optimizers that keep their states so."""
@@ -132,15 +133,17 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
     ``config``).
     """
     named = config.optimizer
-    chosen = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
+    ignored = ignored_by(model, config.ignored_parameters)
+    alone = {id(parameter) for parameter in ignored.values()}
+    trainable = (p for p in model.parameters() if p.requires_grad and id(p) not in alone)
+    chosen = list(trainable if model_parameters is None else model_parameters)
     if isinstance(given, torch.optim.Optimizer | list | tuple):
         if model_parameters is not None:
             raise UsageError(
                 "initialize: expected optimizer= or model_parameters=, got both; the optimizer has its own groups"
             )
         if not isinstance(given, torch.optim.Optimizer):
+            check_not_ignored(ignored, [group for each in given for group in each.param_groups])
             return _form_of_two(model, given, config)
         optimizer = given
     elif not chosen and (given is not None or named is not None):
@@ -153,6 +156,7 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
         optimizer = _made_by_name(named, model, chosen)
     else:
         return OptimizerForm(None, [], {})
+    check_not_ignored(ignored, optimizer.param_groups)
     _check_groups(model, optimizer.param_groups)
     by_name = "8bit" if given is None and named is not None and named.type.endswith(_IN_8_BITS) else None
     kept_in, splits = (
@@ -289,6 +293,18 @@ def _lend(
 
     to.stand_in_for(given)
     return give_back
+
+
+def check_not_ignored(ignored: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
+    """``UsageError`` for a parameter of ``groups`` that is in the config's ``ignored_parameters``. ignored: by name."""
+    name_of = {id(parameter): name for name, parameter in ignored.items()}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) in name_of:
+                raise UsageError(
+                    f"parameter {name_of[id(parameter)]!r} is in ignored_parameters and in optimizer group {number}: "
+                    "expected it in an optimizer of your own, which you step beside the engine, or in none"
+                )
 
 
 def check_owned(model: nn.Module, groups: list[dict[str, Any]]) -> None:

@@ -31,7 +31,8 @@ _UNDER_WAY = 2
 class Settings:
     """What the config says about steps.
 
-    max_norm: 0 for no clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
+    max_norm: 0 for no clipping · norm_type: the order of that norm · max_value: of an element's magnitude, 0 for no
+    clipping · seed: of stochastic rounding, None for none · scaler: of the loss, and of which steps
     are skipped; None: none is · fp16: what overflows in it is one · in_backward: offloaded buckets are stepped as soon
     as its gradient is complete · decay: of moving averages of the weights, None: there are none.
     """
@@ -42,13 +43,24 @@ class Settings:
     fp16: bool = False
     in_backward: bool = False
     decay: float | None = None
+    norm_type: float = 2.0
+    max_value: float = 0.0
 
     @classmethod
     def of(cls, config: Config, which: Precision) -> Settings:
         """which: the config's."""
         in_backward = config.zero_optimization.offload_optimizer.step_in_backward
         scaler = None if which.scaling is None else LossScaler(which.scaling)
-        return cls(config.gradient_clipping, which.seed, scaler, which.trains_fp16, in_backward, config.ema.decay)
+        return cls(
+            max_norm=config.gradient_clipping,
+            seed=which.seed,
+            scaler=scaler,
+            fp16=which.trains_fp16,
+            in_backward=in_backward,
+            decay=config.ema.decay,
+            norm_type=float(config.gradient_clipping_norm_type),
+            max_value=config.gradient_clipping_value,
+        )
 
 
 Part = tuple[Action, Spans]
@@ -78,14 +90,15 @@ class Verdict:
 class Update:
     """The update of the window's step: what it is done with and which buckets are, so that ``reset()`` can finish it.
 
-    max_norm: to clip this one to, None for the configured value · scalars, on the device: "factor", what gradients are
-    multiplied with, and "skip", whether it is skipped because the norm is not finite; None: nothing, no · verdict: the
-    latter for the host · touched: whose step counts have advanced · stepped: whole buckets that are done, weights
-    included · settled: whether the host has acted on the verdict · returned: what came back from the owners of whole
-    matrices, by bucket; None: they have not been asked
+    max_norm: to clip this one to, None for the configured value · norm_type: the order of its norm, likewise · scalars,
+    on the device: "factor", what gradients are multiplied with, and "skip", whether it is skipped because the norm is
+    not finite; None: nothing, no · verdict: the latter for the host · touched: whose step counts have advanced ·
+    stepped: whole buckets that are done, weights included · settled: whether the host has acted on the verdict ·
+    returned: what came back from the owners of whole matrices, by bucket; None: they have not been asked
     """
 
     max_norm: float | None = None
+    norm_type: float | None = None
     scalars: dict[str, Tensor | None] = field(default_factory=lambda: {"factor": None, "skip": None})
     verdict: Verdict = field(default_factory=lambda: Verdict(None, None))
     touched: frozenset[int] = frozenset()
@@ -121,6 +134,10 @@ class Update:
         applied = self.verdict.applied
         self.settled = True
         return applied
+
+    def clip_by(self, norm_type: float) -> None:
+        """This one's norm is of another order."""
+        self.norm_type = norm_type
 
     def clip_to(self, max_norm: float) -> None:
         """Clip this one to ``max_norm``; what was made of the gradient before is void."""

@@ -29,7 +29,7 @@ from shardengine.sharding.bucket import (
 from shardengine.sharding.flat_slices import BUFFER, WEIGHT, FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
 from shardengine.sharding.left_shards import LeftBucket, LeftShards
-from shardengine.sharding.partition import Partition, dtype_of, memory_order
+from shardengine.sharding.partition import Partition, dtype_of, ignored_by, memory_order
 from shardengine.sharding.poison import AWAY, IN_FLIGHT, SHARDED, Elsewhere, restore_poison, reveal
 from shardengine.sharding.precision import Precision, ScalePolicy
 from shardengine.sharding.wrapping import is_lookup
@@ -60,6 +60,7 @@ __all__ = [
     "Targets",
     "dtype_of",
     "holds_weights",
+    "ignored_by",
     "in_memory_order",
     "inner",
     "is_lookup",

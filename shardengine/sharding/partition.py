@@ -15,9 +15,10 @@ repeated blocks alone: those classes, else the children of ModuleLists with two 
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class Partition:
     around: the names of the latter → them (``inner``, [Note: Inner parameters])
     inside: parameters that live in flat buffers, in registration order, ``specs`` beside them; outside: the others
     units: unit modules with their names, without the root
+    ignored: names → parameters that are the user's alone (``ignored_by``), which are in nothing else here
     left: what an engine that was closed without gathering has left on the model
     source: what gives the values of parameters and buffers that have none on any rank
     modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
@@ -61,6 +63,7 @@ class Partition:
     left: LeftShards | None = None
     source: Source | None = None
     around: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    ignored: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""
@@ -91,17 +94,16 @@ def analyse(
     shards_weights: bool,
     which: Precision = Precision(),  # noqa: B008  (frozen)
     device: torch.device = HOST,
-    gives_values: bool = True,
+    ignored: Sequence[str] = (),
 ) -> Partition:
     """Look at ``model``. setting: the config's ``units``; group_of: id(parameter) → optimizer group.
 
-    which: the dtypes that parameters will have · device: where they will be · gives_values: whether the weights begin
-    with this rank's values; those of other ranks may be on the meta device.
+    which: the dtypes that parameters will have · device: where they will be · ignored: as in ``ignored_by``.
     """
-    if gives_values and device.type != "meta":
-        _check_values(model)
+    left_alone = ignored_by(model, ignored)
+    _check_ignored(left_alone, device)
     inner.split(model, device)
-    names, around = _names(model)
+    names, around = _names(model, {id(parameter) for parameter in left_alone.values()})
     all_names: dict[int, list[str]] = {}
     for name, parameter in names.items():
         all_names.setdefault(id(parameter), []).append(name)
@@ -111,7 +113,8 @@ def analyse(
     _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16)
     _check_sparse(model)
     _check_wrappers(model)
-    units, unit_of = _assign(model, sharded_units(model, setting)) if shards_weights else ([], {})
+    counted = {id(parameter) for parameter in parameters}
+    units, unit_of = _assign(model, sharded_units(model, setting), counted) if shards_weights else ([], {})
     inside = [p for p in parameters if p.numel() and (p.requires_grad or shards_weights) and not inner.is_beside(p)]
     numbers = _numbers(list(model.parameters()))
     specs = [
@@ -123,12 +126,30 @@ def analyse(
     chosen = {id(p) for p in inside}
     outside = [p for p in parameters if id(p) not in chosen]
     modules, places = list(model.modules()), places_of(model)
-    return Partition(names, inside, specs, outside, units, modules, places, left, around=around)
+    return Partition(names, inside, specs, outside, units, modules, places, left, around=around, ignored=left_alone)
 
 
-def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """``Partition.names`` and ``Partition.around``."""
-    own = dict(model.named_parameters(remove_duplicate=False))
+def ignored_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters under one of whose names some of ``patterns`` (as of files) matches, under all of their names.
+
+    ``UsageError`` for a pattern that matches none.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False)) if patterns else {}
+    chosen = set()
+    for pattern in patterns:
+        found = {id(parameter) for name, parameter in named.items() if fnmatch.fnmatchcase(name, pattern)}
+        if not found:
+            raise UsageError(
+                f"ignored_parameters: expected patterns that match names of parameters, got {pattern!r}, which matches "
+                f"none" + (f"; the nearest name is {nearest(pattern, named)!r}" if named else "")
+            )
+        chosen |= found
+    return {name: parameter for name, parameter in named.items() if id(parameter) in chosen}
+
+
+def _names(model: nn.Module, ignored: Collection[int]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """``Partition.names`` and ``Partition.around``. ignored: ids of parameters that are in neither."""
+    own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in ignored}
     names = {name + path: part for name, parameter in own.items() for path, part in inner.parts_of(parameter)}
     names.update(inner.beside(model))
     return names, {name: parameter for name, parameter in own.items() if inner.is_outer(parameter)}
@@ -214,9 +235,12 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
 
 
-def find_blocks(model: nn.Module, setting: str | tuple[str, ...]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
-    """The unit modules that own parameters, and id(parameter) → its unit, from 1, where that is exactly one."""
-    return _assign(model, find_units(model, setting))
+def find_blocks(
+    model: nn.Module, setting: str | tuple[str, ...], counted: Collection[int]
+) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+    """The unit modules that own parameters, and id(parameter) → its unit, from 1, where that is exactly one. counted:
+    ids of the parameters that are meant."""
+    return _assign(model, find_units(model, setting), counted)
 
 
 def find_units(model: nn.Module, setting: str | tuple[str, ...]) -> list[tuple[str, nn.Module]]:
@@ -265,7 +289,9 @@ def _repeated_children(model: nn.Module) -> set[int]:
     return chosen
 
 
-def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
+def _assign(
+    model: nn.Module, units: list[tuple[str, nn.Module]], counted: Collection[int]
+) -> tuple[list[tuple[str, nn.Module]], dict[int, int]]:
     """Units that own parameters, and id(parameter) → 1-based unit for those used in exactly one unit."""
     owners: dict[int, set[int]] = {}
     numbers = {id(unit): number for number, (_, unit) in enumerate(units)}
@@ -279,7 +305,8 @@ def _assign(model: nn.Module, units: list[tuple[str, nn.Module]]) -> tuple[list[
         visited.add((id(module), unit))
         for parameter in module.parameters(recurse=False):
             for _, part in inner.parts_of(parameter):
-                owners.setdefault(id(part), set()).add(unit)
+                if id(part) in counted:
+                    owners.setdefault(id(part), set()).add(unit)
         for child in module.children():
             visit(child, unit)
 
@@ -312,7 +339,22 @@ def _check(
             _check_trainable(name, dtypes[id(parameter)], scaled=scaled)
 
 
-def _check_values(model: nn.Module) -> None:
+def _check_ignored(ignored: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    for name, parameter in ignored.items():
+        if parameter.is_meta and device.type != "meta":
+            raise UsageError(
+                f"parameter {name!r} is in ignored_parameters and on the meta device: expected one with values, on "
+                "this rank's device, because the engine gives it none"
+            )
+        if inner.is_outer(parameter):
+            raise UsageError(
+                f"parameter {name!r} is in ignored_parameters and a {type(parameter).__name__}, whose tensors the "
+                "engine holds one by one: expected an ordinary parameter"
+            )
+
+
+def check_values(model: nn.Module) -> None:
+    """``UsageError`` for a parameter without values, where those of this rank are everybody's."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(
@@ -341,6 +383,26 @@ def _check_sparse(model: nn.Module) -> None:
             raise UsageError(
                 f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
                 "gradients, which are what buckets hold; set sparse=False or freeze it"
+            )
+
+
+def check_sync_batch_norm(model: nn.Module, device: torch.device, ranks: int, served: Callable[[Any], int]) -> None:
+    """``UsageError`` for a SyncBatchNorm that would not take the statistics of all ``ranks``, where there is a process
+    group. device: where the model will be · served: ranks of one, None: of the default one."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm) or not module.training:
+            continue  # in evaluation it is a BatchNorm, on any device
+        if device.type == "cpu":
+            raise UsageError(
+                f"module {name!r} is a SyncBatchNorm, which torch computes on GPUs alone, and the engine's device "
+                "is a CPU: expected BatchNorm, where each rank normalizes by its own samples and rank 0's running "
+                "statistics are everybody's, a norm without statistics over samples (LayerNorm, GroupNorm), or "
+                "module.eval() before initialize"
+            )
+        if (found := served(module.process_group)) != ranks:
+            raise UsageError(
+                f"module {name!r} is a SyncBatchNorm over {found} ranks, and the engine has {ranks}: expected "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group) with the engine's ranks"
             )
 
 

@@ -31,9 +31,11 @@ FROZEN = {
         fp16.auto_cast fp16.consecutive_hysteresis fp16.enabled fp16.hysteresis fp16.initial_scale_power fp16.loss_scale
         fp16.loss_scale_window fp16.min_loss_scale
         gradient_accumulation gradient_accumulation_steps gradient_allreduce_op
-        gradient_clipping hierarchical_reduce max_nonfinite_steps nonfinite_gradients
+        gradient_clipping gradient_clipping_norm_type gradient_clipping_value gradient_divide_factor ignored_parameters
+        hierarchical_reduce max_nonfinite_steps nonfinite_gradients
         optimizer.params optimizer.type overlap_comm overlap_param_gather reproducible
-        scheduler.params scheduler.type seed steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
+        scheduler.params scheduler.type seed static_graph
+        steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
         train_batch_size
         train_micro_batch_size_per_gpu
         zero_optimization.reduce_bucket_size zero_optimization.stage
@@ -54,7 +56,7 @@ FROZEN = {
         monitor.tensorboard.job_name monitor.tensorboard.output_path
     """,
     "LATER": """
-        static_graph torch_autocast.lower_precision_safe_modules
+        torch_autocast.lower_precision_safe_modules
     """,
     "REFUSED": """
         amp autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity

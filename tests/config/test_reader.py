@@ -100,9 +100,6 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("on", "place"),
     [
-        ({"static_graph": True}, "static_graph"),
-        ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
         (
             {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
             "torch_autocast.lower_precision_safe_modules",

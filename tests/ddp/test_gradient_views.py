@@ -171,12 +171,12 @@ def refused(stage: str) -> list[str]:
         lambda: parameter.grad.view(-1),
         lambda: parameter.grad.add_(parameter.grad),
         lambda: parameter.grad.sum(),
-        lambda: parameter.grad.norm(1),
+        lambda: parameter.grad.norm(0),
         lambda: torch.zeros_like(parameter).add_(parameter.grad),
         lambda: copy.deepcopy(parameter.grad),
         lambda: pickle.dumps(parameter.grad),
         lambda: other.step(),
-        lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0, norm_type=float("inf")),
+        lambda: torch.nn.utils.clip_grad_norm_([parameter], 1.0, norm_type=0),
         lambda: parameter.grad.clone().mul_(2),
     ]
     found = []

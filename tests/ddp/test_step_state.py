@@ -83,7 +83,7 @@ def refusals(state: StepState) -> dict[Call, str]:
 GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_norm_"}
 BETWEEN: set[Call] = {
     "load_checkpoint", "optimizer.load_state_dict()", "add_param_group()", "unfreezing", "offload_states",
-    "optimizer.train() or eval()", "engine.ema()",
+    "optimizer.train() or eval()", "engine.ema()", "another setting",
 }  # fmt: skip
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",

@@ -66,6 +66,7 @@ SLIVERS: Mapping[str, str] = {
     "app/restarts.py": "which ranks may be started again: a policy, which is tested without processes",
     "app/evaluation.py": "a sum whose order is declared, which is tested without a loop",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
+    "engine/settings_between_steps.py": "what may change between two windows, which is no part of a step",
     "engine/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
     "compat/deepspeed/hosts.py": "facts of other libraries, each change with its reason",

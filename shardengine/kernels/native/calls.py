@@ -97,7 +97,7 @@ def ordered_sum(
     out: Tensor,
     *,
     total: Tensor | None = None,
-    divisor: int = 1,
+    divisor: float = 1,
     rounded: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     nonfinite: Tensor | None = None,

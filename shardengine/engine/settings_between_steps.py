@@ -1,0 +1,69 @@
+"""What the config says of steps, said anew between two of them. Owns: when that is allowed, on all ranks or on none.
+
+Must not know: forward, backward, the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from shardengine.comm import compare, run_on_all_ranks
+from shardengine.config import Config
+from shardengine.engine.assembly import rules_of
+from shardengine.engine.core import Core
+from shardengine.errors import UsageError
+
+
+def set_batch(core: Core, config: Config, call: str, *, total: Any = None, micro: Any = None) -> Config:
+    """The config of steps from now on; collective.
+
+    total: samples of a step over all ranks · micro: samples of one micro-batch on one rank; one of both.
+    """
+
+    def check() -> Config:
+        given, stays = micro if total is None else total, ""
+        each = core.mesh.ranks * (config.train_micro_batch_size_per_gpu or 1) if micro is None else 1
+        if micro is None:
+            sizes = f"{core.mesh.ranks} ranks with micro-batches of {config.train_micro_batch_size_per_gpu}"
+            stays = f" that {each} divides ({sizes}, which stay)"
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1 or given % each:
+            raise UsageError(
+                f"{call}: expected a number of samples above 0{stays}, got {given!r} (rank {core.mesh.rank}); nothing "
+                "has changed"
+            )
+        return config.with_batch(core.mesh.ranks, total=total, micro=micro)
+
+    return _follow(core, call, check, f"number of samples given to {call}", micro if total is None else total)
+
+
+def set_divide_factor(core: Core, config: Config, call: str, factor: Any) -> Config:
+    """The config of steps whose sums over ranks are divided by ``factor``; collective."""
+
+    def check() -> Config:
+        known = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not known or not 0 < factor < math.inf:
+            raise UsageError(
+                f"{call}: expected a finite number above 0, got {factor!r} (rank {core.mesh.rank}); nothing has changed"
+            )
+        return dataclasses.replace(config, gradient_divide_factor=float(factor))
+
+    return _follow(core, call, check, f"factor given to {call}", factor)
+
+
+def _follow(core: Core, call: str, check: Callable[[], Config], topic: str, given: Any) -> Config:
+    """What ``check`` returns is followed from now on, unless a rank refuses or has another ``given``."""
+    core.schedule.finish_open_backward()
+
+    def checked() -> Config:
+        core.step_state.require("another setting", call)
+        return check()
+
+    new = run_on_all_ranks(core.collectives, call, checked)
+    compare(core.collectives, {topic: [str(given)]})
+    core.window.resize(new.gradient_accumulation_steps or 1)
+    core.reducer.follow(rules_of(new, core.stage, core.mesh.ranks))
+    core.pool.clear()  # gradients may wait in other dtypes
+    return new
