@@ -269,10 +269,11 @@ ENGINE: Mapping[str, str] = {
         "sparse_gradients_enabled sparse_allreduce sparse_all_gather sparse_allreduce_bucket",
         "gradients are reduced as dense buckets",
     ),
-    **_each(
-        "zero_quantized_weights zero_quantized_gradients zero_hpz_partition_size mics_shard_size zeropp_loco_param",
-        "compressed communication and shard groups are not available yet",
-    ),
+    "zeropp_loco_param": _NOT_HERE,
+    "zero_quantized_weights": "`engine.config.zero_optimization.zero_quantized_weights`",
+    "zero_quantized_gradients": "`engine.config.zero_optimization.zero_quantized_gradients`",
+    "zero_hpz_partition_size": "`engine.config.zero_optimization.zero_hpz_partition_size`",
+    "mics_shard_size": "`engine.config.zero_optimization.shard_group_size`",
 }
 """Name on the engine → what to do, as the end of a sentence."""
 

@@ -78,7 +78,7 @@ class Report:
             **_adapters(engine),
             "data": f"{settings.data}, {blocks.training.tokens:,} tokens to train, "
             f"{blocks.validation.tokens:,} to validate{_of(settings.held_out)}, {_rows(blocks)}",
-            "stage": stages.select(config).name,
+            "stage": _stage(engine),
             "ranks": f"{engine.world_size} on {device}, {torch.get_num_threads()} thread(s) each",
             "batch": f"{engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
             f"{engine.gradient_accumulation_steps()} micro-batch(es) x {engine.world_size} rank(s)",
@@ -260,6 +260,14 @@ class Report:
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         figure.savefig(self._settings.output / "loss.png", dpi=120)
+
+
+def _stage(engine: Engine) -> str:
+    """Its record's name, with the shard groups where there are several."""
+    size = int(engine.memory()["shard_group_ranks"])
+    replicas = engine.world_size // size
+    name = stages.select(engine.config, replicas).name
+    return name if replicas == 1 else f"{name}, {replicas} shard groups of {size} rank(s)"
 
 
 def _by_tier(memory: Mapping[str, float], kind: str) -> str:

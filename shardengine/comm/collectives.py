@@ -209,21 +209,40 @@ class Collectives:
         return [axis for axis in along if self.mesh.place_on(axis)[1] > 1]
 
     def _all_gather(self, full: Tensor, along: Sequence[Axis], what: Subject, purpose: Purpose) -> Work:
-        """One axis after the other; on gloo the second is issued when the first is found done or waited for."""
+        """Along one axis after the other; the second on a stream that waits for the first, where there are streams. On
+        gloo it is issued when the first is found done or waited for."""
         if not along:
             return Work()
-        first, *others = along
-        if not others:
-            return self._gather_along(full, first, what, purpose)
+        if len(along) == 1:
+            return self._issue(*self._gather_along(full, along[0], what, purpose))
         place, size = self.mesh.place_on(Axis.INSIDE)
-        work = self._gather_along(full.chunk(size)[place], first, what, purpose)
+        record, begin = self._gather_along(full.chunk(size)[place], along[0], what, purpose)
+        begun: list[dist.Work] = []
+
+        def across() -> list[dist.Work]:
+            begun.extend(begin())
+            return begun
 
         def second() -> Work:
-            return self._all_gather(full, others, what, purpose)
+            later, inside = self._gather_along(full, along[1], what, purpose)
 
+            def behind() -> list[dist.Work]:
+                with self._between_steps.is_current():
+                    for work in begun:
+                        wait_for(work, record, self.failures)  # on this stream, which nobody else waits for
+                    return inside()
+
+            return self._issue(later, behind)
+
+        return self._in_two_steps(self._issue(record, across), second)
+
+    def _in_two_steps(self, first: Work, second: Callable[[], Work]) -> Work:
+        """``second``, which itself waits for the data of ``first``: at once, or when that is found to be there."""
         if self.may_poll and self._overlap:
-            return work.followed_by(second)
-        return self._after(work, second)
+            return first.followed_by(second)
+        if not self._overlap:
+            first.wait_data()  # the computation has stood still for it
+        return second()
 
     def _gather_messages(
         self, full: Tensor, along: Sequence[Axis], coding: Coding, what: Subject, purpose: Purpose
@@ -245,15 +264,10 @@ class Collectives:
 
         return self._all_gather(messages, along, what, purpose).ending_with(decode)
 
-    def _after(self, work: Work, second: Callable[[], Work]) -> Work:
-        """``second``, issued at once behind ``work``, on a stream that waits for that where there are streams."""
-        started, between = self.mesh.platform.mark(), self._between_steps
-        with between.is_current():
-            started.wait()
-            work.wait_data()
-            return second()
-
-    def _gather_along(self, full: Tensor, axis: Axis, what: Subject, purpose: Purpose) -> Work:
+    def _gather_along(
+        self, full: Tensor, axis: Axis, what: Subject, purpose: Purpose
+    ) -> tuple[CollectiveRecord, Callable[[], list[dist.Work]]]:
+        """What ``_issue`` needs of a gather of ``full`` along ``axis``."""
         mesh = self.mesh
         sent = _sendable(full)
         line = mesh.line(axis, GroupName.EVALUATE if purpose is Purpose.EVALUATION else GroupName.GATHER)
@@ -270,7 +284,7 @@ class Collectives:
                 return [mesh.wire.all_gather(sent, own, line.group)]
 
         size = full.nbytes * (line.ranks - 1) // line.ranks
-        return self._issue(self._record(line.name, _named_along("all-gather", line.name), what, size, purpose), call)
+        return self._record(line.name, _named_along("all-gather", line.name), what, size, purpose), call
 
     def _reduce_scatter(self, full: Tensor, along: Sequence[Axis], reduction: _Reduction) -> Work:
         """See ``move``. Sums that travel across have ``reduce_dtype``."""
@@ -339,10 +353,7 @@ class Collectives:
         if near is None:
             return second()
         record = self._record(GroupName.INSIDE, "reduce-scatter inside", what, near.bytes_sent, purpose)
-        first = self._issue(record, inside)
-        if mesh.backend == "nccl" or not self._overlap:
-            return second()
-        return first.followed_by(second)
+        return self._in_two_steps(self._issue(record, inside), second)
 
     def deliver(self, parts: Parts, what: Subject, purpose: Purpose, axis: Axis = Axis.ALL) -> Work:
         """Begin to bring each rank along ``axis`` its part of every rank's tensor, of any length; ``parts`` must not

@@ -284,10 +284,10 @@ class GradientBucket:
         """Memory from the pool for what a rank has of it, where it rests."""
         return self._pool.take(self.bucket.layout.elements(placement), dtype, on_host=self._spill is not None)
 
-    def hand_over_total(self, dtype: torch.dtype) -> Tensor | None:
-        """``total`` in ``dtype``, in a buffer of the pool, which is the caller's from now on."""
+    def hand_over_total(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        """``total`` in ``dtype`` (None: as it is), in a buffer of the pool, which is the caller's from now on."""
         total, self.total = self.total, None
-        if total is None or total.dtype is dtype:
+        if total is None or dtype is None or total.dtype is dtype:
             return total
         converted = self._pool.take(total.numel(), dtype)
         converted.copy_(total)

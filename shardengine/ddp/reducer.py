@@ -534,7 +534,7 @@ class Reducer:
             gathers = whole is not None and not isinstance(self.hook, WholeGradients)
             return self._gather(state, whole) if gathers and whole is not None else None
 
-        earlier = state.hand_over_total(rules.reduce) if final and rules.ends_across else None
+        earlier = state.hand_over_total() if final and rules.ends_across else None
         target = Placement.SHARDED if final else rules.gradients
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
 

@@ -192,7 +192,8 @@ class Inspection:
         device is the host), ``predicted_buffer_bytes`` what the device holds at most beside model state
         (docs/limits.md), and ``tier_buffer_bytes`` what stands in host memory between a disk and the step.
         ``offload_ratio`` is no number of bytes but the part of the optimizer that is away, as given or as
-        ``"ratio": "auto"`` chose it.
+        ``"ratio": "auto"`` chose it. ``shard_group_ranks`` is how many ranks a shard group has: all of them where the
+        mesh is not hybrid.
 
         ``units`` counts the modules that are gathered as one, ``largest_unit_bytes``, ``smallest_unit_bytes`` and
         ``root_bytes`` are their weights when they are whole, and ``live_window_bytes`` what is whole at one moment of a
@@ -219,6 +220,7 @@ class Inspection:
             "predicted_buffer_bytes": footprint.buffers(homes),
             "tier_buffer_bytes": self._core.tiers.buffer_bytes,
             "offload_ratio": footprint.part_away(homes),
+            "shard_group_ranks": self._core.mesh.ranks // self._core.mesh.replicas,
             "units": window.count,
             "root_bytes": window.root,
             "largest_unit_bytes": window.largest,

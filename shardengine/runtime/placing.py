@@ -19,6 +19,8 @@ buffers, and buffers, are whole on every rank; rank 0 asks and sends.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from shardengine.sharding import (
     FlatBuffer,
     FlatBufferLayout,
     Layout,
+    LeftBucket,
     LeftShards,
     Partition,
     Precision,
@@ -270,15 +273,31 @@ def _take_over(left: LeftShards, wanted: Iterable[tuple[nn.Parameter, int, Tenso
             checked += [] if left.hides(parameter) else [(left.dtype_of(parameter), values, target.values)]
     received = Targets(targets)
     for bucket in left.holding(targets):
-        layout, values = bucket.layout, bucket.values
-        whole = torch.empty(layout.length, dtype=values.dtype, device=collectives.mesh.device)
-        start, end = (edge - layout.start for edge in layout.interval(bucket.placement, left.rank))
-        whole[start:end].copy_(values)
-        collectives.move(whole, bucket.placement, Placement.REPLICATED, layout, Purpose.START).wait()
+        layout, whole = bucket.layout, _gathered(bucket, left.rank, collectives)
         for part in slices_of(left.layout, layout, (layout.start, layout.end), {targets[0].key: whole}):
             received.receive(part)
     for dtype, values, unrounded in checked:
         values.copy_(torch.where(unrounded.to(dtype).to(values.dtype) == values, unrounded, values))
+
+
+def _gathered(bucket: LeftBucket, rank: int, collectives: Collectives) -> Tensor:
+    """All of its values. Slices lie in the order of the mesh on which they were left; where the present one has other
+    shard groups, each rank's own slice is gathered in the order of that one. Collective."""
+    left, placement, values, replicas = bucket.layout, bucket.placement, bucket.values, collectives.mesh.replicas
+    layout = left
+    if placement.sharded_over is not None and left.replicas != replicas:
+        first, (start, end) = left.interval(placement, rank)[0], left.interval(Placement.SHARDED, rank)
+        layout, placement = replace(left, replicas=replicas), Placement.SHARDED
+        values = values[start - first : end - first]
+    whole = torch.empty(layout.length, dtype=values.dtype, device=collectives.mesh.device)
+    start, end = (edge - layout.start for edge in layout.interval(placement, rank))
+    whole[start:end].copy_(values)
+    collectives.move(whole, placement, Placement.REPLICATED, layout, Purpose.START).wait()
+    if layout is left:
+        return whole
+    slices = whole.split(layout.slice_length)
+    order = sorted(range(layout.ranks), key=partial(left.slice_number, Placement.SHARDED))
+    return torch.cat([slices[layout.slice_number(Placement.SHARDED, each)] for each in order])
 
 
 def _show_outside(left: LeftShards, outside: Iterable[nn.Parameter], collectives: Collectives) -> None:

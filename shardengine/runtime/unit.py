@@ -280,6 +280,9 @@ class Unit:
         if held not in self._summoned:
             return
         self._hold([other for other in self._summoned if other is not held])
+        if writable and self.state is UnshardState.UNSHARDING:  # gathered ahead, with what is old now
+            self.wait_for_unshard()
+            self.reshard()
         for bucket, part in held.parts.items() if writable else ():
             collectives.broadcast(part, bucket.layout, Purpose.WHOLE_WEIGHTS)
             bucket.shard(writable=True).copy_(bucket.own_slice(part, bucket.rests))

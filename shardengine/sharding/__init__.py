@@ -29,7 +29,7 @@ from shardengine.sharding.bucket import (
 )
 from shardengine.sharding.flat_slices import BUFFER, WEIGHT, FlatSlice, FullTensors, Targets, join, slices_of
 from shardengine.sharding.layout import BucketLayout, FlatBufferLayout, Layout, ParameterSpec, Piece
-from shardengine.sharding.left_shards import LeftShards
+from shardengine.sharding.left_shards import LeftBucket, LeftShards
 from shardengine.sharding.partition import Partition, dtype_of, ignored_by, memory_order
 from shardengine.sharding.poison import AWAY, IN_FLIGHT, SHARDED, Elsewhere, restore_poison, reveal
 from shardengine.sharding.precision import Precision, ScalePolicy
@@ -52,6 +52,7 @@ __all__ = [
     "FlatSlice",
     "FullTensors",
     "Layout",
+    "LeftBucket",
     "LeftShards",
     "ParameterSpec",
     "Partition",

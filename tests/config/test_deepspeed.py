@@ -46,6 +46,7 @@ DEEPSPEED: dict[str, dict[str, str]] = {
         "data_types": "grad_accum_dtype",
         "zero_optimization": """
             stage reduce_bucket_size overlap_comm prefetch_bucket_size stage3_prefetch_bucket_size
+            zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients mics_shard_size
         """,
         "zero_optimization.offload_param": "device nvme_path buffer_count pin_memory",
         "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory ratio",
@@ -56,9 +57,6 @@ DEEPSPEED: dict[str, dict[str, str]] = {
     },
     "LATER": {
         "torch_autocast": "lower_precision_safe_modules",
-        "zero_optimization": """
-            zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients mics_shard_size
-        """,
     },
     "REFUSED": {
         "": """

@@ -40,7 +40,9 @@ FROZEN = {
         train_micro_batch_size_per_gpu
         zero_optimization.recut_buckets zero_optimization.reduce_bucket_size zero_optimization.stage
         zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_reshard_after_forward
-        zero_optimization.units
+        zero_optimization.units zero_optimization.shard_group_size zero_optimization.zero_hpz_partition_size
+        comm_hook.name comm_hook.params
+        zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_weights
         aio.block_size aio.queue_depth aio.thread_count
         zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
         zero_optimization.offload_optimizer.device_memory
@@ -54,10 +56,7 @@ FROZEN = {
         monitor.tensorboard.job_name monitor.tensorboard.output_path
     """,
     "LATER": """
-        comm_hook.name comm_hook.params
         torch_autocast.lower_precision_safe_modules
-        zero_optimization.shard_group_size zero_optimization.zero_hpz_partition_size
-        zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_weights
     """,
     "REFUSED": """
         amp autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity

@@ -100,13 +100,10 @@ def test_a_feature_that_is_switched_off_is_accepted(off: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("on", "place"),
     [
-        ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
         (
             {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
             "torch_autocast.lower_precision_safe_modules",
         ),
-        ({"comm_hook": {"name": "powersgd"}}, "comm_hook"),
     ],
 )
 def test_a_later_feature_that_is_switched_on_is_not_available_yet(on: dict[str, Any], place: str) -> None:

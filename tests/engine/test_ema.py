@@ -56,6 +56,7 @@ def truth(kind: str, ranks: int, micros: int, order: str, low: torch.dtype | Non
     return oracle.train(
         network, cases.loss_of, ranks=ranks, micros=micros, steps=STEPS, kind=kind, ema=0.9,
         groups=cases.groups_of(network, kind), order=order if micros > 1 else "full", clip=cases.CLIP, low=low,
+        **cases.groups_told(order),
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ TABLES: dict[str, Mapping[str, str]] = {
 SCRIPTS = """
     save_16bit_model save_fp16_model destroy module_state_dict load_module_state_dict allreduce_gradients loss_scale
     cur_scale empty_partition_cache managed_gradient_accumulation global_rank set_requires_gradient_sync reshard unshard
-    set_reshard_after_forward summon_full_params full_optim_state_dict sharded_state_dict join register_comm_hook
+    set_reshard_after_forward summon_full_params full_optim_state_dict sharded_state_dict
     unwrap_model gather_full_optim_state_dict get_mom gradient_clipping fp16_enabled bfloat16_enabled
     get_data_parallel_rank get_batch_info scale overflow wait_for_everyone is_main_process train_batch
 """
@@ -328,7 +328,7 @@ OTHER_KINDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "module as optimizer": ((MODEL, {}), {"optimizer": MODEL}, "or None, got one of type Net"),
     "dict of parameters": ((MODEL, {}), {"model_parameters": dict(MODEL.named_parameters())}, "put it into a list"),
     "one parameter": ((MODEL, {}), {"model_parameters": MODEL.linear.weight}, "put it into a list"),
-    "mesh": ((MODEL, {}), {"mesh": "cpu"}, "expected mesh to be what shardengine.comm.mesh.build() returns, or None"),
+    "mesh": ((MODEL, {}), {"mesh": "cpu"}, "expected mesh to be a DeviceMesh, a process group or None"),
     "monitors": ((MODEL, {}), {"monitors": 1}, "expected monitors to be a list"),
     "number of parameters": ((MODEL, {}), {"model_parameters": 5}, "or None, got one of type int"),
 }

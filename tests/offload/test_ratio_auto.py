@@ -188,11 +188,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_device_never_holds_more_than_was_predicted(pools: Pools, ranks: int, precision: str) -> None:
+@pytest.mark.parametrize(("ranks", "stages"), [(1, STAGES), (2, STAGES), (4, list(cases.HYBRID))])
+def test_the_device_never_holds_more_than_was_predicted(
+    pools: Pools, ranks: int, stages: list[str], precision: str
+) -> None:
     cells = [
         (stage, letter, ratio)
-        for stage in STAGES
+        for stage in stages
         for letter in LETTERS
         for ratio in (0.6, 0.0)[: 2 - bool(LETTERS[letter][1])]
     ]
@@ -220,6 +222,23 @@ def test_buffers_are_the_window_and_three_buckets(pools: Pools) -> None:
     units = under_way(Counter(lengths_of("3", ranks)))
     assert rows[1]["predicted_buffer_bytes"] == (root + BLOCKS * block) * FLOAT + units
     assert rows[2]["predicted_buffer_bytes"] == (root + 2 * block) * FLOAT + units
+
+
+def test_buffers_of_shard_groups_are_larger_and_hpz_keeps_a_slice_of_each_block(pools: Pools) -> None:
+    """Four ranks in groups of two: a group's slice is twice a rank's, and sums of groups are sent and received."""
+    stages = ("2 hybrid", "3 hybrid", "3 hpZ")
+    rows, *_ = pools(4).run(measure, [config_of(stage, {"ratio": 1.0}) for stage in stages])
+    block = padded(BLOCK_PARAMETERS, 4)
+    root = elements_of("3", 4) - BLOCKS * block
+
+    def under_way(lengths: Counter[int]) -> float:
+        return sum(min(count, 3) * length * (2 * FLOAT + 8 / 2 + 8 / 2) for length, count in lengths.items())
+
+    assert rows[0]["predicted_buffer_bytes"] == under_way(Counter(lengths_of("2", 4)))
+    window = (root + 2 * block) * FLOAT + under_way(Counter(lengths_of("3", 4)))
+    assert rows[1]["predicted_buffer_bytes"] == window
+    assert rows[2]["predicted_buffer_bytes"] == window + BLOCKS * block * FLOAT / 2
+    assert [row["shard_group_ranks"] for row in rows] == [2, 2, 2]
 
 
 # Bits

@@ -113,7 +113,7 @@ def _truth(case: Case, ranks: int, steps: int, clip: float) -> oracle.Trace:
     return oracle.train(
         model, case.special.loss, ranks=ranks, micros=case.micros, steps=steps, kind="AdamW",
         groups=cases.groups_of(model, "AdamW"), order=cases.LETTER[case.stage] if case.micros > 1 else "full",
-        clip=clip, **told,
+        clip=clip, **cases.groups_told(cases.LETTER[case.stage] if case.micros > 1 else "full"), **told,
     )  # fmt: skip
 
 

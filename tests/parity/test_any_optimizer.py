@@ -42,7 +42,7 @@ def truth(name: str, ranks: int, micros: int, order: str, **precision: Any) -> o
     return oracle.train(
         network, cases.loss_of, ranks=ranks, micros=micros, steps=STEPS, made=made,
         groups=optimizer_classes.groups_of(network, name), order=order if micros > 1 else "full",
-        clip=cases.CLIP, **precision,
+        clip=cases.CLIP, **cases.groups_told(order), **precision,
     )  # fmt: skip
 
 

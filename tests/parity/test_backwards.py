@@ -243,6 +243,7 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int, low_wire: bo
     return oracle.train(
         model, case.loss, ranks=ranks, micros=case.micros, steps=steps, kind=kind,
         groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP, wire=torch.bfloat16 if low_wire else None,
+        **cases.groups_told(order),
     )  # fmt: skip
 
 

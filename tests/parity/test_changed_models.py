@@ -95,7 +95,7 @@ def truth(story: str, kind: str, ranks: int, micros: int, order: str, low: torch
         change(model, kind, groups.append)
         trace = oracle.train(
             model, cases.loss_of, ranks=ranks, micros=micros, steps=STEPS * number, kind=kind, groups=groups,
-            order=order, clip=cases.CLIP, low=low, earlier=trace,
+            order=order, clip=cases.CLIP, low=low, earlier=trace, **cases.groups_told(order),
         )  # fmt: skip
     assert trace is not None
     return trace

@@ -132,7 +132,8 @@ def elements(stage: str, itemsize: int) -> int:
 def test_bits_and_bytes(pools: Pools, precision: str, micros: int) -> None:
     said, told, gradient, partial = PRECISIONS[precision]
     results = pools(RANKS).run(train, micros, said)
-    for stage, letter in cases.LETTER.items():
+    for stage in cases.STAGES:
+        letter = cases.LETTER[stage]
         truth = cases.truth("mlp", "AdamW", RANKS, micros, letter, STEPS, **told)
         assert_equal_to_truth([result[stage][0] for result in results], truth, f"stage {stage}")
         reduced = elements(stage, gradient) * (micros if letter == "sharded" else 1)

@@ -15,9 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardengine.comm import Wire
+from shardengine.comm import Collectives, Named, Purpose, Wire
+from shardengine.offload import BufferPool
+from tests.parity.test_hierarchical_reduce import knows_of
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
+from tests.support.late_streams import DEFAULT, adversary
+from tests.support.parts import REPLICATED, SHARDED
 from tests.support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -210,3 +214,28 @@ def test_bytes_by_axis(pools: Pools, stage: str, micros: int, low: bool) -> None
         assert {axis: sent[axis] for axis in expected} == expected, stage
         assert said["measured_bytes_last_step"] == said["formula_bytes_per_step"] == sum(expected.values())
         assert {axis: said["formula_bytes_by_axis"][axis] for axis in expected} == expected
+
+
+# Streams
+
+
+def gather_one() -> tuple[set[str], set[str]]:
+    """Of what the computation knows before and after it waits for a gather along both axes."""
+    with adversary(cases.mesh_of_this_process()) as foe:
+        mesh = foe.mesh.in_groups_of(2)
+        link = Collectives(mesh, BufferPool(mesh.platform))
+        full = torch.zeros(64)
+        group, place = divmod(mesh.rank, 2)
+        full.split(16)[2 * place + group].fill_(1.0 + 2 * place + group)
+        work = link.move(full, SHARDED, REPLICATED, Named(["a"]), Purpose.WEIGHTS)
+        before = knows_of(DEFAULT, foe)
+        work.wait()
+        after = knows_of(DEFAULT, foe)
+        assert [part.tolist() for part in full.split(16)] == [[float(number)] * 16 for number in (1, 2, 3, 4)]
+        foe.check()
+    return before, after
+
+
+def test_the_computation_waits_for_the_second_axis_alone_and_late(pools: Pools) -> None:
+    """On NCCL both are issued at once, and nothing but their end holds the computation up."""
+    assert pools(4).run(gather_one) == [(set(), {"communicator 1", "communicator 2"})] * 4

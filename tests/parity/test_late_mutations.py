@@ -27,6 +27,7 @@ from tests import oracle
 from tests.offload import test_platform
 from tests.parity.late_cases import USER, Case, run_one
 from tests.parity.test_hierarchical_reduce import reduce_one
+from tests.parity.test_hybrid import gather_one
 from tests.support import HANG_S, adafactor_cases, cases, muon_cases
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.damage import small_chunks
@@ -68,6 +69,7 @@ FREED = Case("1", 1, "bf16", "device", "weights later", around=("freed",))
 UNLOCKED = Case("3", 1, "bf16", "weights on the host, not page-locked")
 SAVED = Case("2", 1, "bf16", around=("saved",))
 TWO_STEPS, WRITTEN, FETCHED = "a reduction in two steps", "a file is written", "what CUDA is told of fetches"
+BOTH_AXES = "a gather along both axes"
 COPIED, TIMED = "what CUDA is told of copies", "what CUDA is told of times"
 CAUGHT = [
     Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), "", ranks=2),
@@ -80,6 +82,9 @@ CAUGHT = [
              "nullcontext()"),
     Mutation("comm/collectives.py", "Collectives._reduce_in_two_steps", "wait_for(work, record, self.failures)",
              TWO_STEPS),
+    Mutation("comm/collectives.py", "Collectives._all_gather", "self._between_steps.is_current()", BOTH_AXES,
+             "nullcontext()"),
+    Mutation("comm/collectives.py", "Collectives._all_gather", "wait_for(work, record, self.failures)", BOTH_AXES),
     Mutation("comm/mesh.py", "Mesh.renew", "self.platform.synchronize()", "what was broken off still writes"),
     Mutation("comm/work.py", "Work.wait", "self.wait_data()", "ranks exchange"),
     Mutation("comm/work.py", "Work._go_on", "self._wait_for(self._works)", "ranks exchange"),
@@ -166,7 +171,7 @@ CAUGHT = [
     Mutation("engine/offload_states.py", "offload", "core.await_weights()", FREED, ranks=2),
     Mutation("engine/export.py", "_whole_values", "core.await_weights()", LATER, ranks=2),
     Mutation("engine/closing.py", "_leave_weights", "unit.wait_for_unshard()", WEIGHTS),
-    Mutation("runtime/placing.py", "_take_over", ".wait()", "weights are taken over", ""),
+    Mutation("runtime/placing.py", "_gathered", ".wait()", "weights are taken over", ""),
     Mutation("runtime/placing.py", "_Filling.from_source", ".wait()", "slices of values are gathered", ""),
 ]  # fmt: skip
 
@@ -320,6 +325,11 @@ def a_reduction_in_two_steps() -> None:
     assert reduce_one() == (set(), {"communicator 1", "communicator 2"})
 
 
+def a_gather_along_both_axes() -> None:
+    """Inside of the shard groups behind what comes from the other groups; the computation waits for the end alone."""
+    assert gather_one() == (set(), {"communicator 1", "communicator 2"})
+
+
 def what_was_broken_off_still_writes() -> None:
     """Rank 1 does not come to a gather, both renew their groups, and fill the memory anew."""
     mesh, device = played_mesh(HANG_S)
@@ -362,6 +372,7 @@ SCENARIOS = {
     "matrices go to their owners": Scenario(matrices_go_to_their_owners, 2),
     "sums go to their owners": Scenario(sums_go_to_their_owners, 2),
     TWO_STEPS: Scenario(a_reduction_in_two_steps, 4),
+    BOTH_AXES: Scenario(a_gather_along_both_axes, 4),
     "what was broken off still writes": Scenario(what_was_broken_off_still_writes, 2),
     COPIED: told(test_platform.test_on_cuda_streams_wait_for_events_and_the_host_for_nothing),
     FETCHED: told(test_platform.test_on_cuda_the_host_waits_for_what_it_fetches_and_memory_comes_home),
@@ -416,12 +427,14 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("comm/collectives.py", "Collectives._wait", "self._held_up(record, failures, works)"): PASSES_ON,
     ("comm/collectives.py", "Collectives._trace_end", "self._ends.is_current()"): TRACE,
     ("comm/collectives.py", "Collectives._trace_end", "work.wait()"): TRACE,
+    ("comm/collectives.py", "Collectives._in_two_steps", "first.wait_data()"):
+        "for the time that it took, where nothing may overlap; waited for when it was issued",
     ("comm/launcher.py", "_run_rank",
      "await_all(dist.PrefixStore('shardengine/returned', store), rank, ranks, _END_S)"): STORE,
     ("comm/launcher.py", "_end_with_parent", "wait([parent.sentinel])"): PROCESS,
     ("comm/launcher.py", "_collect",
      "wait(list(pending), None if deadline == math.inf else max(0.0, deadline - time.monotonic()))"): PROCESS,
-    ("comm/mesh.py", "_exchange", "store.wait(['all have read'])"): STORE,
+    ("comm/mesh.py", "_texts", "store.wait(['all have read'])"): STORE,
     ("comm/mesh.py", "await_all", "store.wait([f'all {what}'], timedelta(seconds=timeout_s))"): STORE,
     ("comm/mesh.py", "await_the_others", "await_all(mesh.store(), mesh.rank, mesh.ranks, mesh.timeout_s)"): STORE,
     ("comm/store_board.py", "StoreBoard._ask", "answer.result(OPERATION_S)"): STORE,
@@ -492,6 +505,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("runtime/hooks.py", "attach_deferred_gather", "wait(blocks.get(module, 0))"): "makes a hook",
     ("runtime/hooks.py", "attach_deferred_gather", "deferred_gather.await_group(0)"):
         "for a block that is called by itself and shares a weight with the root; no run here does",
+    ("runtime/unit.py", "Unit.release_summoned", "self.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._end_pass", "unit.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._wait_for_unshard", "unit.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._hold_for_backward", "self._collectives.trace.mark()"): TRACE,

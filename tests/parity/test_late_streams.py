@@ -66,6 +66,29 @@ def test_late_copies_and_collectives_change_no_bit(pools: Pools, tmp_path: Path,
     assert_right(pools, ranks, HANDFUL, tmp_path)
 
 
+HYBRID = [
+    Case("1 hybrid", 3, "fp32", stream=USER),
+    Case("1 hybrid", 1, "bf16", "a part on the host", "weights later", around=("evaluation",)),
+    Case("2 hybrid", 3, "bf16", "states on the host", stream=USER, around=("saved behind",)),
+    Case("2 hybrid", 3, "fp16", options="no overlap", around=("reset",)),
+    Case("3k hybrid", 1, "bf16", "weights on the host", around=("whole weights",)),
+    Case("3 hybrid", 3, "bf16", "all on the host", "blocks computed again", stream=LEAVES),
+    Case("3 hybrid", 1, "fp32", "weights on disk", around=("evaluation", "written")),
+    Case("3 hybrid", 3, "fp32", model="gradients twice", around=("loaded",)),
+    Case("3 hpZ", 3, "bf16", stream=USER, around=("evaluation",)),
+    Case("3 hpZ", 1, "fp32", "weights on the host", "no overlap", around=("written",)),
+    Case("3 hpZ", 3, "bf16 stepped itself", "weights on disk, states on the host", around=("saved", "freed")),
+    Case("3 hpZ", 1, "bf16", "all on the host", "blocks computed again", stream=LEAVES),
+    Case("3 hpZ", 1, "bf16", model="a step skipped", around=("reset",)),
+]
+"""A gather or a reduction along both axes is two collectives, the second of which waits for the first on a stream."""
+
+
+@pytest.mark.parametrize("stage", cases.HYBRID)
+def test_both_axes_of_a_hybrid_mesh(pools: Pools, tmp_path: Path, stage: str) -> None:
+    assert_right(pools, 4, [case for case in HYBRID if case.stage == stage], tmp_path)
+
+
 COMPILED = [
     Case("0", 3, "fp32", stream=USER, compiled=("blocks", "eager")),
     Case("1", 1, "bf16", "states on the host", "weights later", compiled=("blocks", "aot_eager")),

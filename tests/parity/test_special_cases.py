@@ -50,7 +50,7 @@ def truth(name: str, kind: str, ranks: int, order: str, steps: int) -> oracle.Tr
     model = case.make()
     return oracle.train(
         model, case.loss, ranks=ranks, micros=case.micros, steps=steps, kind=kind,
-        groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP,
+        groups=cases.groups_of(model, kind), order=order, clip=cases.CLIP, **cases.groups_told(order),
     )  # fmt: skip
 
 

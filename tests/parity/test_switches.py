@@ -47,7 +47,8 @@ def test_two_ranks_have_the_same_bits_either_way(
     """Two terms have one sum, a + b = b + a, whoever adds them up. Unset, gloo's ranks reduce directly."""
     options = {} if reproducible is None else {"reproducible": reproducible}
     results = pools(2).run(train_natively, kind, micros, options)
-    for stage, order in cases.LETTER.items():
+    for stage in cases.STAGES:
+        order = cases.LETTER[stage]
         truth = cases.truth("mlp", kind, 2, micros, order if micros > 1 else "full", STEPS)
         assert_equal_to_truth([result[stage][0] for result in results], truth, stage)
         assert all((result[stage][1] > 0) is (reproducible is False) for result in results), stage
@@ -56,7 +57,8 @@ def test_two_ranks_have_the_same_bits_either_way(
 def test_three_ranks_agree_and_are_near_where_the_backend_sums_in_its_own_order(pools: Pools) -> None:
     """rtol: sums of three terms that may differ by one rounding of fp32, in four steps of SGD."""
     results = pools(3).run(train_natively, "SGD", 3, {"reproducible": False})
-    for stage, order in cases.LETTER.items():
+    for stage in cases.STAGES:
+        order = cases.LETTER[stage]
         truth = cases.truth("mlp", "SGD", 3, 3, order, STEPS)
         cases.assemble([result[stage][0]["state"] for result in results])  # or ranks disagree
         for rank, of_stage in enumerate(results):
@@ -101,7 +103,8 @@ def train_with_buffers(broadcast: bool) -> dict[str, dict[str, Any]]:
 def test_buffers_stay_each_ranks_own_or_become_rank_0s(pools: Pools, broadcast: bool, ranks: int) -> None:
     case = CASES["buffers"]
     results = pools(ranks).run(train_with_buffers, broadcast)
-    for stage, order in cases.LETTER.items():
+    for stage in cases.STAGES:
+        order = cases.LETTER[stage]
         model = case.make()
         truth = oracle.train(
             model, case.loss, ranks=ranks, micros=case.micros, steps=STEPS, groups=cases.groups_of(model, "AdamW"),

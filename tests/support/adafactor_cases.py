@@ -67,7 +67,8 @@ def truth(form: str, ranks: int, micros: int, order: str, steps: int = STEPS, **
     return oracle.train(
         network, cases.loss_of, ranks=ranks, micros=micros, steps=steps, made=made(form),
         groups=[{"params": [p for p in network.parameters() if p.requires_grad]}],
-        order=order if micros > 1 else "full", clip=cases.CLIP, **options,
+        order=order if micros > 1 else "full", clip=cases.CLIP,
+        **cases.groups_told(order), **options,
     )  # fmt: skip
 
 

@@ -115,8 +115,7 @@ def truth(
     model: str, kind: str, ranks: int, micros: int, order: str, steps: int = 10, clip: float = CLIP, **precision: Any
 ) -> oracle.Trace:
     """The oracle's answer, computed once. precision: its options; "scaling" are the arguments of its Scaler."""
-    if order == "inside":
-        precision["inside"] = 2
+    precision = {**groups_told(order), **precision}
     network = MODELS[model]()
     if (scaling := precision.pop("scaling", None)) is not None:
         precision["scaler"] = oracle.Scaler(*scaling)
@@ -138,6 +137,13 @@ HYBRID: dict[str, dict[str, Any]] = {
     "3 hpZ": {"stage": 3, "zero_hpz_partition_size": 2},
 }
 """The stages of hybrid meshes, in shard groups of two: on four ranks."""
+
+
+def groups_told(order: str) -> dict[str, Any]:
+    """What the oracle is told of shard groups, where the order of sums asks for them; the others need none."""
+    return {"inside": 2} if order == "inside" else {}
+
+
 TIER: dict[str, Any] = json.loads(os.environ.get("SHARDENGINE_TEST_TIER", "{}"))
 """What every config says of tiers: tests that know nothing of them must pass with any."""
 LETTER = {"0": "full", "1": "full", "2": "sharded", "3k": "sharded", "3": "sharded"}

@@ -446,7 +446,7 @@ class LateWire(Wire):
         self.issued: list[tuple[str, str, int]] = []
 
     def broadcast(self, tensor: Tensor, source: int, group: Any) -> Any:
-        sends = dist.get_rank() == source
+        sends = dist.get_rank(group) == source
         begin = super().broadcast
         return self._late(
             "broadcast", group, [tensor], [] if sends else [tensor], lambda made: begin(made, source, group)

@@ -59,7 +59,8 @@ def truth(form: str, ranks: int, micros: int, order: str, steps: int = STEPS, **
         groups, made = groups[:1], MADE[:1]
     return oracle.train(
         network, cases.loss_of, ranks=ranks, micros=micros, steps=steps, made=made, groups=groups,
-        order=order if micros > 1 else "full", clip=cases.CLIP, **options,
+        order=order if micros > 1 else "full", clip=cases.CLIP,
+        **cases.groups_told(order), **options,
     )  # fmt: skip
 
 
