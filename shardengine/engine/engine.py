@@ -328,12 +328,12 @@ class Engine(Inspection):
         ):
             if not isinstance(value, bool):
                 raise UsageError(f"engine.join: expected {name}= as True or False, got {value!r}")
-        core, optimizer = self._need_core(), self._need_optimizer("join()")
+        optimizer = self._need_optimizer("join()")
         if not enable:
             return nullcontext()
-        loop = joining.Loop(self._send_buffers, self.step, self._drop_window, lambda: self.is_open)
+        loop = joining.Loop(self._need_core, self._send_buffers, self.step, self._drop_window, lambda: self.is_open)
         return joining.joined(
-            core, optimizer, loop, by_active=not divide_by_initial_world_size, throws=throw_on_early_termination
+            optimizer, loop, by_active=not divide_by_initial_world_size, throws=throw_on_early_termination
         )
 
     # The step

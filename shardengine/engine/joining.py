@@ -28,9 +28,10 @@ _GUESSED = (
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop does with the engine. buffers: what its forward sends of them, if that is due · step: as the
+    """What a loop does with the engine. core: today's, of which a new layout makes another · buffers: what its forward sends of them, if that is due · step: as the
     engine's · drop: the window; total: as ``StepState.restart`` · is_open: whether the engine is."""
 
+    core: Callable[[], Core]
     buffers: Callable[[], None]
     step: Callable[[], None]
     drop: Callable[[int | None], None]
@@ -38,8 +39,9 @@ class Loop:
 
 
 @contextmanager
-def joined(core: Core, optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: bool) -> Iterator[None]:
+def joined(optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: bool) -> Iterator[None]:
     """See ``Engine.join``. by_active: the mean is over the ranks that have data · throws: if one runs out of it."""
+    core = loop.core()
     core.schedule.finish_open_backward()
     core.step_state.require("engine.join()")
     if (by_active or throws) and optimizer.steps_early:
@@ -59,7 +61,7 @@ def joined(core: Core, optimizer: ShardedOptimizer, loop: Loop, *, by_active: bo
     try:
         yield
         if loop.is_open():
-            _serve_until_all_have_run_dry(core, optimizer, loop)
+            _serve_until_all_have_run_dry(optimizer, loop)
     except EarlyTerminationError:  # on every rank, before the step
         join.close()
         loop.drop(None)
@@ -67,7 +69,7 @@ def joined(core: Core, optimizer: ShardedOptimizer, loop: Loop, *, by_active: bo
     except (CommunicationError, MismatchError):
         raise  # what this rank has said of it stands
     except BaseException as error:
-        failures = core.collectives.failures
+        failures = loop.core().collectives.failures
         if failures.knows(error):  # a call of the engine has reported it
             raise
         with failures.reports_failure("engine.join()", lambda _: "in its body"):
@@ -77,17 +79,18 @@ def joined(core: Core, optimizer: ShardedOptimizer, loop: Loop, *, by_active: bo
         _open.remove(join)
 
 
-def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop: Loop) -> None:
+def _serve_until_all_have_run_dry(optimizer: ShardedOptimizer, loop: Loop) -> None:
+    core = loop.core()
     state, join = core.step_state, core.step_state.join
     core.schedule.finish_open_backward()
     if state.is_agreed:  # the body has ended between a window's last backward and its step
         loop.step()
-    core.schedule.begin_serving()
+    loop.core().schedule.begin_serving()
     join.run_dry(state.window.micro_batches)
     over = False
     while not over:
         before, norm = state.window.completed, optimizer.norm
-        _serve_window(core, loop)
+        _serve_window(loop)
         heard = join.heard
         if heard is None or not heard.active:
             loop.drop(before)
@@ -99,8 +102,9 @@ def _serve_until_all_have_run_dry(core: Core, optimizer: ShardedOptimizer, loop:
         loop.buffers()
 
 
-def _serve_window(core: Core, loop: Loop) -> None:
+def _serve_window(loop: Loop) -> None:
     """What is left of the window, up to what is heard of it, with zeros."""
+    core = loop.core()
     state, window, schedule = core.step_state, core.window, core.schedule
     guesses = schedule.guesses
     while not state.is_agreed:

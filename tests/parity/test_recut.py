@@ -146,6 +146,29 @@ def test_whatever_moves_keeps_its_bits(pools: Pools, stage: str, choice: str) ->
     assert cases.digest([run["state"] for run in runs[0]]) == cases.digest([run["state"] for run in runs[1]])
 
 
+def train_hybrid_with_a_hook(wanted: bool) -> tuple[dict[str, Any], int]:
+    """On shard groups, with errors that are fed back, and a rank that runs out of data."""
+    with small_models() as moved, mock.patch.object(rebuild, "is_worth_moving", lambda *_: True):
+        zero = {**SMALL, "recut_buckets": wanted}
+        config = cases.config_of("2 hybrid", zero=zero, comm_hook={"name": "int4"})
+        engine = cases.make_engine(make_shuffled(), config)
+        losses = []
+        with engine.join():
+            for step in range(5 if engine.rank else 3):
+                losses.append(cases.run_micro_batch(engine, cases.loss_of, step, 0))
+        weights = {name: cases.copy_out(value).numpy() for name, value in engine.state_dict().items()}
+        engine.close()
+    return {"losses": losses, "weights": weights}, len(moved)
+
+
+def test_shard_groups_hooks_and_joins_go_along(pools: Pools) -> None:
+    moved, calm = (pools(4).run(train_hybrid_with_a_hook, wanted) for wanted in (True, False))
+    assert [count for _, count in moved] == [1] * 4 and [count for _, count in calm] == [0] * 4
+    for (one, _), (other, _) in zip(moved, calm, strict=True):
+        assert one["losses"] == other["losses"]
+        assert all((one["weights"][name] == value).all() for name, value in other["weights"].items())
+
+
 def save_and_go_on(stage: str, folder: str, ahead: bool) -> list[Any]:
     """A checkpoint that is written behind the move, and loaded into an engine that has moved, or has not."""
     checkpoint = {"async_save": True}
