@@ -98,7 +98,7 @@ def _look(
         activation_checkpointing.check(model, partition.find_units(model, units))
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     if mesh.rank == 0 and source is None and trial.device.type != "meta":
-        partition.check_values(model)
+        partition.check_values(model, config.ignored_parameters)
     if dist.is_initialized():
         partition.check_sync_batch_norm(model, trial.device, mesh.ranks, dist.get_world_size)
     found = partition.analyse(

@@ -353,10 +353,12 @@ def _check_ignored(ignored: Mapping[str, nn.Parameter], device: torch.device) ->
             )
 
 
-def check_values(model: nn.Module) -> None:
-    """``UsageError`` for a parameter without values, where those of this rank are everybody's."""
+def check_values(model: nn.Module, ignored: Sequence[str] = ()) -> None:
+    """``UsageError`` for a parameter without values, where those of this rank are everybody's. ignored: as in
+    ``ignored_by``, which ``analyse`` looks at."""
+    others = ignored_by(model, ignored)
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and name not in others:
             raise UsageError(
                 f"parameter {name!r} is on the meta device, it has no values: expected a model with weights on rank 0 "
                 "(from_pretrained, or to_empty and an initialisation); other ranks take its values"
