@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from shardengine.comm import agreement, devices, meeting, mesh, nodes, rendezvous
 from shardengine.comm.agreement import compare, describe, run_on_all_ranks, settle_kernels
-from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject
+from shardengine.comm.collectives import Collectives, Named, OnComplete, Parts, Subject, Way
 from shardengine.comm.failures import Failures
 from shardengine.comm.flight_recorder import STEP, Purpose
 from shardengine.comm.group_speed import GroupSpeed, measure_gathers, measure_reduction
@@ -57,6 +57,7 @@ __all__ = [
     "RankFailure",
     "Store",
     "Subject",
+    "Way",
     "Wire",
     "Work",
     "agreement",

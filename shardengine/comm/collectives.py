@@ -84,8 +84,18 @@ OnComplete = Callable[[Sequence[Tensor]], None]
 """Called with the terms of a reduce-scatter, once they are there."""
 
 
+class Way(NamedTuple):
+    """How a bucket is moved. coding: makes what travels, ``Messages`` of a reduce-scatter, whose tensor is fp32 then,
+    and may be changed; ``Coding`` of what is gathered · earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's
+    sum of earlier micro-batches (PARTIAL_ACROSS), a buffer of the pool, which is the caller's no longer: it joins before
+    sums go across."""
+
+    coding: Any = None
+    earlier: Tensor | None = None
+
+
 class _Reduction(NamedTuple):
-    """What a reduce-scatter is of, what takes the terms; earlier, coding: as in ``Collectives.move``."""
+    """What a reduce-scatter is of, what takes the terms; earlier, coding: as in ``Way``."""
 
     what: Subject
     purpose: Purpose
@@ -173,9 +183,7 @@ class Collectives:
         what: Subject,
         purpose: Purpose,
         on_complete: OnComplete | None = None,
-        *,
-        earlier: Tensor | None = None,
-        coding: Any = None,
+        way: Way = Way(),  # noqa: B008  (frozen)
     ) -> Work:
         """Bring a bucket from one placement to another on all ranks. full: as much of it (flat) as a rank has in the
         larger of the two.
@@ -185,9 +193,7 @@ class Collectives:
         lent to it; it may write into ``full``, which nobody else may touch before it is called. PARTIAL → REPLICATED
         takes both moves, since the sum is divided in between. Where nothing has to be sent, nothing is.
 
-        earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's sum of earlier micro-batches (PARTIAL_ACROSS), a
-        buffer of the pool, which is the caller's no longer: it joins before sums go across · coding: ``Messages`` of a
-        reduce-scatter, whose ``full`` is fp32 then, and may be changed; ``Coding`` of what is gathered.
+        way: what else is said of it.
         """
         needed = operation(source, target)
         if (needed is Operation.REDUCE_SCATTER) != (on_complete is not None):
@@ -196,11 +202,11 @@ class Collectives:
             return Work()
         along = axes(source, target)
         if needed is Operation.REDUCE_SCATTER and on_complete is not None:
-            return self._reduce_scatter(full, along, _Reduction(what, purpose, on_complete, earlier, coding))
+            return self._reduce_scatter(full, along, _Reduction(what, purpose, on_complete, way.earlier, way.coding))
         if needed is Operation.ALL_GATHER:
             along = self._present(along)
-            if coding is not None and along:
-                return self._gather_messages(full, along, coding, what, purpose)
+            if way.coding is not None and along:
+                return self._gather_messages(full, along, way.coding, what, purpose)
             return self._all_gather(full, along, what, purpose)
         raise InternalError(f"{what.label}: {needed.value} from {source.name} to {target.name} is no single move")
 

@@ -33,7 +33,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, OnComplete, Purpose, Work
+from shardengine.comm import Collectives, OnComplete, Purpose, Way, Work
 from shardengine.ddp.comm_hooks import CommHook, ErrorFeedback, FutureWork, GradBucket, Messages, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
@@ -180,9 +180,8 @@ class Reducer:
         rules: Rules,
         step_state: StepState,
         parameters: Sequence[nn.Parameter] = (),
-        hook: CommHook | None = None,
     ) -> None:
-        self.hook = hook
+        self.hook: CommHook | None = None
         self.follow(rules)
         self.step_state = step_state
         self.platform = collectives.mesh.platform
@@ -199,9 +198,6 @@ class Reducer:
         for state in self.buckets:
             for parameter in state.pieces:
                 self._of_parameter.setdefault(parameter, []).append(state)
-        if isinstance(hook, ErrorFeedback) and collectives.mesh.ranks > 1:
-            for bucket in buckets:
-                hook.allocate(bucket.layout.index, bucket.layout.length, collectives.mesh.device)
         self._order = _Order(len(self.buckets))
         self._came: dict[int, None] | None = {}
         self.arrival: Sequence[int] = ()
@@ -554,9 +550,9 @@ class Reducer:
 
         layout = state.bucket.layout
         coding = None if self.hook is None else Messages(self.hook, None)
-        work = self._collectives.move(
-            total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS, on_complete, coding=coding
-        )
+        move = self._collectives.move
+        moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS
+        work = move(*moved, on_complete, Way(coding))
         self._in_flight.append(_Flight(work, then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
@@ -595,9 +591,9 @@ class Reducer:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
         errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
         coding = None if hook is None else Messages(hook, errors)
-        options: dict[str, Any] = {"earlier": earlier, "coding": coding}
+        way = Way(coding, earlier)
         return self._collectives.move(
-            full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, **options
+            full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, way
         )
 
     def _reduce_by(
@@ -626,6 +622,13 @@ class Reducer:
 
     def _spec(self, parameter: int) -> ParameterSpec:
         return self.views.layout.parameters[parameter]
+
+    def use(self, hook: CommHook | None) -> None:
+        """``hook`` says what travels when gradients are reduced, from the start on."""
+        self.hook = hook
+        if isinstance(hook, ErrorFeedback) and self._collectives.mesh.ranks > 1:
+            for layout in (state.bucket.layout for state in self.buckets):
+                hook.allocate(layout.index, layout.length, self._collectives.mesh.device)
 
     def register(self, hook: WholeGradients) -> None:
         """``hook`` takes the place of the reductions, and of their divisor."""

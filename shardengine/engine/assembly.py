@@ -211,13 +211,12 @@ def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs, order: S
     """The layout of the parameters ``found``. order: in which their gradients come, where that was seen."""
     cap, align = settled(config.zero_optimization.reduce_bucket_size), mesh.platform.alignment
     hook, coding = comm_hook_of(config), weight_coding_of(config)
+    if coding is not None:  # frozen weights, too, begin with a block
+        align = max(align, coding.block * max((spec.itemsize for spec in found.specs), default=1))
     block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
     came = {parameter: place for place, parameter in enumerate(order)}
     specs = [replace(spec, came=came.get(index, len(came))) for index, spec in enumerate(found.specs)]
-    options: dict[str, Any] = {"families": families, "replicas": mesh.replicas}
-    if coding is not None:
-        options["align_weights"] = coding.block
-    return layout.build(specs, mesh.ranks, cap, align, align_elements=block, **options)
+    return layout.build(specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas)
 
 
 def comm_hook_of(config: Config) -> CommHook | None:
@@ -444,7 +443,8 @@ def _drive(
     members = {member.index: member.parameter for unit in units for member in unit.members}
     parameters = [members[index] for index in range(len(plan.parameters))]
     rules = rules_of(config, stage, collectives.mesh.ranks)
-    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters, comm_hook_of(config))
+    reducer = Reducer(plan, buckets, collectives, pool, rules, step_state, parameters)
+    reducer.use(comm_hook_of(config))
     prefetch = settled(config.zero_optimization.stage3_prefetch_bucket_size)
     schedule = Schedule(units, stage, collectives, reducer, prefetch, weight_coding_of(config))
     return reducer, schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardengine.ddp.comm_hooks import WholeGradients
+from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
 
@@ -26,4 +26,4 @@ def register(core: Core, hook: Any, state: Any) -> None:
         raise UsageError(
             f"{where}: expected it before the first backward, got it after {core.window.total} micro-batches"
         )
-    core.reducer.register(WholeGradients(state, hook))
+    core.reducer.register(comm_hooks.WholeGradients(state, hook))

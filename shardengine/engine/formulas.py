@@ -71,18 +71,17 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
             trainable=flat_buffer.length if flat_buffer.trainable else 0,
             twice=0 if flat_buffer.unit in once else flat_buffer.length,
             once=flat_buffer.length if flat_buffer.unit in once else 0,
+            message=comm_hooks.bytes_per_element(core.reducer.hook),
+            coded=_coded_bytes(core, flat_buffer),
         )
         by_axis = core.stage.bytes_by_axis(
             volume,
             core.mesh.ranks,
             micro_batches=micro_batches,
             weight=flat_buffer.itemsize,
-            coded=_coded_bytes(core, flat_buffer),
             gradient=wire.itemsize,
             nodes=core.collectives.nodes(wire),
-            replicas=core.mesh.replicas,
             partial=core.reducer.rules.reduce.itemsize,
-            message=comm_hooks.bytes_per_element(core.reducer.hook),
         )
         for axis, count in by_axis.items():
             sent[axis.value] += count  # type: ignore[assignment]  # a float

@@ -28,8 +28,9 @@ _GUESSED = (
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop does with the engine. core: today's, of which a new layout makes another · buffers: what its forward sends of them, if that is due · step: as the
-    engine's · drop: the window; total: as ``StepState.restart`` · is_open: whether the engine is."""
+    """What a loop does with the engine. core: today's, of which a new layout makes another · buffers: what its forward
+    sends of them, if that is due · step: as the engine's · drop: the window; total: as ``StepState.restart`` · is_open:
+    whether the engine is."""
 
     core: Callable[[], Core]
     buffers: Callable[[], None]

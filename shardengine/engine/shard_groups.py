@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardengine import stages
 from shardengine.comm import Mesh
 from shardengine.config import Config
 from shardengine.errors import ConfigError
@@ -15,7 +16,7 @@ def group_size(config: Config, mesh: Mesh) -> int:
     asked = zero.zero_hpz_partition_size if hpz else zero.shard_group_size
     given = mesh.ranks // mesh.replicas
     if asked == "all":
-        if mesh.replicas > 1 and zero.stage == 0:
+        if mesh.replicas > 1 and stages.select(config).state.sharded_over is None:
             raise ConfigError(
                 f"zero_optimization.stage: expected 1, 2 or 3 on a mesh of {mesh.replicas} replicas, got 0, which "
                 "shards nothing; take a mesh of one dimension"

@@ -147,8 +147,7 @@ def new_flat_buffer(
 ) -> tuple[FlatBuffer, list[Member]]:
     """A flat buffer without values, and the members that will show it. placements: of weights and of states at rest."""
     specs = [layout.parameters[slot.parameter] for slot in which.slots]
-    weights, state = placements
-    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, state, homes, weights)
+    flat_buffer = FlatBuffer(which, specs, getattr(torch, which.dtype), mesh.platform, mesh.rank, placements, homes)
     return flat_buffer, [
         Member(slot.parameter, partition.inside[slot.parameter], flat_buffer, number)
         for number, slot in enumerate(which.slots)

@@ -23,7 +23,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Coding, Collectives, Purpose, Work
+from shardengine.comm import Coding, Collectives, Purpose, Way, Work
 from shardengine.errors import InternalError
 from shardengine.offload import Done, ShardStore
 from shardengine.sharding import SHARDED, Bucket, Elsewhere, FlatBuffer, Layout, mark_weights, reveal
@@ -166,7 +166,7 @@ class Unit:
                     coded = bucket.kept_inside is None and bucket.full.is_floating_point()
                     whole = bucket.full, bucket.gathers_from, Placement.REPLICATED
                     self._in_flight.append(
-                        collectives.move(*whole, bucket.layout, purpose, coding=coding if coded else None)
+                        collectives.move(*whole, bucket.layout, purpose, way=Way(coding) if coded else Way())
                     )
         except BaseException:
             self._abort_unshard()
@@ -303,7 +303,7 @@ class Unit:
     def forget_kept(self) -> None:
         """Nothing is kept for the next ``unshard`` beside the shards."""
         for bucket in self.buckets():
-            bucket.kept_inside = None
+            bucket.keep_inside(False)
 
     def owns_storage(self, keys: Collection[int]) -> bool:
         """Whether one of the storages with identity ``keys`` is a flat buffer of this unit."""

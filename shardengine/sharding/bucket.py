@@ -277,9 +277,8 @@ def _written(weights: Tensor, masters: Tensor) -> Iterator[tuple[Tensor, Tensor,
 class FlatBuffer:
     """One flat storage with a view per parameter (``views[i]`` belongs to ``layout.slots[i]``).
 
-    platform: of the device that it is on · state: where master weights and optimizer state of its buckets are placed ·
-    rests: where weights are, once they are detached ·
-    homes: what rests elsewhere than on that device.
+    platform: of the device that it is on · at_rest: where weights of its buckets are placed, once they are detached,
+    and master weights and optimizer state · homes: what rests elsewhere than on that device.
     """
 
     def __init__(
@@ -289,10 +288,10 @@ class FlatBuffer:
         dtype: torch.dtype,
         platform: Platform,
         rank: int,
-        state: Placement = Placement.SHARDED,
+        at_rest: tuple[Placement, Placement] = (Placement.SHARDED, Placement.SHARDED),
         homes: Homes = Homes(),  # noqa: B008  (frozen)
-        rests: Placement = Placement.SHARDED,
     ) -> None:
+        rests, state = at_rest
         self.layout = layout
         self.specs = specs
         self.dtype = dtype

@@ -319,7 +319,6 @@ def build(
     align_elements: int = ALIGN_ELEMENTS,
     families: Sequence[int] = (),
     replicas: int = 1,
-    align_weights: int = 1,
 ) -> Layout:
     """Lay out ``specs`` (in registration order) for ``ranks`` ranks with buckets of at most ``bucket_elements``.
 
@@ -329,7 +328,7 @@ def build(
     is expected to fill them: last unit first, the root last; inside, parameters as their gradients ``came``, and in
     reverse registration order where that was not seen.
     align_elements: what is trainable starts at multiples of so many, where states are kept in blocks · replicas: shard
-    groups of the ranks · align_weights: everything starts at multiples of so many, where weights travel in blocks.
+    groups of the ranks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
@@ -342,7 +341,7 @@ def build(
             family = families[specs[i].group] if families and specs[i].is_stepped else 0
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
-            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1, align_weights)
+            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
             filled = sorted(chosen, key=lambda i: (specs[i].came, -i))
             slots = _place(specs, filled, align, bucket_elements)
             buckets: list[BucketLayout] = []

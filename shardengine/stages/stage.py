@@ -21,12 +21,15 @@ class Volume:
 
     trainable: elements with a gradient · twice: elements of units that are needed in forward and, after others, in
     backward again · once: of the root, of the unit with which forward ends and backward begins, and of those whose
-    backward does not read them (embeddings). Both with frozen ones.
+    backward does not read them (embeddings). Both with frozen ones · message: bytes per element of what a communication
+    hook sends in a reduction, coded: of weights that are gathered from where they rest; None: they travel as they are.
     """
 
     trainable: int
     twice: int = 0
     once: int = 0
+    message: float | None = None
+    coded: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,18 +134,14 @@ class Stage:
         weight: float = 4,
         gradient: float = 4,
         nodes: int = 1,
-        replicas: int = 1,
         partial: float = 4,
-        message: float | None = None,
-        coded: float | None = None,
     ) -> float:
         """Bytes that one rank sends per optimizer step; the lower bound for this stage's placements.
 
         The sum of ``bytes_by_axis``, see there.
         """
-        counts = {"micro_batches": micro_batches, "nodes": nodes, "replicas": replicas}
-        sizes = {"weight": weight, "gradient": gradient, "partial": partial, "message": message, "coded": coded}
-        by_axis = self.bytes_by_axis(volume, ranks, **counts, **sizes)  # type: ignore[arg-type]  # two kinds in one
+        sizes = {"weight": weight, "gradient": gradient, "partial": partial}
+        by_axis = self.bytes_by_axis(volume, ranks, micro_batches=micro_batches, nodes=nodes, **sizes)
         return sum(by_axis.values())
 
     def bytes_by_axis(
@@ -154,25 +153,22 @@ class Stage:
         weight: float = 4,
         gradient: float = 4,
         nodes: int = 1,
-        replicas: int = 1,
         partial: float = 4,
-        message: float | None = None,
-        coded: float | None = None,
     ) -> dict[Axis, float]:
         """Bytes that one rank sends per optimizer step inside of its shard group and across the groups.
 
-        replicas: shard groups · nodes: where there is one group, gradients are added inside of so many nodes first;
-        that is then what is inside, and what is across lies between them · partial: bytes per element of a sum that
-        travels across · message: of what a communication hook sends in a reduction, instead of both · coded: of weights
-        that are gathered from where they rest. Control traffic (norm, used-flags), buffers and ``no_sync`` are not in
-        it. Source: ZeRO, section 7.
+        nodes: shard groups; of a stage that is not hybrid, nodes inside of which gradients are added first, where that
+        is done, and what is across lies between them · partial: bytes per element of a sum that travels across. Control
+        traffic (norm, used-flags), buffers and ``no_sync`` are not in it. Source: ZeRO, section 7.
         """
+        message, coded = volume.message, volume.coded
+        replicas = nodes if self.is_hybrid else 1
         sent = {Axis.INSIDE: 0.0, Axis.ACROSS: 0.0}
 
         def move(source: Placement, target: Placement, elements: float, itemsize: float) -> None:
             op = operation(source, target)
             reduces = op is Operation.REDUCE_SCATTER
-            groups = max(nodes, replicas) if reduces else replicas
+            groups = nodes if reduces else replicas
             group = ranks // groups
             for axis in axes(source, target):
                 if axis is Axis.INSIDE:

@@ -42,7 +42,8 @@ GROUP_OPERATIONS = frozenset(
 LIFETIME_OPERATIONS = frozenset("init_process_group destroy_process_group barrier monitored_barrier".split())
 ALLOWED_OPERATIONS: Mapping[str, frozenset[str]] = {
     "comm/wire.py": DATA_OPERATIONS,
-    "comm/mesh.py": LIFETIME_OPERATIONS,
+    "comm/mesh.py": LIFETIME_OPERATIONS | {"DeviceMesh"},
+    **dict.fromkeys(("engine/arguments.py", "engine/engine.py"), frozenset({"DeviceMesh"})),  # which users give
     "comm/group_kind.py": GROUP_OPERATIONS | LIFETIME_OPERATIONS,
     "comm/launcher.py": LIFETIME_OPERATIONS,
     "app": LIFETIME_OPERATIONS,
@@ -67,6 +68,8 @@ SLIVERS: Mapping[str, str] = {
     "app/evaluation.py": "a sum whose order is declared, which is tested without a loop",
     "app/global_mean.py": "the arithmetic of the printed loss, which is tested without a loop",
     "engine/settings_between_steps.py": "what may change between two windows, which is no part of a step",
+    "engine/comm_hooks.py": "what a hook of the user's may join, which is no part of a step",
+    "engine/shard_groups.py": "a rule of config and mesh, which is tested without an engine",
     "engine/exchanging.py": "the order around an exchange of weights, for averages and for schedule-free classes",
     "checkpoint/model_facts.py": "what other libraries want to know of a model; nothing else of a save is about that",
     "compat/deepspeed/hosts.py": "facts of other libraries, each change with its reason",
