@@ -87,8 +87,8 @@ OnComplete = Callable[[Sequence[Tensor]], None]
 class Way(NamedTuple):
     """How a bucket is moved. coding: makes what travels, ``Messages`` of a reduce-scatter, whose tensor is fp32 then,
     and may be changed; ``Coding`` of what is gathered · earlier: from PARTIAL to SHARDED on a hybrid mesh, the group's
-    sum of earlier micro-batches (PARTIAL_ACROSS), a buffer of the pool, which is the caller's no longer: it joins before
-    sums go across."""
+    sum of earlier micro-batches (PARTIAL_ACROSS), a buffer of the pool, which is the caller's no longer: it joins
+    before sums go across."""
 
     coding: Any = None
     earlier: Tensor | None = None
