@@ -146,7 +146,10 @@ class Footprint:
         sliced = self._resting_bytes(flat_buffer, away=away) if rules.sharded else wire.itemsize if apart else 0
         sliced += rules.accumulate.itemsize if rules.sharded and apart else 0
         summed = rules.gradients if rules.sharded else Placement.SHARDED
-        held += 0 if leaves else sliced * bucket.elements(summed)
+        if rules.ends_across:  # what the group has summed is given up before the complete gradient is gathered
+            held = max(held, sliced * bucket.elements(summed))
+        else:
+            held += 0 if leaves else sliced * bucket.elements(summed)
         fraction = self.stage.gradients.fraction(self.layout.ranks, self.layout.replicas)
         rests = 0 if leaves else self._resting_bytes(flat_buffer, away=away) * bucket.length * fraction
         return max(0.0, held - rests)

@@ -73,10 +73,10 @@ class Meter:
                 self.note()
             return buffer
 
-        def taking_slice(state: GradientBucket, dtype: torch.dtype) -> Tensor:
+        def taking_slice(state: GradientBucket, *args: Any) -> Tensor:
             self.leaves = state.leaves
             try:
-                return take_slice(state, dtype)
+                return take_slice(state, *args)
             finally:
                 self.leaves = False
 
