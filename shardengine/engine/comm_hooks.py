@@ -23,10 +23,9 @@ def register(core: Core, hook: Any, state: Any) -> None:
             f"{where}: expected one shard group, got {core.mesh.replicas}: the hook brings the mean over all ranks, "
             "and here they are added up inside of the groups first; take a comm_hook of the config, or no shard groups"
         )
-    if core.window.micro_batches or core.window.total:
-        raise UsageError(
-            f"{where}: expected it before the first backward, got it after {core.window.total} micro-batches"
-        )
+    if core.window.micro_batches:
+        came = f"got it after {core.window.micro_batches} micro-batches of a window"
+        raise UsageError(f"{where}: expected it between two steps, {came}")
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     compare(core.collectives, {"function that engine.register_comm_hook is given": [name]})
     core.reducer.register(comm_hooks.WholeGradients(state, hook))

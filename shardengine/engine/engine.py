@@ -296,8 +296,8 @@ class Engine(Inspection):
         return ForWith("no_sync", self._window.no_sync)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; on every rank, before the
-        first backward; collective.
+        """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; between two steps, on
+        every rank; collective.
 
         bucket: this rank's gradients, see ``comm_hooks.GradBucket``. hook: returns the mean over ranks, a flat tensor
         as long as ``bucket.buffer()``, or a future of it; it is not divided any more. Hooks of

@@ -256,7 +256,7 @@ def refused(what: str) -> str:
     }
     try:
         if what == "late":
-            cases.run_micro_batch(engine, cases.loss_of, 0, 0)
+            engine.backward(cases.loss_of(engine, 0, engine.rank, 0))
         engine.register_comm_hook(None, functions.get(what, mean_in_tree))
         cases.run_micro_batch(engine, cases.loss_of, 0, 0)
     except UsageError as error:
@@ -271,7 +271,7 @@ REFUSED = {
     "nothing": "returned NoneType: expected a tensor, or a future of one",
     "too short": "expected a tensor of the bucket's",
     "two": "expected no other hook, got one beside fp16",
-    "late": "expected it before the first backward",
+    "late": "expected it between two steps, got it after 1 micro-batches of a window",
     "hybrid": "expected one shard group, got 2",
 }
 
