@@ -193,7 +193,7 @@ def test_what_the_tables_of_migrating_put_into_the_config_is_accepted() -> None:
     assert len(tables) == 2 and len(found) >= 15
     for each in found:
         entry = json.loads("{" + each.replace(": k", ": 2") + "}")
-        if all(key in ("stage", "units") or key.startswith(("stage3_", "offload_")) for key in entry):
+        if all(key in ("stage", "units") or key.startswith(("stage3_", "offload_", "shard_group_")) for key in entry):
             entry = {"zero_optimization": {"stage": 3, **entry}}
         load_config(GIVEN | entry)
 
