@@ -608,6 +608,7 @@ def train(
     sums = Sums(order, divisor or (ranks if mean else 1), wire, reduce, accumulate, inside, said)
     errors = {p: [torch.zeros_like(p, dtype=torch.float32) for _ in range(ranks)] for p in trained}
     fed_back = errors if said and coding is not None and coding[1] else {}
+    scale_before = 1.0
     sizes = [p.numel() for p in model.parameters()]
     numbers = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
     for parameter in model.parameters() if low else ():
@@ -635,6 +636,9 @@ def train(
     model.zero_grad()
     handles = [p.register_post_accumulate_grad_hook(collect) for p in trained]
     for step in range(len(trace.losses), steps):
+        if scaler is not None:  # errors are those of gradients that are multiplied with it
+            fed_back = {q: [e * (scaler.scale / scale_before) for e in rows] for q, rows in fed_back.items()}
+            scale_before = scaler.scale
         exact = {q: q.data for q in model.parameters()}
         for q in model.parameters() if coded_weights and ranks > 1 else ():
             q.data = coded(q.detach().float(), coded_weights).to(q.dtype)

@@ -459,7 +459,8 @@ def _ranks_of(given: DeviceMesh | dist.ProcessGroup) -> tuple[list[int], int, to
     ranks = [int(rank) for rank in given.mesh.flatten().tolist()]
     if ranks != sorted(ranks):
         raise UsageError(f"mesh: expected a DeviceMesh whose ranks ascend, got {given.mesh.tolist()}")
-    return ranks, shape[-1], torch.device("cpu") if given.device_type == "cpu" else None
+    asks = given.device_type == "cpu" and torch.cuda.is_available()  # else it is the CPU anyway
+    return ranks, shape[-1], torch.device("cpu") if asks else None
 
 
 _OTHERS = {"tp", "pp", "cp", "ep", "sp", "tensor", "pipeline", "context", "expert"}

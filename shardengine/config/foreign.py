@@ -83,7 +83,7 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
             (),
             "frozen weights travel in their own dtype; cast them before `initialize`",
         ),
-        "zeropp_loco_param": ((), "gradients are not quantized, so there is no error to feed back; leave it out"),
+        "zeropp_loco_param": ((), "error_feedback of comm_hook does that; leave it out, or name that"),
     },
     "zero_optimization.offload_optimizer": {
         "super_offload": ((), "the CPU's step is hidden by `step_in_backward`; use that"),

@@ -599,7 +599,10 @@ class Reducer:
     def _reduce_by(
         self, hook: WholeGradients, state: GradientBucket, full: Tensor, on_complete: OnComplete, target: Placement
     ) -> Work:
-        """A function of the user's brings the mean over ranks."""
+        """A function of the user's brings the mean over ranks. One at a time on gloo, whose two threads it may hold:
+        torch's PowerSGD waits for a collective in what follows another one."""
+        if self._collectives.may_poll:
+            self._finish(0)
         layout, parameters = state.bucket.layout, self.views.parameters
         pieces = list(state.pieces.values())
         gradients = []
@@ -629,6 +632,11 @@ class Reducer:
         if isinstance(hook, ErrorFeedback) and self._collectives.mesh.ranks > 1:
             for layout in (state.bucket.layout for state in self.buckets):
                 hook.allocate(layout.index, layout.length, self._collectives.mesh.device)
+
+    def note_scale(self, scale: float) -> None:
+        """The running backward's loss is multiplied with ``scale``."""
+        if isinstance(self.hook, ErrorFeedback):
+            self.hook.note_scale(scale)
 
     def register(self, hook: WholeGradients) -> None:
         """``hook`` takes the place of the reductions, and of their divisor."""

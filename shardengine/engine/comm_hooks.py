@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardengine.comm import compare
 from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
@@ -26,4 +27,6 @@ def register(core: Core, hook: Any, state: Any) -> None:
         raise UsageError(
             f"{where}: expected it before the first backward, got it after {core.window.total} micro-batches"
         )
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    compare(core.collectives, {"function that engine.register_comm_hook is given": [name]})
     core.reducer.register(comm_hooks.WholeGradients(state, hook))

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine import other_engines
-from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
+from shardengine.comm import Collectives, Mesh, compare, meeting, run_on_all_ranks
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, load_or_default
 from shardengine.ddp import Phase
@@ -170,7 +170,11 @@ class Engine(Inspection):
             return resolved, form, Source.of(self.module, weights, f" (rank {mesh.rank})")
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
-        mesh = mesh.in_groups_of(group_size(self.config, mesh))
+        size = group_size(self.config, mesh)
+        compare(
+            start, {"number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)": [str(size)]}
+        )
+        mesh = mesh.in_groups_of(size)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))
@@ -276,6 +280,7 @@ class Engine(Inspection):
         scaled = loss if count == 1 else loss / count
         schedule.begin_backward()
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scale
+        self._core.reducer.note_scale(scale)
         try:
             (scaled if scale == 1 else scaled.float() * scale).backward(gradient, retain_graph=retain_graph)
             schedule.finalize_backward()
@@ -292,7 +297,7 @@ class Engine(Inspection):
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; on every rank, before the
-        first backward.
+        first backward; collective.
 
         bucket: this rank's gradients, see ``comm_hooks.GradBucket``. hook: returns the mean over ranks, a flat tensor
         as long as ``bucket.buffer()``, or a future of it; it is not divided any more. Hooks of

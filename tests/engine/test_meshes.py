@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardengine
-from shardengine.errors import ConfigError, UsageError
+from shardengine.errors import ConfigError, MismatchError, UsageError
 from tests.parity.test_hierarchical_reduce import on_nodes
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -188,6 +188,17 @@ REFUSED = {
 def test_what_is_refused_in_one_sentence_on_every_rank(pools: Pools, what: str) -> None:
     for text in pools(4).run(refused, what):
         assert REFUSED[what] in text, text
+
+
+def of_unequal_size() -> str:
+    with pytest.raises(MismatchError) as raised:
+        engine_over(None, "2", {"shard_group_size": 2 if dist.get_rank() < 2 else 4})
+    return str(raised.value)
+
+
+def test_ranks_with_other_shard_groups_are_told(pools: Pools) -> None:
+    for text in pools(4).run(of_unequal_size):
+        assert "number of ranks in a shard group" in text and "2" in text and "4" in text, text
 
 
 # Checkpoints

@@ -92,6 +92,17 @@ def test_noop_sends_no_gradients(pools: Pools) -> None:
     assert pools(2).run(noop) == [0, 0]
 
 
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_errors_follow_the_loss_scale(pools: Pools, stage: str) -> None:
+    """It is halved for two overflows, and doubled later; an error is of the scaled gradients."""
+    fp16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}
+    results = pools(2).run(train, [stage], ("int8", True), 1, "AdamW", {}, {"fp16": fp16})
+    told = {"low": torch.float16, "scaling": (2.0**16, 2, 1, 1.0)}
+    check(results, ("int8", True), 1, "AdamW", **told)
+    scales = results[0][stage]["scales"]
+    assert len(set(scales)) > 1, scales
+
+
 # Weights
 
 
@@ -203,6 +214,28 @@ def train_by_torch(hook: str) -> tuple[list[list[float]], list[list[float]]]:
             losses.append([loss.item()])
         found.append(losses)
     return found[0], found[1]
+
+
+def train_in_small_buckets() -> list[Any]:
+    """Of the weights after some steps with PowerSGD, several buckets of which are ready at once."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(33, 33) for _ in range(6)))
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, 0.01 * (number + 1))
+    engine: Any = cases.make_engine(model, cases.config_of("2", zero={"reduce_bucket_size": 500}), "SGD")
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+    engine.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    generator = torch.Generator().manual_seed(engine.rank)
+    for _ in range(4):
+        engine.backward(engine(torch.randn(4, 33, generator=generator)).square().mean())
+        engine.step()
+    weights = [cases.copy_out(value).numpy() for value in engine.state_dict().values()]
+    engine.close()
+    return weights
+
+
+def test_a_hook_that_waits_inside_of_a_future_ends(pools: Pools) -> None:
+    one, other = pools(2).run(train_in_small_buckets)
+    assert all((a == b).all() for a, b in zip(one, other, strict=False)) and len(one) == 12
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "powerSGD"])

@@ -132,6 +132,7 @@ def run_part(block: str, config: dict[str, Any], folder: str) -> float:
         engine.backward(engine(**batch).loss)
         engine.step()
         given: dict[str, Any] = {"engine": engine, "batch": batch, "torch": torch, "Path": Path}
+        given["batches"] = [batch] * (1 + engine.rank)
         if "engine.backward(loss)" in block:
             given["loss"] = engine(**batch).loss
         exec(compile(block, "part", "exec"), given)

@@ -22,6 +22,7 @@ class ErrorFeedback(CommHook):
         self.name = f"{inner.name} with error feedback"
         self.wire, self.block, self.sends = inner.wire, inner.block, inner.sends
         self.errors: dict[int, Tensor] = {}
+        self._scale = 1.0
 
     def allocate(self, bucket: int, length: int, device: torch.device) -> None:
         """No error yet of the bucket with this number."""
@@ -38,6 +39,13 @@ class ErrorFeedback(CommHook):
     def decode(self, message: Tensor, out: Tensor) -> None:
         """As ``inner``."""
         self._inner.decode(message, out)
+
+    def note_scale(self, scale: float) -> None:
+        """Gradients are multiplied with ``scale`` from now on, and so are errors: a loss scale is a power of 2."""
+        if scale != self._scale:
+            for error in self.errors.values():
+                error.mul_(scale / self._scale)
+            self._scale = scale
 
     def before(self, bucket: int, full: Tensor) -> None:
         """Add the error of the bucket's last message."""
