@@ -419,6 +419,19 @@ PROCESS = "for the end of processes"
 ERROR = "for the error of what has ended"
 FAILED = "after a failure: nothing is used again that was under way"
 NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
+    (
+        "comm/collectives.py",
+        "Collectives.hear",
+        "self._issue(self._record(GroupName.CONTROL, 'broadcast', Named((), what), sent, Purpose.CONTROL), "
+        "call).wait()",
+    ): "bytes of the host over the group of gloo, which no stream reads; `exchange` is taken out above",
+    ("comm/group_speed.py", "_measure", "begin(full).wait()"): "a measurement: what is timed is never read",
+    ("comm/group_speed.py", "_measure", "mesh.platform.synchronize()"): "a measurement: the clock waits for the device",
+    ("ddp/comm_hooks/whole_gradients.py", "FutureWork.wait", "self._future.wait()"): "the same as its result's wait",
+    ("ddp/comm_hooks/whole_gradients.py", "WholeGradients.result", "future.wait()"): "the value of the user's future",
+    ("ddp/reducer.py", "Reducer._reduce_by", "hook.result(future, full)"): "no wait: the value, which exists by then",
+    ("ddp/reducer.py", "Reducer._reduce_by", "works[0].wait()"): "the user's function waits for what it has begun",
+    ("engine/rebuild.py", "recut", "optimizer.await_reader()"): "a thread that saves; tests/parity/test_recut.py",
     ("trace.py", "Trace.begin", "zero.wait_on_host()"): TRACE,
     ("trace.py", "Trace._settle", "end.wait_on_host()"): TRACE,
     ("comm/breaking_off.py", "come_together", "store.wait([f'{ASKS}/go'], timedelta(seconds=TOGETHER_S))"): STORE,
@@ -506,7 +519,6 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("runtime/hooks.py", "attach_deferred_gather", "deferred_gather.await_group(0)"):
         "for a block that is called by itself and shares a weight with the root; no run here does",
     ("runtime/unit.py", "Unit.release_summoned", "self.wait_for_unshard()"): PASSES_ON,
-    ("runtime/schedule.py", "Schedule._end_pass", "unit.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._wait_for_unshard", "unit.wait_for_unshard()"): PASSES_ON,
     ("runtime/schedule.py", "Schedule._hold_for_backward", "self._collectives.trace.mark()"): TRACE,
     ("runtime/schedule.py", "Schedule.pre_forward", "self._collectives.trace.mark()"): TRACE,
