@@ -201,7 +201,11 @@ def _all_reduce(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
 
 
 def _broadcast(counter: Counter, a: Mapping[str, Any], ranks: int) -> None:
-    if a["group_src"] == dist.get_rank(a["group"]):  # bf16 travels as bytes, so uint8 is no sign of control data here
+    if a["group_src"] != dist.get_rank(a["group"]):
+        return
+    if a["group"] is cases.mesh_of_this_process().control:  # the order of gradients, once
+        counter.control.append(a["tensor"].nbytes)
+    else:  # bf16 travels as bytes, so uint8 is no sign of control data here
         counter.data += a["tensor"].nbytes * (ranks - 1)
 
 
