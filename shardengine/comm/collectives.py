@@ -319,7 +319,8 @@ class Collectives:
         size, length, direct = mesh.ranks // groups, full.numel() // mesh.ranks, self.is_direct(full.dtype)
         packed = full if mesh.replicas > 1 else self._pool.take(full.numel(), full.dtype)  # by place, then by group
         summed, coding = self._pool.take(groups * length, self.reduce_dtype), reduction.coding
-        near = Slices(self._pool, packed, size, coding, direct=direct) if size > 1 else None
+        spent = None if packed is full else full  # it was packed
+        near = Slices(self._pool, packed, size, coding, direct=direct, into=spent) if size > 1 else None
         again = coding if coding is None or near is None else coding.again
         far = Slices(self._pool, summed, groups, again, direct=direct)
         started = mesh.platform.mark()

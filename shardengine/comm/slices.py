@@ -39,15 +39,26 @@ class Messages(Coding, Protocol):
 
 class Slices:
     """Of ``full`` (flat), one for each of ``ranks``. direct: each rank's come, to be added here; otherwise the backend
-    adds them · coding: what travels instead; then they come as fp32."""
+    adds them · coding: what travels instead; then they come as fp32 · into: memory as long as ``full``, which may take
+    what comes as it is, if each rank's does."""
 
-    def __init__(self, pool: BufferPool, full: Tensor, ranks: int, coding: Coding | None, *, direct: bool) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        full: Tensor,
+        ranks: int,
+        coding: Coding | None,
+        *,
+        direct: bool,
+        into: Tensor | None = None,
+    ) -> None:
         self._pool, self._full, self._ranks, self._coding, self._direct = pool, full, ranks, coding, direct
         self._taken: list[Tensor] = []
         length = full.numel() // ranks
         if coding is None:
             self._sent = full
-            self._received = self._take(full.numel() if direct else length, full.dtype)
+            taken = into if direct else None
+            self._received = self._take(full.numel() if direct else length, full.dtype) if taken is None else taken
         else:
             size = ranks * coding.bytes_of(length)
             self._sent, self._received = self._take(size, torch.uint8), self._take(size, torch.uint8)
