@@ -166,7 +166,7 @@ class Unit:
                     coded = bucket.kept_inside is None and bucket.full.is_floating_point()
                     whole = bucket.full, bucket.gathers_from, Placement.REPLICATED
                     self._in_flight.append(
-                        collectives.move(*whole, bucket.layout, purpose, way=Way(coding) if coded else Way())
+                        collectives.move(*whole, bucket.layout, purpose, None, Way(coding) if coded else Way())
                     )
         except BaseException:
             self._abort_unshard()

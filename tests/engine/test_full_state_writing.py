@@ -94,8 +94,8 @@ class Writing:
             self.network, self.steps = make_plain(), 0
             return self.network
 
-        def complete(grads: Any, like: Tensor, sums: oracle.Sums) -> Tensor | None:
-            found = self.complete(grads, like, sums)
+        def complete(grads: Any, like: Tensor, sums: oracle.Sums, *more: Any) -> Tensor | None:
+            found = self.complete(grads, like, sums, *more)
             if self.steps == WHEN and found is not None:
                 for name, factor in zip(self.names, (0.0, 0.5), strict=True):
                     if self.parameter(name).data_ptr() == like.data_ptr():

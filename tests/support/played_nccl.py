@@ -153,6 +153,8 @@ class PlayedWire(Wire):
     """Collectives that bring their result when somebody waits for them, and never after they were broken off."""
 
     def broadcast(self, tensor: Tensor, source: int, group: Any) -> Any:
+        if not isinstance(group, PlayedGroup):
+            return super().broadcast(tensor, source, group)
         return self._play(super().broadcast, tensor, tensor, source, group)
 
     def all_gather(self, out: Tensor, own: Tensor, group: Any) -> Any:
