@@ -39,7 +39,7 @@ _LAMB = "optimizer.type: LAMB is not elementwise"
 REFUSED = {
     "hiyouga/LLaMA-Factory/examples/deepspeed/ds_z2_autotp_config.json": ["tensor_parallel.autotp_size: cannot be"],
     "huggingface/transformers/tests/deepspeed/ds_config_zero3.json@61c7": [
-        "zero_optimization.reduce_bucket_size: expected an integer >= 1, got the number 0",
+        'zero_optimization.reduce_bucket_size: expected an integer >= 1, or "auto", got the number 0',
         "the batch size is missing",
     ],
     **{
