@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardengine import other_engines
-from shardengine.comm import Collectives, Mesh, compare, meeting, run_on_all_ranks
+from shardengine.comm import Collectives, Mesh, meeting, run_on_all_ranks
 from shardengine.comm import mesh as mesh_module
 from shardengine.config import NOT_CLIPPED, Config, load_config, load_or_default
 from shardengine.ddp import Phase
@@ -46,7 +46,7 @@ from shardengine.engine.core import Core
 from shardengine.engine.inspection import Inspection, Report, attached, check_free
 from shardengine.engine.monitors import Monitor, Monitors
 from shardengine.engine.recovery import ForWith, reports_failure, reports_failure_with
-from shardengine.engine.shard_groups import group_size
+from shardengine.engine.shard_groups import group_size, in_shard_groups
 from shardengine.engine.tracing import traced
 from shardengine.errors import UsageError
 from shardengine.loading import Source, Weights
@@ -170,11 +170,7 @@ class Engine(Inspection):
             return resolved, form, Source.of(self.module, weights, f" (rank {mesh.rank})")
 
         self.config, form, source = run_on_all_ranks(start, "reading config and optimizer", read)
-        size = group_size(self.config, mesh)
-        compare(
-            start, {"number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)": [str(size)]}
-        )
-        mesh = mesh.in_groups_of(size)
+        mesh = in_shard_groups(self.config, mesh, start)
         told = [notice for notice in self.config.notices if notice != NOT_CLIPPED]
         if told and mesh.rank == 0:
             _log.warning("of the config: %s", "; ".join(told))

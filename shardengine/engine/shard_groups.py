@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardengine import stages
-from shardengine.comm import Mesh
+from shardengine.comm import Collectives, Mesh, compare
 from shardengine.config import Config
 from shardengine.errors import ConfigError
 
@@ -34,3 +34,11 @@ def group_size(config: Config, mesh: Mesh) -> int:
             "it out"
         )
     return size
+
+
+def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
+    """The mesh in groups of that size, the same on every rank; collective. ``MismatchError`` where it is not."""
+    size = group_size(config, mesh)
+    topic = "number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)"
+    compare(start, {topic: [str(size)]})
+    return mesh.in_groups_of(size)
