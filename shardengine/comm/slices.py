@@ -17,7 +17,7 @@ from shardengine.offload import BufferPool
 
 
 class Coding(Protocol):
-    """Makes messages of gradients, see ``ddp.comm_hooks``."""
+    """Makes messages of gradients or weights, see ``ddp.comm_hooks``."""
 
     def bytes_of(self, elements: int) -> int:
         """Bytes of the message for a slice of ``elements``."""

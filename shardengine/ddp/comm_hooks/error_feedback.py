@@ -41,15 +41,12 @@ class ErrorFeedback(CommHook):
         self._inner.decode(message, out)
 
     def note_scale(self, scale: float) -> None:
-        """Gradients are multiplied with ``scale`` from now on, and so are errors: a loss scale is a power of 2."""
-        if scale != self._scale:
-            for error in self.errors.values():
-                error.mul_(scale / self._scale)
-            self._scale = scale
+        """Gradients are multiplied with ``scale`` from now on. Errors are kept without it, so that they hold at any."""
+        self._scale = scale
 
     def before(self, bucket: int, full: Tensor) -> None:
         """Add the error of the bucket's last message."""
-        full.add_(self.errors[bucket])
+        full.add_(self.errors[bucket], alpha=self._scale)
 
     def after(self, bucket: int, full: Tensor, messages: Tensor, receivers: int) -> None:
         """Keep the error of this one."""
@@ -58,3 +55,5 @@ class ErrorFeedback(CommHook):
             self._inner.decode(message, part)
         torch.sub(full, error, out=error)
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if self._scale != 1:
+            error.div_(self._scale)
