@@ -12,6 +12,7 @@ from typing import Any
 
 from shardengine.comm import compare, run_on_all_ranks
 from shardengine.config import Config
+from shardengine.ddp import comm_hooks
 from shardengine.engine.assembly import rules_of
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
@@ -47,6 +48,11 @@ def set_divide_factor(core: Core, config: Config, call: str, factor: Any) -> Con
         if not known or not 0 < factor < math.inf:
             raise UsageError(
                 f"{call}: expected a finite number above 0, got {factor!r} (rank {core.mesh.rank}); nothing has changed"
+            )
+        if isinstance(core.reducer.hook, comm_hooks.WholeGradients):
+            raise UsageError(
+                f"{call}: expected no function from engine.register_comm_hook, which brings a mean that is not divided "
+                f"any more (rank {core.mesh.rank}): let that function divide by {factor:g}; nothing has changed"
             )
         return dataclasses.replace(config, gradient_divide_factor=float(factor))
 
