@@ -309,7 +309,7 @@ class Engine(Inspection):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """``with`` this around the training loop ranks may have unequal numbers of batches; collective.
+        """Inside of ``with engine.join():`` ranks may have unequal numbers of batches; collective.
 
         A rank whose loop has ended takes part with zeros in the micro-batches and steps of the others until all have
         ended; then all leave, with the same weights, states and steps. A step that a rank began takes what it had. One
