@@ -11,6 +11,8 @@ set of parameters and adds their gradients up in the declared order:
   (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
 - a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
   mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to the next
+- PowerSGD ("low_rank"): the sum over ranks of a matrix is an approximation of it, see ``LowRank``; what a rank's share
+  of it lacks is added to the next. All else, and the first steps, as ever, but that sums are sent in fp32
 - quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
@@ -49,6 +51,7 @@ set of parameters and adds their gradients up in the declared order:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection
@@ -108,19 +111,61 @@ def coded(x: Tensor, coding: str) -> Tensor:
     return left
 
 
+class LowRank:
+    """PowerSGD of one parameter with ``rank`` columns, over all ranks. start: steps before it · warm: Q goes on, or is
+    drawn in each step · feeds: errors are fed back · rate: by which a matrix becomes smaller, or is not approximated ·
+    square: a matrix is all elements, with zeros behind them · seed: of Q."""
+
+    def __init__(
+        self, like: Tensor, ranks: int, number: int, told: tuple[int, int, bool, bool, float, bool, int]
+    ) -> None:
+        self.rank, self.start, self.warm, self.feeds, rate, square, seed = told
+        self.count, self.seed, self.scale = like.numel(), seed + number, 1.0
+        self.rows = like.shape[0] if like.dim() > 1 else 1
+        self.columns = self.count // self.rows
+        if square:
+            self.rows = self.columns = math.ceil(math.sqrt(self.count))
+        self.fits = (self.rows + self.columns) * self.rank * rate < self.count
+        self.errors = [torch.zeros(self.count) for _ in range(ranks)]
+        self.q = self.drawn(0)
+
+    def drawn(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + (step << 40))
+        return torch.randn(self.columns, self.rank, generator=generator)
+
+    def sum(self, terms: list[Tensor], step: int) -> Tensor:
+        """The ranks' ``terms``, as large as the parameter."""
+        if not self.fits:
+            return tree_sum(terms)
+        flat = [in_memory(x) + e * self.scale for x, e in zip(terms, self.errors, strict=True)]
+        zeros = torch.zeros(self.rows * self.columns - self.count)
+        matrices = [torch.cat([x, zeros]).view(self.rows, self.columns) for x in flat]
+        q = self.q if self.warm else self.drawn(step)
+        p, _ = torch.linalg.qr(tree_sum([m @ q for m in matrices]))
+        q = tree_sum([m.t() @ p for m in matrices])
+        self.q = q if q.isfinite().all() else self.q
+        said = (p @ q.t()).view(-1)[: self.count]
+        if self.feeds:
+            self.errors = [(x - said / len(flat)).nan_to_num(0.0, 0.0, 0.0) / self.scale for x in flat]
+        total = torch.empty_like(terms[0])
+        in_memory(total).copy_(said)
+        return total
+
+
 def complete_gradient(
     grads: list[list[Fires]],
     like: Tensor,
     sums: Sums,
     errors: list[Tensor] | None = None,
     idle: Collection[int] = (),
+    approximated: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> Tensor | None:
     """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it. errors:
     what each rank's messages have not said yet; new ones take their places. idle: ranks without data, whose
-    errors wait.
+    errors wait. approximated: in the place of sums over ranks.
     """
     used = any(fires for row in grads for fires in row)
-    if not used and errors is None:
+    if not used and errors is None and approximated is None:
         return None
     zeros, wire = torch.zeros_like(like, dtype=torch.float32), sums.wire or like.dtype
     micros = len(grads[0])
@@ -143,6 +188,8 @@ def complete_gradient(
         return tree_sum([coded(group, sums.coding) if again else group for group in groups], sums.reduce)
 
     def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32, first: int = 0) -> Tensor:
+        if approximated is not None:
+            return approximated([ordered_sum(row, kept) if row else zeros for row in rows])
         sent = [message(first + n, ordered_sum(row, kept) if row else zeros) for n, row in enumerate(rows)]
         size = sums.inside or len(sent)
         groups = [tree_sum(sent[i : i + size], sums.reduce) for i in range(0, len(sent), size)]
@@ -576,6 +623,7 @@ def train(
     clip_value: float = 0.0,
     inside: int = 0,
     coding: tuple[str, bool] | None = None,
+    low_rank: tuple[int, int, bool, bool, float, bool, int] | None = None,
     coded_weights: str = "",
     earlier: Trace | None = None,
     has: Callable[[int, int, int], bool] = lambda step, rank, micro: True,
@@ -594,7 +642,8 @@ def train(
     skips: steps that are not finite are skipped without ``scaler``, too. ema: the decay of
     averages. torch_clip: the norm to which the user clips. norm_type: the order of all norms. clip_value: of each
     element. inside: ranks of a shard group of a hybrid mesh.
-    coding: the communication hook, and whether errors are fed back. coded_weights: how weights travel, "" as they are.
+    coding: the communication hook, and whether errors are fed back. low_rank: PowerSGD, see there. coded_weights: how
+    weights travel, "" as they are.
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     has: (step, rank, micro) → whether there is such a micro-batch; by_active: the mean is over ranks that have any.
@@ -610,7 +659,9 @@ def train(
     fed_back = errors if said and coding is not None and coding[1] else {}
     scale_before = 1.0
     sizes = [p.numel() for p in model.parameters()]
-    numbers = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
+    numbers: dict[Tensor, int] = {p: sum(sizes[:index]) for index, p in enumerate(model.parameters())}
+    told = low_rank if ranks > 1 else None
+    thin = {} if told is None else {p: LowRank(p, ranks, numbers[p], told) for p in trained}
     for parameter in model.parameters() if low else ():
         parameter.data = parameter.data.to(low)
     trace = earlier or Trace()
@@ -668,7 +719,12 @@ def train(
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
             sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]
-            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), set(range(ranks)) - set(active))
+            approximated = None
+            if p in thin and step >= thin[p].start:
+                thin[p].scale = 1.0 if scaler is None else scaler.scale
+                approximated = functools.partial(thin[p].sum, step=step)
+            idle = set(range(ranks)) - set(active)
+            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), idle, approximated)
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
         scale = 1.0 if scaler is None else scaler.scale

@@ -8,7 +8,7 @@ replicated ones (stage 0) cut by the same slices, what is kept of parameters as 
 parameters outside of the flat buffers in equal shares, buffers by rank 0. Where every rank has buffers of its own
 (``broadcast_buffers`` is off) each writes and takes back its own. What a rank's messages have not said yet (error
 feedback of a communication hook) has a key of its own for each rank, which takes it back; a rank that the checkpoint
-does not have begins without.
+does not have begins without. What a hook goes on with (PowerSGD's factors) is kept of a parameter as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardengine.ddp import ERROR
+from shardengine.ddp import ERROR, FACTOR
 from shardengine.engine import Core
 from shardengine.optim import ShardedOptimizer
 from shardengine.sharding import BUFFER, WEIGHT, FlatSlice, memory_order, slices_of
@@ -34,9 +34,9 @@ def error_key(rank: int) -> str:
     return f"{ERROR}.{rank}"
 
 
-def is_error(key: str) -> bool:
-    """Whether ``key`` is that of some rank."""
-    return key.startswith(f"{ERROR}.")
+def is_of_hook(key: str) -> bool:
+    """Whether a communication hook keeps what has this key."""
+    return key == FACTOR or key.startswith(f"{ERROR}.")
 
 
 def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = False) -> Iterator[FlatSlice]:
@@ -49,8 +49,8 @@ def held(core: Core, optimizer: ShardedOptimizer | None, *, writable: bool = Fal
                 continue
             weights = {WEIGHT: bucket.weights(writable=writable)}
             yield from slices_of(core.layout, bucket.layout, bucket.interval, weights)
-    for part in core.reducer.errors(core.layout):
-        yield part._replace(key=error_key(core.mesh.rank))
+    for part in core.reducer.hook_states(core.layout):
+        yield part if part.key == FACTOR else part._replace(key=error_key(core.mesh.rank))
     for name, outside in core.partition.named_outside():
         order = memory_order(outside) or tuple(range(outside.dim()))
         yield FlatSlice(name, WEIGHT, 0, outside.data.permute(order).view(-1))
@@ -79,7 +79,7 @@ def owned(core: Core, optimizer: ShardedOptimizer | None, *, own_buffers: bool) 
             if rank == 0 or own_buffers:
                 yield part
             continue
-        if is_error(part.key):
+        if is_of_hook(part.key) and part.key != FACTOR:
             yield part
             continue
         if part.per == 0:  # every rank has all of it

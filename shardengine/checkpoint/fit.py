@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardengine.checkpoint import contents, index, state
+from shardengine.ddp import FACTOR
 from shardengine.engine import Core, Inspection
 from shardengine.kernels import KEPT_IN
 from shardengine.optim import ShardedOptimizer
@@ -77,7 +78,7 @@ class _Saved:
         self.tensors: dict[tuple[str, str], tuple[torch.dtype, list[index.Stored]]] = {
             (name, kind): (dtype, pieces) for name, kind, dtype, pieces in index.entries(saved)
         }
-        self.states = {kind for _, kind in self.tensors if not contents.is_error(kind)} - {WEIGHT, BUFFER}
+        self.states = {kind for _, kind in self.tensors if not contents.is_of_hook(kind)} - {WEIGHT, BUFFER}
         optimizer = saved["optimizer"] or {"kind": None, "groups": [], "steps": {}}
         self.kind: str | None = optimizer["kind"]
         self.groups: list[dict[str, Any]] = optimizer["groups"]
@@ -104,6 +105,8 @@ def plan(saved: dict[str, Any], engine: Inspection, *, strict: bool, weights_onl
         entry = there.tensors.get((sources[part.name], part.key))
         if part.key == WEIGHT and part.name in found.kept:
             continue
+        if part.key == FACTOR and (entry is None or sum(p.end - p.first for p in entry[1]) != part.values.numel()):
+            continue  # there is none, or one of more or fewer columns: any will do to begin with
         if entry is None:
             _without_source(part, sources[part.name], there, found)
             continue

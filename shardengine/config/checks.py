@@ -6,8 +6,11 @@ Must not know: how a file is read. A key that could not be read has its default 
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardengine.config.kinds import check_table, nearest
 from shardengine.config.reader import Reader
-from shardengine.config.schema import TRIPLE, TopLevel
+from shardengine.config.schema import COMM_HOOKS, TRIPLE, CommHookConfig, TopLevel
 
 EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
 MISSING_TRIPLE = (
@@ -154,12 +157,8 @@ def _check_shard_groups(config: TopLevel, reader: Reader) -> None:
 
 def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
     hook, quantized = config.comm_hook, config.zero_optimization.zero_quantized_gradients
-    other = {name: value for name, value in hook.params.items() if name != "error_feedback"}
-    if other or not isinstance(hook.params.get("error_feedback", True), bool):
-        came = ", ".join(other) if other else f"error_feedback {hook.params['error_feedback']!r}"
-        reader.problem("comm_hook.params", f'expected {{"error_feedback": true or false}}, got {came}')
-    if hook.name in ("none", "noop") and hook.params:
-        reader.problem("comm_hook.params", f"it means nothing for {hook.name}; leave it out")
+    if reader.usable("comm_hook.name"):
+        _check_hook_params(hook, reader)
     zero = config.zero_optimization
     if zero.zero_quantized_weights and zero.stage != 3 and reader.usable("zero_optimization.stage"):
         reader.problem(
@@ -176,6 +175,21 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
             "communication_data_type",
             "expected none beside a comm_hook, which says what travels; leave one of them out",
         )
+
+
+def _check_hook_params(hook: CommHookConfig, reader: Reader) -> None:
+    table = COMM_HOOKS[hook.name]
+
+    def wrong(name: str, text: str) -> None:
+        reader.problem(f"comm_hook.params.{name}", text)
+
+    def unknown(name: str, _: Any) -> None:
+        if not table:
+            wrong(name, f"{hook.name} has no params; leave it out")
+        else:
+            wrong(name, f"{hook.name} has no such one; did you mean {nearest(name, table)!r}?")
+
+    check_table(table, hook.params, wrong, unknown)
 
 
 def _check_ema(config: TopLevel, reader: Reader) -> None:

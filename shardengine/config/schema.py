@@ -162,27 +162,52 @@ class AioConfig:
     thread_count: int = key(1, COUNT, "Checksums that are taken at the same time.")
 
 
-_HOOKS = choice("none", "noop", "fp16", "bf16", "int8", "int4")
+_FEEDBACK = {"error_feedback": (BOOL, False)}
+COMM_HOOKS: Mapping[str, Table] = {
+    "none": {},
+    "noop": {},
+    "fp16": _FEEDBACK,
+    "bf16": _FEEDBACK,
+    "int8": {"error_feedback": (BOOL, True)},
+    "int4": {"error_feedback": (BOOL, True)},
+    "power_sgd": {
+        "rank": (COUNT, 1),
+        "start_step": (integer(0), 1000),
+        "warm_start": (BOOL, True),
+        "error_feedback": (BOOL, True),
+        "min_compression_rate": (number(1), 2.0),
+        "square": (BOOL, False),
+    },
+}
+"""Name → what its params may be."""
+_HOOKS = choice(*COMM_HOOKS)
 
 
 @dataclass(frozen=True)
 class CommHookConfig:
     """What travels when gradients are reduced."""
 
-    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4"] = key(
+    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4", "power_sgd"] = key(
         "none",
         _HOOKS,
         "fp16, bf16: in that dtype, the largest number where it would overflow; int8, int4: integers in blocks of 256 "
-        "elements; noop: nothing, to measure.",
+        "elements; power_sgd: matrices as products of two thin ones; noop: nothing, to measure.",
     )
     params: Mapping[str, Any] = key(
         FrozenMapping(),
         OBJECT,
-        '"error_feedback": what a message could not say is added to the next one; true by default for int8 and int4.',
+        '"error_feedback": what a message could not say is added to the next one; not by default for fp16 and bf16. '
+        'Of power_sgd also "rank" (1), "start_step" (1000: updates before the first that is sent so), "warm_start" '
+        '(true), "min_compression_rate" (2), "square" (false: of each parameter\'s elements in a square).',
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", frozen(self.params))
+
+    @property
+    def filled(self) -> dict[str, Any]:
+        """``params``, with defaults for what is not there."""
+        return {name: default for name, (_, default) in COMM_HOOKS[self.name].items()} | dict(self.params)
 
 
 @dataclass(frozen=True)

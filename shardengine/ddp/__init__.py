@@ -19,12 +19,13 @@ from shardengine.ddp.comm_hooks import CommHook
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.joining import Attendance, Join
-from shardengine.ddp.reducer import ERROR, MAX_IN_FLIGHT, Payload, Reducer, no_payload
+from shardengine.ddp.reducer import ERROR, FACTOR, MAX_IN_FLIGHT, Payload, Reducer, no_payload
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 
 __all__ = [
     "ERROR",
+    "FACTOR",
     "MAX_IN_FLIGHT",
     "Attendance",
     "BufferSync",

@@ -34,19 +34,19 @@ import torch
 from torch import Tensor, nn
 
 from shardengine.comm import Collectives, OnComplete, Purpose, Way, Work
-from shardengine.ddp.comm_hooks import CommHook, ErrorFeedback, FutureWork, GradBucket, Messages, WholeGradients
+from shardengine.ddp.comm_hooks import CommHook, FutureWork, GradBucket, Messages, Part, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
 from shardengine.ddp.step_state import Phase, StepState
-from shardengine.errors import UsageError
+from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, join_powers, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
-from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
+from shardengine.sharding import Bucket, BucketLayout, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
 
-ERROR = "comm_error"
-"""The key of flat slices of what messages have not said yet."""
+ERROR, FACTOR = "comm_error", "comm_factor"
+"""Keys of flat slices of what messages have not said yet, and of what a hook goes on with from step to step."""
 MAX_IN_FLIGHT = 3
 """Buckets whose reduction is under way at one moment."""
 
@@ -68,7 +68,7 @@ class _Flight:
     """A collective in flight, and what to do when it is complete (which may start another one)."""
 
     work: Work
-    then: Callable[[], Work | None] | None = None
+    then: Callable[[], Work | _Flight | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ class Reducer:
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.hook: CommHook | None = None
+        self._step_number = 0
         self.follow(rules)
         self.step_state = step_state
         self.platform = collectives.mesh.platform
@@ -260,6 +261,8 @@ class Reducer:
         elif self._static is not None:
             for state in self.buckets:
                 state.expect_only(self._static.here)
+        if self.hook is not None:
+            self.hook.begin_step(self._step_number)
         self._mode = _Mode(synchronise, final)
         if self._came is not None:
             self._came.clear()
@@ -514,6 +517,10 @@ class Reducer:
         final, rules = self._mode.final, self.rules
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
+        if self._in_rounds:
+            self._in_flight.append(self._begin_rounds(state, sent))
+            return
+        brought = isinstance(self.hook, WholeGradients)  # the whole gradient, by what is not this rank's
 
         def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
@@ -523,16 +530,73 @@ class Reducer:
 
         def then() -> Work | None:
             whole = state.make_whole() if final and rules.gathers else None
-            if isinstance(self.hook, WholeGradients) and whole is not None:
-                whole.copy_(sent)  # it has brought all of it
+            if brought and whole is not None:
+                whole.copy_(sent)
             if sent is not partial:
                 self._pool.give(sent)
-            gathers = whole is not None and not isinstance(self.hook, WholeGradients)
-            return self._gather(state, whole) if gathers and whole is not None else None
+            return self._gather(state, whole) if whole is not None and not brought else None
 
         earlier = state.hand_over_total() if final and rules.ends_across else None
         target = Placement.SHARDED if final else rules.gradients
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
+
+    def _begin_rounds(self, state: GradientBucket, full: Tensor) -> _Flight:
+        """As ``_launch``, of what a hook brings to every rank in rounds; ``full`` is fp32, ``partial`` or a buffer.
+
+        Rounds of one bucket go between those of others, in an order that depends on launches alone.
+        """
+        hook, final = self.hook, self._mode.final
+        if hook is None:
+            raise InternalError("rounds are a hook's")
+        layout, rounds = state.bucket.layout, hook.rounds(state.bucket.layout.index, full)
+
+        def go_on() -> _Flight | None:
+            said = next(rounds, None)
+            if said is not None:
+                return self._add_up(said, layout, go_on)
+            self._end_rounds(state, full, final=final)
+            return None
+
+        first = go_on()
+        return first if first is not None else _Flight(Work())
+
+    def _add_up(self, said: Tensor, what: BucketLayout, then: Callable[[], _Flight | None]) -> _Flight:
+        """``said`` of all ranks, added up in its place on every rank. Both operations are on one group, where the
+        gathers of weights are not."""
+        collectives, ranks = self._collectives, self._collectives.mesh.ranks
+        own = said.chunk(ranks)[collectives.mesh.rank]
+
+        def on_complete(terms: Sequence[Tensor]) -> None:
+            ordered_sum(terms, own, reduce_dtype=self.rules.reduce)
+
+        def share() -> _Flight:
+            return _Flight(collectives.share(said, [own.numel()] * ranks, what, Purpose.GRADIENTS), then)
+
+        moved = said, Placement.PARTIAL, Placement.SHARDED, what, Purpose.GRADIENTS
+        return _Flight(collectives.move(*moved, on_complete), share)
+
+    def _end_rounds(self, state: GradientBucket, full: Tensor, *, final: bool) -> None:
+        """``full`` is the ranks' sum."""
+        rules, partial, wire = self.rules, state.partial.tensor, state.wire
+        taken = [] if full is partial else [full]
+
+        def offer() -> None:
+            self.early_use.offer(state)
+
+        if not final:
+            state.accumulate([state.bucket.own_slice(full, rules.gradients)], rules)
+        elif not rules.gathers:
+            state.finish([state.bucket.own_slice(full, Placement.SHARDED)], rules, offer)
+        else:  # all of it is complete, not this rank's slice alone
+            divided = full if full.dtype is wire else self._pool.take(full.numel(), wire)
+            taken += [divided] if divided is not full else []
+            ordered_sum([full], divided, divisor=rules.divisor, rounded=wire)
+            state.finish([state.bucket.own_slice(divided, Placement.SHARDED)], replace(rules, divisor=1), offer)
+            whole = state.make_whole()
+            if whole.data_ptr() != divided.data_ptr():
+                whole.copy_(divided)
+        for buffer in taken:
+            self._pool.give(buffer)
 
     def _reduce_across(self, state: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups: add up what these have."""
@@ -557,19 +621,23 @@ class Reducer:
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
-        hook that makes messages."""
-        if self._makes_messages and self._mode.synchronise and not self._rounds_before_sending:
+        hook that makes something else of it."""
+        if (self._makes_messages or self._in_rounds) and self._mode.synchronise and not self._rounds_before_sending:
             return torch.float32
         waits = not self._mode.synchronise or self._rounds_before_sending
         return self.rules.accumulate if waits else state.wire
 
     @property
+    def _in_rounds(self) -> bool:
+        return self.hook is not None and self.hook.in_rounds and self._collectives.mesh.ranks > 1
+
+    @property
     def _makes_messages(self) -> bool:
-        return self.hook is not None and not isinstance(self.hook, WholeGradients)
+        return self.hook is not None and self.hook.makes_messages
 
     def _to_wire(self, state: GradientBucket, full: Tensor) -> Tensor:
         """``full`` in the dtype that is sent, fp32 for a hook: itself, or a copy in a buffer of the pool."""
-        dtype = torch.float32 if self._makes_messages else state.wire
+        dtype = torch.float32 if self._makes_messages or self._in_rounds else state.wire
         if full.dtype is dtype:
             return full
         sent = self._pool.take(full.numel(), dtype)
@@ -590,7 +658,7 @@ class Reducer:
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
         errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
-        coding = None if hook is None else Messages(hook, errors)
+        coding = Messages(hook, errors) if hook is not None and hook.makes_messages else None
         way = Way(coding, earlier)
         return self._collectives.move(
             full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, way
@@ -628,14 +696,27 @@ class Reducer:
 
     def use(self, hook: CommHook | None) -> None:
         """``hook`` says what travels when gradients are reduced, from the start on."""
-        self.hook = hook
-        if isinstance(hook, ErrorFeedback) and self._collectives.mesh.ranks > 1:
-            for layout in (state.bucket.layout for state in self.buckets):
-                hook.allocate(layout.index, layout.length, self._collectives.mesh.device)
+        self.hook, mesh = hook, self._collectives.mesh
+        if hook is not None and mesh.ranks > 1:
+            for state in self.buckets:
+                layout = state.bucket.layout
+                hook.allocate(layout.index, layout.length, self._parts(state), mesh.ranks, mesh.device)
+
+    def _parts(self, state: GradientBucket) -> list[Part]:
+        start = state.bucket.layout.start
+        return [
+            Part(piece.parameter, piece.start - start, piece.end - piece.start, spec.shape_in_memory, spec.number)
+            for piece in state.pieces.values()
+            for spec in [self._spec(piece.parameter)]
+        ]
+
+    def begin_step(self, number: int) -> None:
+        """So many updates were made before the window that begins."""
+        self._step_number = number
 
     def note_scale(self, scale: float) -> None:
         """The running backward's loss is multiplied with ``scale``."""
-        if isinstance(self.hook, ErrorFeedback):
+        if self.hook is not None:
             self.hook.note_scale(scale)
 
     def register(self, hook: WholeGradients) -> None:
@@ -646,29 +727,35 @@ class Reducer:
         """What ``old``, of the layout ``before``, knows of its hook: a function of the user's, errors that wait."""
         if isinstance(old.hook, WholeGradients):
             self.register(old.hook)
-        targets = Targets(self.errors(self.views.layout))
-        for part in old.errors(before):
+        self.begin_step(old._step_number)
+        targets = Targets(self.hook_states(self.views.layout))
+        for part in old.hook_states(before):
             targets.receive(part)
 
-    def errors(self, layout: Layout) -> Iterator[FlatSlice]:
-        """What this rank's messages have not said yet, of all of every parameter; nothing without error feedback."""
-        if isinstance(self.hook, ErrorFeedback):
-            for each in (
-                state.bucket.layout for state in self.buckets if state.bucket.layout.index in self.hook.errors
-            ):
-                yield from slices_of(layout, each, (each.start, each.end), {ERROR: self.hook.errors[each.index]})
+    def hook_states(self, layout: Layout) -> Iterator[FlatSlice]:
+        """What a hook keeps from step to step: errors, what this rank's messages have not said yet of all of every
+        parameter, and factors, the same on all ranks, of parameters as a whole."""
+        if self.hook is None:
+            return
+        for each in (state.bucket.layout for state in self.buckets if state.bucket.layout.index in self.hook.errors):
+            yield from slices_of(layout, each, (each.start, each.end), {ERROR: self.hook.errors[each.index]})
+        for parameter, factor in self.hook.factors.items():
+            yield FlatSlice(layout.parameters[parameter].name, FACTOR, 0, factor.view(-1), per=0)
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
         return self._collectives.move(whole, Placement.SHARDED, self.rules.state, layout, Purpose.WHOLE_GRADIENTS)
 
-    def _fly(self, work: Work | None) -> None:
-        if work is not None:
-            self._in_flight.append(_Flight(work))
+    def _fly(self, next_: Work | _Flight | None) -> None:
+        if next_ is not None:
+            self._in_flight.append(next_ if isinstance(next_, _Flight) else _Flight(next_))
 
     def _finish(self, leave: int) -> None:
-        """Finish reductions from the oldest on: those that are complete, and more until ``leave`` are in flight."""
-        poll = self._collectives.may_poll
+        """Finish reductions from the oldest on: those that are complete, and more until ``leave`` are in flight.
+
+        Not those that are complete where rounds follow: these go on one group, in the same order on every rank.
+        """
+        poll = self._collectives.may_poll and not self._in_rounds
         while self._in_flight and (len(self._in_flight) > leave or (poll and self._in_flight[0].work.done())):
             flight = self._in_flight.popleft()
             flight.work.wait()

@@ -216,14 +216,15 @@ def lay_out(config: Config, mesh: Mesh, found: Partition, needs: Needs, order: S
     block, families = max(needs.block, 1 if hook is None else hook.block), needs.families
     came = {parameter: place for place, parameter in enumerate(order)}
     specs = [replace(spec, came=came.get(index, len(came))) for index, spec in enumerate(found.specs)]
-    return layout.build(specs, mesh.ranks, cap, align, align_elements=block, families=families, replicas=mesh.replicas)
+    cuts = layout.Cuts(block, whole=hook is not None and hook.whole_parameters)
+    return layout.build(specs, mesh.ranks, cap, align, cuts, families, mesh.replicas)
 
 
 def comm_hook_of(config: Config) -> CommHook | None:
     """The communication hook that ``config`` names, without any state."""
     if config.zero_optimization.zero_quantized_gradients:
         return comm_hooks.by_name("int8", {"error_feedback": False})
-    return comm_hooks.by_name(config.comm_hook.name, config.comm_hook.params)
+    return comm_hooks.by_name(config.comm_hook.name, config.comm_hook.filled, config.seed)
 
 
 def weight_coding_of(config: Config) -> CommHook | None:
@@ -341,7 +342,7 @@ def _footprint(
         prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
-        message=comm_hooks.bytes_per_element(comm_hook_of(config)),
+        message=comm_hooks.buffers_per_element(comm_hook_of(config)),
         coded=comm_hooks.bytes_per_element(weight_coding_of(config)),
     )
 

@@ -471,6 +471,7 @@ class Engine(Inspection):
         heard = core.step_state.join.heard
         micro_batches = core.step_state.close()
         self.global_steps += 1
+        core.reducer.begin_step(self.global_steps)
         of_all = micro_batches * self.world_size if heard is None else heard.micro_batches(micro_batches)
         self.global_samples += of_all * self.train_micro_batch_size_per_gpu()
         own = micro_batches if heard is None else heard.micro_batches_of(self.rank, micro_batches)

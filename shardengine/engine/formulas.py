@@ -39,7 +39,7 @@ def footprint_of(
         prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found or core.partition, core.precision),
         nodes=core.collectives.nodes,
-        message=comm_hooks.bytes_per_element(core.reducer.hook),
+        message=comm_hooks.buffers_per_element(core.reducer.hook),
         coded=comm_hooks.bytes_per_element(core.schedule.coding),
     )
 
@@ -64,15 +64,16 @@ def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
 
 def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
     """The same without whole matrices and sums, inside of shard groups and across them."""
-    sent, once = Counter[str](), core.schedule.unsharded_once
+    sent, once, hook = Counter[str](), core.schedule.unsharded_once, core.reducer.hook if core.mesh.ranks > 1 else None
     for flat_buffer in core.layout.flat_buffers:
         wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(
             trainable=flat_buffer.length if flat_buffer.trainable else 0,
             twice=0 if flat_buffer.unit in once else flat_buffer.length,
             once=flat_buffer.length if flat_buffer.unit in once else 0,
-            message=comm_hooks.bytes_per_element(core.reducer.hook),
+            message=comm_hooks.said_per_element(hook, flat_buffer.buckets) if flat_buffer.trainable else None,
             coded=_coded_bytes(core, flat_buffer),
+            brought=hook is not None and hook.in_rounds,
         )
         by_axis = core.stage.bytes_by_axis(
             volume,

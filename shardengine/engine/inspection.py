@@ -261,6 +261,7 @@ class Inspection:
         self._buffers_sent = False
         if counters is not None:
             self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+            self._core.reducer.begin_step(self.global_steps)
 
     def _save_behind(self, make: Callable[[], Any]) -> Any:
         """What writes behind training; made by the first save that asks for it."""

@@ -39,6 +39,13 @@ def group_size(config: Config, mesh: Mesh) -> int:
 def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
     """The mesh in groups of that size, the same on every rank; collective. ``MismatchError`` where it is not."""
     size = group_size(config, mesh)
+    hook = config.comm_hook.name
+    if size < mesh.ranks and hook == "power_sgd":
+        raise ConfigError(
+            f"comm_hook.name: expected one shard group of all ranks beside power_sgd, got groups of {size}: it brings "
+            "the sum of all ranks at once, and here gradients are added up inside of the groups first; take int8 or "
+            "int4, or leave out shard_group_size and zero_hpz_partition_size"
+        )
     topic = "number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)"
     compare(start, {topic: [str(size)]})
     return mesh.in_groups_of(size)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardengine.errors import InternalError
@@ -294,6 +294,15 @@ class Layout:
         return sum(flat_buffer.length for flat_buffer in self.flat_buffers if flat_buffer.trainable is trainable)
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """Where buckets of what is trainable may be cut. elements: at multiples of so many, where states or messages are
+    made in blocks · whole: never inside of a parameter."""
+
+    elements: int = ALIGN_ELEMENTS
+    whole: bool = False
+
+
 def _end_of(piece: Piece) -> int:
     return piece.end
 
@@ -316,7 +325,7 @@ def build(
     ranks: int,
     bucket_elements: int,
     align_bytes: int = ALIGN_BYTES,
-    align_elements: int = ALIGN_ELEMENTS,
+    cuts: Cuts = Cuts(),
     families: Sequence[int] = (),
     replicas: int = 1,
 ) -> Layout:
@@ -324,11 +333,10 @@ def build(
 
     families: of each optimizer group; where nothing is said all are one.
 
-    The cap is a true cap, but never below one aligned slice per rank. Flat buffers come in the order in which backward
-    is expected to fill them: last unit first, the root last; inside, parameters as their gradients ``came``, and in
-    reverse registration order where that was not seen.
-    align_elements: what is trainable starts at multiples of so many, where states are kept in blocks · replicas: shard
-    groups of the ranks.
+    The cap is a true cap, but never below one aligned slice per rank (or one parameter, see ``Cuts``). Flat buffers
+    come in the order in which backward is expected to fill them: last unit first, the root last; inside, parameters as
+    their gradients ``came``, and in reverse registration order where that was not seen.
+    replicas: shard groups of the ranks.
     """
     flat_buffers: list[FlatBufferLayout] = []
     next_bucket = 0
@@ -341,12 +349,17 @@ def build(
             family = families[specs[i].group] if families and specs[i].is_stepped else 0
             by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
         for (dtype, itemsize, trainable, family), chosen in by_key.items():
-            align = max(alignment(itemsize, align_bytes), align_elements if trainable else 1)
+            align = max(alignment(itemsize, align_bytes), cuts.elements if trainable else 1)
             filled = sorted(chosen, key=lambda i: (specs[i].came, -i))
             slots = _place(specs, filled, align, bucket_elements)
             buckets: list[BucketLayout] = []
+            cap = _caps(ranks * align, bucket_elements)
+            if cuts.whole and trainable:
+                slots, edges = _place_whole(slots, ranks * align, *cap)
+            else:
+                edges = list(_cut(slots[-1].padded_end, ranks * align, *cap))
             starts = [slot.start for slot in slots]
-            for start, end in _cut(slots[-1].padded_end, ranks * align, bucket_elements):
+            for start, end in edges:
                 within = slots[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, end)]
                 names = tuple(specs[piece.parameter].name for piece in _pieces(within, start, end))
                 index = next_bucket if trainable else -1
@@ -381,15 +394,37 @@ def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elem
     return slots
 
 
-def _cut(length: int, quantum: int, cap: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, length) at multiples of ``quantum``, no longer than ``cap``, the first one short to start early.
+def _caps(quantum: int, cap: int) -> tuple[int, int]:
+    """Elements of the first bucket, short to start early, and of the others, at most: multiples of ``quantum``."""
+    cap = max(cap // quantum, 1) * quantum
+    return min(cap, max(FIRST_BUCKET_ELEMENTS // quantum, 1) * quantum), cap
+
+
+def _cut(length: int, quantum: int, first: int, cap: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, length) at multiples of ``quantum``, no longer than ``first`` and ``cap``.
 
     The last bucket is rounded up to ``quantum``.
     """
-    cap = max(cap // quantum, 1) * quantum
-    first = min(cap, max(FIRST_BUCKET_ELEMENTS // quantum, 1) * quantum)
     start, size = 0, first
     while start < length:
         end = min(start + size, -(-length // quantum) * quantum)
         yield start, end
         start, size = end, cap
+
+
+def _place_whole(slots: Sequence[Slot], quantum: int, first: int, cap: int) -> tuple[list[Slot], list[tuple[int, int]]]:
+    """``slots`` moved so that no bucket ends inside of one, and the buckets: no longer than ``first`` and ``cap``, but
+    for one slot alone."""
+    placed: list[Slot] = []
+    edges: list[tuple[int, int]] = []
+    start, size = 0, first
+    for slot in slots:
+        begin, padded = placed[-1].padded_end if placed else 0, slot.padded_end - slot.start
+        if begin > start and begin + padded > start + size:
+            end = -(-begin // quantum) * quantum
+            placed[-1] = replace(placed[-1], padded_end=end)
+            edges.append((start, end))
+            start, size, begin = end, cap, end
+        placed.append(replace(slot, start=begin, padded_end=begin + padded))
+    edges.append((start, -(-placed[-1].padded_end // quantum) * quantum))
+    return placed, edges

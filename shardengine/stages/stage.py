@@ -22,7 +22,8 @@ class Volume:
     trainable: elements with a gradient · twice: elements of units that are needed in forward and, after others, in
     backward again · once: of the root, of the unit with which forward ends and backward begins, and of those whose
     backward does not read them (embeddings). Both with frozen ones · message: bytes per element of what a communication
-    hook sends in a reduction, coded: of weights that are gathered from where they rest; None: they travel as they are.
+    hook sends in a reduction, coded: of weights that are gathered from where they rest; None: they travel as they are ·
+    brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum.
     """
 
     trainable: int
@@ -30,6 +31,7 @@ class Volume:
     once: int = 0
     message: float | None = None
     coded: float | None = None
+    brought: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,13 @@ class Stage:
 
         reductions = micro_batches if self.reduces_every_micro_batch else 1
         each = self.gradients if self.reduces_every_micro_batch else Placement.SHARDED
-        move(Placement.PARTIAL, each, volume.trainable * reductions, gradient)
-        move(each, Placement.SHARDED, volume.trainable, gradient)
-        move(Placement.SHARDED, self.state, volume.trainable, gradient)
+        if volume.brought and message is not None:
+            move(Placement.PARTIAL, Placement.SHARDED, volume.trainable * reductions, message)
+            move(Placement.SHARDED, Placement.REPLICATED, volume.trainable * reductions, message)
+        else:
+            move(Placement.PARTIAL, each, volume.trainable * reductions, gradient)
+            move(each, Placement.SHARDED, volume.trainable, gradient)
+            move(Placement.SHARDED, self.state, volume.trainable, gradient)
         if self.publishes_after_step:
             move(self.state, self.weights_after_backward, volume.trainable, weight)
         for resting, elements in (

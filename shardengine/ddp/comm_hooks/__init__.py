@@ -4,6 +4,7 @@ hook             what a hook is
 floats           fp16 and bf16
 blocks           int8 and int4 in blocks
 error_feedback   around another one: what was lost is added to the next message
+power_sgd        low-rank approximations, which bring the whole sum in rounds
 noop             nothing
 whole_gradients  functions of the user's, and torch's hooks
 
@@ -12,31 +13,49 @@ Must not know: groups, stages, where gradients rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardengine.comm import Coding
 from shardengine.ddp.comm_hooks.blocks import BLOCK, BlockHook
 from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
-from shardengine.ddp.comm_hooks.hook import CommHook, Messages
+from shardengine.ddp.comm_hooks.hook import CommHook, Messages, Part
 from shardengine.ddp.comm_hooks.noop import NoopHook
+from shardengine.ddp.comm_hooks.power_sgd import LowRank, PowerSGD
 from shardengine.ddp.comm_hooks.whole_gradients import FutureWork, GradBucket, WholeGradients
+from shardengine.sharding import BucketLayout
 
 
-def by_name(name: str, params: Mapping[str, Any]) -> CommHook | None:
-    """The hook that the config names; None for none."""
+def by_name(name: str, params: Mapping[str, Any], seed: int = 0) -> CommHook | None:
+    """The hook that the config names, with all of its params; None for none. seed: of what it draws."""
     if name == "none":
         return None
     if name == "noop":
         return NoopHook()
+    if name == "power_sgd":
+        return PowerSGD(LowRank(**params, seed=seed))
     hook = FloatHook(name) if name in ("fp16", "bf16") else BlockHook(name)
-    return ErrorFeedback(hook) if params.get("error_feedback", name in ("int8", "int4")) else hook
+    return ErrorFeedback(hook) if params["error_feedback"] else hook
 
 
-def bytes_per_element(hook: Coding | None) -> float | None:
-    """That travel in a reduction, the scales of whole blocks included; None: what travels without a hook."""
-    return None if hook is None else hook.bytes_of(BLOCK) / BLOCK
+def bytes_per_element(coding: Coding | None) -> float | None:
+    """Of messages, the scales of whole blocks included; None: what travels without a coding."""
+    return None if coding is None else coding.bytes_of(BLOCK) / BLOCK
+
+
+def buffers_per_element(hook: CommHook | None) -> float | None:
+    """Bytes that a hook takes for what travels, and as much for what comes, at most; None: what that is without one."""
+    return 4.0 if hook is not None and hook.whole_parameters else bytes_per_element(hook)
+
+
+def said_per_element(hook: CommHook | None, buckets: Sequence[BucketLayout]) -> float | None:
+    """Bytes that travel in a reduction of ``buckets`` in the present step, by their elements; None: as without one."""
+    if hook is None or (hook.whole_parameters and not hook.in_rounds):
+        return None
+    if not hook.in_rounds:
+        return bytes_per_element(hook)
+    return sum(hook.bytes_of_bucket(each.index) for each in buckets) / sum(each.length for each in buckets)
 
 
 __all__ = [
@@ -46,9 +65,14 @@ __all__ = [
     "FloatHook",
     "FutureWork",
     "GradBucket",
+    "LowRank",
     "Messages",
     "NoopHook",
+    "Part",
+    "PowerSGD",
     "WholeGradients",
+    "buffers_per_element",
     "by_name",
     "bytes_per_element",
+    "said_per_element",
 ]

@@ -5,10 +5,12 @@ Source: 1-bit SGD (Seide et al., 2014); Karimireddy et al., arXiv 1901.09847.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook
+from shardengine.ddp.comm_hooks.hook import CommHook, Part
 
 
 class ErrorFeedback(CommHook):
@@ -24,8 +26,8 @@ class ErrorFeedback(CommHook):
         self.errors: dict[int, Tensor] = {}
         self._scale = 1.0
 
-    def allocate(self, bucket: int, length: int, device: torch.device) -> None:
-        """No error yet of the bucket with this number."""
+    def allocate(self, bucket: int, length: int, parts: Sequence[Part], ranks: int, device: torch.device) -> None:
+        """No error yet of it."""
         self.errors[bucket] = torch.zeros(length, dtype=torch.float32, device=device)
 
     def bytes_of(self, elements: int) -> int:

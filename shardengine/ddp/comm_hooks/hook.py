@@ -8,28 +8,79 @@ many equal messages as there are receivers, ``decode`` makes of a message the te
 declared order (kernels: [Note: One arithmetic]). What a message holds of an element depends on its parameter and its
 place in that alone, so the bits do not depend on buckets, ranks' slices or overlap. What is complete is divided,
 rounded and, where more ranks step it, gathered as without a hook, in ``wire``.
+
+[Note: Rounds] Some hooks bring every rank all of a bucket's sum, in rounds: ``rounds`` yields a flat tensor, goes on
+when the ranks' sum has taken its place, and in the end has changed the gradient of this rank to the sum of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Part(NamedTuple):
+    """A parameter's place in a bucket. parameter: its index · start, numel: its elements in the full-size gradient ·
+    shape: in memory order · number: of its first element among all elements of the model's parameters."""
+
+    parameter: int
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+    number: int
 
 
 class CommHook:
     """Sends gradients as they are; the base of all others.
 
     name: in the config · wire: the dtype that complete gradients are rounded to; None: as without a hook · block: cuts
-    between buckets and slices lie at multiples of so many elements · sends: whether anything is reduced at all.
+    between buckets and slices lie at multiples of so many elements · sends: whether anything is reduced at all ·
+    whole_parameters: no bucket ends inside of a parameter · errors: of each bucket, by number, what this rank's
+    messages have not said yet (fp32, full size) · factors: of parameters, by index, what the next step goes on with,
+    the same on all ranks.
     """
 
     name = "none"
     wire: torch.dtype | None = None
     block = 1
     sends = True
+    whole_parameters = False
+    errors: Mapping[int, Tensor] = MappingProxyType({})
+    factors: Mapping[int, Tensor] = MappingProxyType({})
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the present step's gradients are brought by ``rounds`` ([Note: Rounds])."""
+        return False
+
+    @property
+    def makes_messages(self) -> bool:
+        """Whether ``encode`` says what travels in the present step."""
+        return True
+
+    def allocate(self, bucket: int, length: int, parts: Sequence[Part], ranks: int, device: torch.device) -> None:
+        """There is a bucket with this number, of so many elements."""
+
+    def begin_step(self, number: int) -> None:
+        """So many updates were made before the window that begins."""
+
+    def note_scale(self, scale: float) -> None:
+        """Gradients are multiplied with ``scale`` from now on."""
+
+    def rounds(self, bucket: int, full: Tensor) -> Iterator[Tensor]:
+        """See [Note: Rounds]; ``full`` is fp32, and what is yielded has a multiple of ranks · 16 elements."""
+        raise NotImplementedError
 
     def bytes_of(self, elements: int) -> int:
         """Bytes of the message for a slice of ``elements``."""
+        raise NotImplementedError
+
+    def bytes_of_bucket(self, bucket: int) -> int:
+        """Bytes of what ``rounds`` yields of it."""
         raise NotImplementedError
 
     def encode(self, full: Tensor, receivers: int, out: Tensor) -> None:

@@ -62,6 +62,11 @@ class WholeGradients(CommHook):
     def __init__(self, state: Any, function: Callable[[Any, Any], Any]) -> None:
         self._state, self._function = state, function
 
+    @property
+    def makes_messages(self) -> bool:
+        """It makes none."""
+        return False
+
     def bytes_of(self, elements: int) -> int:
         """Not known, and not counted."""
         return 0

@@ -1,0 +1,208 @@
+"""Low-rank approximations of gradients: of a matrix two thin factors travel, and every rank has the whole sum.
+
+Source: PowerSGD, Vogels et al., arXiv 1905.13727, algorithms 1 and 2.
+
+Must not know: how sums over ranks are made, where the result rests.
+
+[Note: Low rank] Of a parameter's gradient, a matrix M of n rows and m columns on each rank, the ranks' sum is
+approximated by P Qᵀ with r columns each: P is the sum of M Q of the step before, made orthonormal, then Q that of Mᵀ P.
+So P and Q travel, (n + m)·r numbers, once to be summed and once to be known to all. That is one iteration of the power
+method; the next step goes on with its Q (``warm_start``), or each begins with random numbers, drawn for the parameter
+and the step. With error feedback each rank keeps what its share of
+the result lacks, M - P Qᵀ / ranks, and adds it to its next gradient. What has one dimension, or would not become
+smaller by the factor that is asked for, is summed as it is.
+
+A parameter is approximated on its own and lies in one bucket, so the bits do not depend on buckets and stages. P is
+made orthonormal on every rank, from the same numbers; ranks on different kinds of machines may round that differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardengine.ddp.comm_hooks.hook import CommHook, Part
+
+_ALIGN = 16
+"""Elements: where a factor begins in what travels."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What the config says. rank: columns of a factor · start_step: updates before which gradients are summed as they
+    are · warm_start: Q goes on from step to step · error_feedback: see [Note: Low rank] · min_compression_rate: by
+    which a gradient becomes smaller, or it is summed as it is · square: a parameter, of any shape, is a square matrix
+    of its elements, with zeros at the end · seed: of random numbers."""
+
+    rank: int = 1
+    start_step: int = 1000
+    warm_start: bool = True
+    error_feedback: bool = True
+    min_compression_rate: float = 2.0
+    square: bool = False
+    seed: int = 0
+
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Rows and columns of the matrix that a parameter of this shape (in memory order) is approximated as; None: it
+        is summed as it is."""
+        count = math.prod(shape)
+        if self.square:
+            side = math.isqrt(max(count - 1, 0)) + 1
+            rows, columns = side, side
+        else:
+            rows, columns = (shape[0], count // shape[0]) if len(shape) > 1 and count else (1, count)
+        fits = (rows + columns) * self.rank * self.min_compression_rate < count
+        return (rows, columns) if fits else None
+
+
+class _Matrix(NamedTuple):
+    """A part of a bucket that is approximated. at, then: where its factors P and Q begin in what travels."""
+
+    part: Part
+    rows: int
+    columns: int
+    at: int
+    then: int
+
+
+class _Plan(NamedTuple):
+    """Of a bucket: its matrices, (where it lies, where it travels, elements) of what is summed as it is, and the
+    elements of both messages."""
+
+    matrices: Sequence[_Matrix]
+    plain: Sequence[tuple[int, int, int]]
+    lengths: tuple[int, int]
+
+
+class PowerSGD(CommHook):
+    """See [Note: Low rank]. factors: each parameter's Q, where it has begun, [columns, rank] fp32."""
+
+    name = "power_sgd"
+    whole_parameters = True
+
+    def __init__(self, options: LowRank) -> None:
+        self._options = options
+        self.errors: dict[int, Tensor] = {}
+        self.factors: dict[int, Tensor] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._step, self._scale, self._ranks = 0, 1.0, 1
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the present step is behind ``start_step``."""
+        return self._step >= self._options.start_step
+
+    @property
+    def makes_messages(self) -> bool:
+        """It makes none: before ``start_step`` gradients travel as they are."""
+        return False
+
+    def allocate(self, bucket: int, length: int, parts: Sequence[Part], ranks: int, device: torch.device) -> None:
+        """Plan what travels of the bucket; no error yet, and random factors."""
+        self._ranks = ranks
+        plan = self._plans[bucket] = _plan(self._options, parts, ranks)
+        if not plan.matrices:
+            return
+        if self._options.error_feedback:
+            self.errors[bucket] = torch.zeros(length, dtype=torch.float32, device=device)
+        for matrix in plan.matrices if self._options.warm_start else ():
+            self.factors[matrix.part.parameter] = self._random(matrix, 0, device)
+
+    def begin_step(self, number: int) -> None:
+        """So many updates were made before."""
+        self._step = number
+
+    def note_scale(self, scale: float) -> None:
+        """As ``ErrorFeedback``'s."""
+        self._scale = scale
+
+    def bytes_of_bucket(self, bucket: int) -> int:
+        """Of both rounds; each is summed over ranks, and gathered then."""
+        return 4 * sum(self._plans[bucket].lengths)
+
+    def rounds(self, bucket: int, full: Tensor) -> Iterator[Tensor]:
+        """Two: factors P with what is summed as it is, then factors Q."""
+        plan, errors = self._plans[bucket], self.errors.get(bucket)
+        if errors is not None:
+            full.add_(errors, alpha=self._scale)
+            errors.copy_(full)
+        said = full.new_zeros(plan.lengths[0])
+        for start, at, count in plan.plain:
+            said[at : at + count].copy_(full[start : start + count])
+        whole = [self._matrix(full, matrix) for matrix in plan.matrices]
+        before = [self._factor(matrix, full.device) for matrix in plan.matrices]
+        for matrix, values, factor in zip(plan.matrices, whole, before, strict=True):
+            torch.mm(values, factor, out=self._part(said, matrix.at, matrix.rows))
+        yield said
+        for start, at, count in plan.plain:
+            full[start : start + count].copy_(said[at : at + count])
+        if plan.matrices:
+            yield from self._second(plan, full, whole, [self._part(said, m.at, m.rows) for m in plan.matrices])
+        if errors is not None:
+            errors.sub_(full / self._ranks)
+            for start, _, count in plan.plain:
+                errors[start : start + count].zero_()
+            errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if self._scale != 1:
+                errors.div_(self._scale)
+
+    def _second(self, plan: _Plan, full: Tensor, whole: list[Tensor], summed: list[Tensor]) -> Iterator[Tensor]:
+        """The factors Q, for sums P; ``full`` then holds the products."""
+        bases = [torch.linalg.qr(factor)[0].contiguous() for factor in summed]
+        said = full.new_zeros(plan.lengths[1])
+        for matrix, values, basis in zip(plan.matrices, whole, bases, strict=True):
+            torch.mm(values.t(), basis, out=self._part(said, matrix.then, matrix.columns))
+        yield said
+        for matrix, basis in zip(plan.matrices, bases, strict=True):
+            factor = self._part(said, matrix.then, matrix.columns)
+            start, count = matrix.part.start, matrix.part.numel
+            full[start : start + count].copy_(torch.mm(basis, factor.t()).view(-1)[:count])
+            if self._options.warm_start:
+                kept = self.factors[matrix.part.parameter]
+                kept.copy_(torch.where(factor.isfinite().all(), factor, kept))
+
+    def _part(self, said: Tensor, at: int, rows: int) -> Tensor:
+        rank = self._options.rank
+        return said[at : at + rows * rank].view(rows, rank)
+
+    def _matrix(self, full: Tensor, matrix: _Matrix) -> Tensor:
+        """A view of the parameter's gradient, or a copy with zeros behind it."""
+        values = full[matrix.part.start : matrix.part.start + matrix.part.numel]
+        missing = matrix.rows * matrix.columns - matrix.part.numel
+        if missing:
+            values = torch.cat([values, values.new_zeros(missing)])
+        return values.view(matrix.rows, matrix.columns)
+
+    def _factor(self, matrix: _Matrix, device: torch.device) -> Tensor:
+        if self._options.warm_start:
+            return self.factors[matrix.part.parameter]
+        return self._random(matrix, self._step, device)
+
+    def _random(self, matrix: _Matrix, step: int, device: torch.device) -> Tensor:
+        """The same on every rank and device."""
+        generator = torch.Generator().manual_seed((self._options.seed + matrix.part.number + (step << 40)) % 2**63)
+        return torch.randn(matrix.columns, self._options.rank, generator=generator).to(device)
+
+
+def _plan(options: LowRank, parts: Sequence[Part], ranks: int) -> _Plan:
+    matrices, plain, first, second = [], [], 0, 0
+
+    def aligned(count: int) -> int:
+        return -(-count // _ALIGN) * _ALIGN
+
+    for part in parts:
+        shape = options.shape_of(part.shape)
+        if shape is None:
+            plain.append((part.start, first, part.numel))
+            first += aligned(part.numel)
+            continue
+        matrices.append(_Matrix(part, *shape, first, second))
+        first += aligned(shape[0] * options.rank)
+        second += aligned(shape[1] * options.rank)
+    quantum = ranks * _ALIGN
+    return _Plan(matrices, plain, (-(-first // quantum) * quantum, -(-second // quantum) * quantum))
