@@ -5,9 +5,9 @@ rate, 200 steps on two ranks at stage 2, once per precision and seed. A seed dec
 the data, and runs of one seed are compared with each other: *difference* is a precision's loss less fp32's, of the last
 ten training steps (the same tokens for both) and of the validation rows. Took 19 minutes on two busy cores without
 instructions for bf16 and fp16; how fast a step is says nothing here. ``--group states`` trains with optimizer states in
-bf16 and in 8 bits, ``states_bf16`` the same beside bf16 weights, ``long`` with five times the steps; each group has a
-result of its own. *slow* are AdamW's default betas, whose second moment moves by a thousandth per step; they are
-compared with fp32 states with these betas.
+bf16 and in 8 bits, ``states_bf16`` the same beside bf16 weights, ``long`` with five times the steps, ``hooks`` with
+communication hooks; each group has a result of its own. *slow* are AdamW's default betas, whose second moment moves by
+a thousandth per step; they are compared with fp32 states with these betas.
 
 [Note: Bounds of a difference] The bounds are declared, so that machines compare. They stand beside what another seed
 does to fp32 itself, measured in the same run: two seeds' validation losses are √2·σ apart (root mean square, σ over ten
@@ -15,12 +15,14 @@ seeds), about 0.05 nats where the bounds were chosen. bf16 weights without maste
 seed; where fp32 weights are kept and only the computation is rounded, 0.02, less than half of it. Optimizer states in
 fewer bytes may cost 0.02, too, with fp32 weights, fp32 masters and split ones: nothing that a step adds to a weight is
 lost, and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch
-is. Both sides count: a loss further below fp32's is another training, too.
-Reached: every seed, training and validation, within the bound. Missed: a mean over the seeds is not. Else not decided.
-Each run has a control: pure bf16 rounded to nearest, held to the bound of stochastic rounding, and states of 8 bits
-whose small second moments become zero, which the engine never does (``convergence_ranks.ALTERED``). A control must miss
-its bound, else the setting is too easy to tell whether small updates are lost, or whether states are kept well enough,
-and the other verdicts are worth nothing. States of 8 bits rounded to nearest are for comparison.
+is. So may hooks that round each element, whose errors wait or are small beside a batch's noise; PowerSGD, of whose
+matrices four columns of 128 travel, may cost as much as another seed. Both sides count: a loss further below fp32's is
+another training, too. Reached: every seed, training and validation, within the bound. Missed: a mean over the seeds is
+not. Else not decided. Each run has a control: pure bf16 rounded to nearest, held to the bound of stochastic rounding,
+and states of 8 bits whose small second moments become zero, which the engine never does
+(``convergence_ranks.ALTERED``), and gradients of one rank alone (hook noop). A control must miss its bound, else the
+setting is too easy to tell whether small updates are lost, or whether states are kept well enough, and the other
+verdicts are worth nothing. States of 8 bits rounded to nearest are for comparison.
 
 Owns: the command line, the verdicts, the report and its picture. ``convergence_ranks.py`` trains.
 """
@@ -71,9 +73,20 @@ BOUNDS = {
     "bf16-split-states-8bit": WITH_MASTERS,
     "slow-states-8bit": WITH_MASTERS,
     "slow-states-8bit-nearest": WITH_MASTERS,
+    "hook-fp16": WITH_MASTERS,
+    "hook-bf16": WITH_MASTERS,
+    "hook-int8": WITH_MASTERS,
+    "hook-int8-alone": WITH_MASTERS,
+    "hook-int4": WITH_MASTERS,
+    "hook-power_sgd": WITHOUT_MASTERS,
+    "hook-noop": WITH_MASTERS,
 }
 """Nats ([Note: Bounds of a difference])."""
-CONTROLS = {"bf16-pure": "lost updates", "states-8bit-zero": "states kept badly"}
+CONTROLS = {
+    "bf16-pure": "lost updates",
+    "states-8bit-zero": "states kept badly",
+    "hook-noop": "gradients that do not travel",
+}
 """What must miss its bound, and what it shows."""
 GROUPS = {
     "precisions": (BASE, "fp16", "bf16", "bf16-pure-stochastic", "bf16-pure", "bf16-autocast"),
@@ -89,6 +102,16 @@ GROUPS = {
     ),
     "states_bf16": (BASE, "bf16-states-bf16", "bf16-states-8bit", "bf16-split-states-8bit"),
     "long": (BASE, "states-8bit", "fp32-slow", "slow-states-8bit"),
+    "hooks": (
+        BASE,
+        "hook-fp16",
+        "hook-bf16",
+        "hook-int8",
+        "hook-int8-alone",
+        "hook-int4",
+        "hook-power_sgd",
+        "hook-noop",
+    ),
 }
 """What is trained in one run."""
 RESULTS_OF = {name: f"convergence_{name}" for name in GROUPS} | {"precisions": "convergence"}
@@ -112,13 +135,14 @@ EXPECTED = {
     "fp32-slow": ("float32", "float32", 8),
     "slow-states-8bit": ("float32", "float32", 2.03125),
     "slow-states-8bit-nearest": ("float32", "float32", 2.03125),
+    **dict.fromkeys(GROUPS["hooks"][1:], ("float32", "float32", 8)),
 }
 """Of a run: dtype of the weights, of what a layer computes, bytes of Adam's states and masters per parameter."""
 SAME_START = 0.01
 """Weights rounded to bf16 move the first validation loss by less than this, other weights by more."""
 REFERENCE = Training(Setting(ranks=2, layers=2, hidden=128, vocabulary=512, batch=4, sequence=64), 200, 1e-3)
 """What results are kept for."""
-SEEDS = {"precisions": (3, 10), "states": (3, 3), "states_bf16": (3, 3), "long": (1, 1)}
+SEEDS = {"precisions": (3, 10), "states": (3, 3), "states_bf16": (3, 3), "long": (1, 1), "hooks": (3, 3)}
 """Of every precision, and of fp32."""
 LONG = 1000
 """Steps of group "long"."""

@@ -56,6 +56,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32-slow": {},
     "slow-states-8bit": {"data_types": {"optimizer_state_dtype": "8bit"}},
     "slow-states-8bit-nearest": {"data_types": {"optimizer_state_dtype": "8bit"}},
+    "hook-fp16": {"comm_hook": {"name": "fp16"}},
+    "hook-bf16": {"comm_hook": {"name": "bf16"}},
+    "hook-int8": {"comm_hook": {"name": "int8"}},
+    "hook-int8-alone": {"comm_hook": {"name": "int8", "params": {"error_feedback": False}}},
+    "hook-int4": {"comm_hook": {"name": "int4"}},
+    "hook-power_sgd": {"comm_hook": {"name": "power_sgd", "params": {"rank": 4, "start_step": 20}}},
+    "hook-noop": {"comm_hook": {"name": "noop"}},
 }
 """What the config says beside the optimizer and the stage."""
 SLOW = frozenset({"fp32-slow", "slow-states-8bit", "slow-states-8bit-nearest"})

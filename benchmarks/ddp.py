@@ -1,18 +1,20 @@
 """The sweeps of the DDP paper's figures beside torch DDP: sizes of buckets, overlap, how often ranks synchronise.
 
 ``python -m benchmarks.ddp`` starts the ranks itself, one thread each, pinned to a core, on 2 and then on 4 ranks,
-prints a table for each sweep and writes ``benchmarks/results/ddp-<machine>.json`` and ``.svg``. It wants an idle
-machine and about 20 minutes. All configs of a sweep are in the same processes and take turns, round by round, so that
-ratios are of paired rounds. A turn is one optimizer step of ``every`` micro-batches, forward to update; its time, that
-of the slowest rank, is divided by ``every``.
+prints a table for each sweep and writes ``benchmarks/results/ddp-<machine>.json`` and ``.svg``, sweep by sweep, beside
+those that are there (``--sweeps hooks`` measures one anew). It wants an idle machine and about 15 minutes. All configs
+of a sweep are in the same processes and take turns, round by round, so that ratios are of paired rounds. A turn is one
+optimizer step of ``every`` micro-batches, forward to update; its time, that of the slowest rank, is divided by
+``every``.
 
     size     elements of a bucket, ours with "auto" among them; torch DDP's ``bucket_cap_mb``
     overlap  with and without; torch has no such switch: one bucket is full when backward is over
     sync     every 1, 2, 4, 8 micro-batches: accumulation, torch's ``no_sync``
+    hooks    what travels: ours of the config, torch's fp16 and PowerSGD (in one bucket: on gloo it stands still with
+             several), and no communication at all
 
 Targets: "auto" takes at most 1.03 × the time of the sweep's best point of ours, and no more than torch DDP takes at its
-own best size. The best points are found in the same run that compares with them, which favours them. A sweep of further
-configs, those of communication hooks for example, is one more row of ``SWEEPS``.
+own best size. The best points are found in the same run that compares with them, which favours them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.charts import finish
@@ -42,20 +45,23 @@ from benchmarks.workload import PlainLoop, Setting, batch_of, make_model
 
 AUTO, BASE = "ours auto", "torch 25 MB"
 """What the targets are about, and what every ratio of the tables is taken to; both are in every sweep."""
-SETTING = Setting(ranks=2, layers=6, hidden=512, vocabulary=8192, batch=1, sequence=64)
-"""23M parameters, so that all configs of a sweep fit into memory at once."""
+SETTING = Setting(ranks=2, layers=6, hidden=384, vocabulary=8192, batch=1, sequence=64)
+"""14M parameters, so that all configs of a sweep on 4 ranks fit into 24 GiB at once."""
+RANK = 4
+"""Of PowerSGD."""
 TARGETS = {"best of ours": 1.03, "best of torch": 1.0}
 
 
 @dataclass(frozen=True)
 class Point:
     """One config. size: of ours in elements or "auto", of torch in MB · every: micro-batches of a step · more: further
-    keys of our config."""
+    keys of our config · hook: of torch's."""
 
     ours: bool
     size: float | str
     every: int = 1
     more: Mapping[str, Any] = field(default_factory=dict)
+    hook: str = ""
 
     def build(self, model: nn.Module, setting: Setting) -> Turns:
         """It, at work."""
@@ -121,6 +127,11 @@ class _Accumulating(PlainLoop):
 class _TorchTurns(Turns):
     def __init__(self, model: nn.Module, setting: Setting, point: Point) -> None:
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=float(point.size))
+        if point.hook == "fp16":
+            self._wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif point.hook == "power_sgd":
+            state = powerSGD_hook.PowerSGDState(None, RANK, start_powerSGD_iter=2)
+            self._wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self.loop = _Accumulating(self._wrapped, setting)
         self.loop.every = point.every
 
@@ -138,6 +149,10 @@ def _torch(*sizes: float, **options: Any) -> dict[str, Point]:
     return {f"torch {size:g} MB": Point(False, size, **options) for size in sizes}
 
 
+def _hook(name: str, **params: Any) -> dict[str, Point]:
+    return {f"ours {name}": Point(True, "auto", more={"comm_hook": {"name": name, "params": params}})}
+
+
 def _every(count: int) -> dict[str, Point]:
     both = {**_ours("auto", every=count), **_torch(25, every=count)}
     return both if count == 1 else {f"{name}, every {count}": point for name, point in both.items()}
@@ -145,8 +160,8 @@ def _every(count: int) -> dict[str, Point]:
 
 SWEEPS: dict[str, dict[str, Point]] = {
     "size": {
-        **_ours(262_144, 1_000_000, 2_000_000, 4_000_000, 8_000_000, 12_500_000, 50_000_000, "auto"),
-        **_torch(1, 2, 5, 10, 25, 50, 100),
+        **_ours(262_144, 1_000_000, 2_000_000, 4_000_000, 8_000_000, 50_000_000, "auto"),
+        **_torch(1, 2, 5, 10, 25, 100),
     },
     "overlap": {
         **_ours("auto"),
@@ -155,6 +170,15 @@ SWEEPS: dict[str, dict[str, Point]] = {
         "torch one bucket": Point(False, 1e4),
     },
     "sync": {name: point for count in (1, 2, 4, 8) for name, point in _every(count).items()},
+    "hooks": {
+        **_ours("auto"),
+        **_torch(25),
+        **{name: point for hook in ("fp16", "int8", "int4") for name, point in _hook(hook).items()},
+        **_hook("power_sgd", rank=RANK, start_step=2),
+        **_hook("noop"),
+        "torch fp16": Point(False, 25, hook="fp16"),
+        "torch power_sgd": Point(False, 1e4, hook="power_sgd"),
+    },
 }
 
 
@@ -259,7 +283,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _draw_run(axes: Any, run: Mapping[str, Any]) -> None:
     points, rows = SWEEPS[run["sweep"]], run["rows"]
-    if run["sweep"] == "overlap":
+    if run["sweep"] in ("overlap", "hooks"):
         names = list(reversed(rows))
         colors = ["#1f6feb" if points[name].ours else "#57606a" for name in names]
         axes.barh(names, [rows[name]["median_ms"] for name in names], color=colors)
@@ -306,6 +330,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def with_earlier(path: Path, result: Mapping[str, Any], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``runs``, and those of other sweeps that ``path`` has of the same setting, machine and rounds."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    same = all(before.get(key) == result[key] for key in ("machine", "rounds", "setting"))
+    found = {(run["ranks"], run["sweep"]): run for run in [*(before["runs"] if same else ()), *runs]}
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], list(SWEEPS).index(key[1])))]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line. Returns 0 whatever the verdicts: a benchmark reports, a test decides."""
     options = parse(argv)
@@ -315,26 +347,27 @@ def main(argv: list[str] | None = None) -> int:
         print(f"drawn: {os.path.relpath(chart)}")
         return 0
     setting = Setting(2, options.layers, options.hidden, options.vocabulary, options.batch, options.sequence)
-    began = time.perf_counter()
-    runs = [
-        {"ranks": ranks, **run_sweep(replace(setting, ranks=ranks), sweep, options.rounds, options.warmup)}
-        for ranks in options.ranks
-        for sweep in options.sweeps
-    ]
     result: dict[str, Any] = {
         "benchmark": "ddp", "machine": machine(), "rounds": options.rounds,
         "setting": asdict(setting) | {"parameters": setting.parameters(), "cores": len(os.sched_getaffinity(0))},
-        "runs": runs, "seconds": round(time.perf_counter() - began), "load_after": os.getloadavg()[0],
     }  # fmt: skip
-    print(json.dumps(result, indent=1) if options.json else tables(result))
-    whole = setting == SETTING and options.sweeps == list(SWEEPS) and options.ranks == [2, 4]
-    if options.no_write or not whole:
-        print(
-            "not written" + (", as asked" if options.no_write else ": results are kept for all sweeps"), file=sys.stderr
-        )
+    keeps = setting == SETTING and not options.no_write
+    runs: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        for sweep in options.sweeps:
+            began = time.perf_counter()
+            found = run_sweep(replace(setting, ranks=ranks), sweep, options.rounds, options.warmup)
+            took = {"seconds": round(time.perf_counter() - began), "load_after": os.getloadavg()[0]}
+            runs.append({"ranks": ranks, **found, **took})
+            if keeps:
+                write_result("ddp", result | {"runs": with_earlier(chart.with_suffix(".json"), result, runs)})
+    print(json.dumps(result | {"runs": runs}, indent=1) if options.json else tables({"runs": runs}))
+    if not keeps:
+        why = ", as asked" if options.no_write else ": results are kept for one model"
+        print(f"not written{why}", file=sys.stderr)
         return 0
-    print(f"written to {os.path.relpath(write_result('ddp', result))}", file=sys.stderr)
-    draw(result, chart)
+    print(f"written to {os.path.relpath(chart.with_suffix('.json'))}", file=sys.stderr)
+    draw(json.loads(chart.with_suffix(".json").read_text(encoding="utf-8")), chart)
     return 0
 
 

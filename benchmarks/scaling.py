@@ -6,7 +6,8 @@ of Llama 8B, 32 layers, on the meta device: nothing is computed and nothing is s
 ``benchmarks/results/scaling-<machine>.json`` and ``.svg``. Beside what was measured stands what docs/limits.md says:
 
     bytes       of data that a step sends, by the stage's formula
-    messages    of data, by group: every bucket is reduced, its weights are gathered as often as the formula says
+    messages    of data, by group and so by axis of the mesh, and the MB that come with them: every bucket is reduced,
+                its weights are gathered as often as the formula says
     Python      of a step outside of kernels and of what torch's group does: it must not grow with the ranks, but for
                 the exchange of the step, of which a rank receives 21 + 8·P + P/8 bytes from each other one, and, where
                 sums are direct, for the term that each rank sends of every bucket
@@ -34,15 +35,18 @@ import shardengine
 from benchmarks.charts import finish
 from benchmarks.host_layouts import LAYOUTS, STAGES, Model, Stopwatch, kernels_counted
 from benchmarks.reporting import machine, table, write_result
-from shardengine.comm import Wire
+from shardengine.comm import Wire, nodes
+from shardengine.comm.group_kind import GroupName
 from shardengine.comm.mesh import Mesh
 from tests.support.dry_run import META, DryPlatform
 
 NUMBERS = (8, 64, 1024)
 LAYOUT = "Llama 8B"
-DIRECT = "direct"
-"""A stage with sums in the declared order: a reduction then has a term for each rank."""
-WAYS = (*STAGES, f"2 {DIRECT}")
+DIRECT, HYBRID = "direct", "hybrid"
+"""A stage with sums in the declared order: a reduction then has a term for each rank; or in shard groups."""
+INSIDE = 4
+"""Ranks of a shard group."""
+WAYS = (*STAGES, f"2 {DIRECT}", f"3 {HYBRID}")
 STEPS = 3
 GROWTH = 1.2
 """× the Python time of a step on the smallest number of ranks is still called the same."""
@@ -76,8 +80,15 @@ def fake_mesh(ranks: int, watch: Stopwatch) -> Mesh:
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("fake", store=store, rank=ranks // 2, world_size=ranks)
     groups = {name: dist.new_group(backend="fake") for name in ("gather", "reduce", "control")}
-    wire = CountingWire({id(group): name for name, group in groups.items()}, watch)
-    return Mesh(ranks // 2, ranks, META, **groups, backend="nccl", wire=wire, platform_of=DryPlatform)
+    rank, number = ranks // 2, ranks // INSIDE
+    inside, across = nodes.members(ranks, number)
+    parts = {
+        name: dist.new_group(next(of for of in (across if name.is_across else inside) if rank in of), backend="fake")
+        for name in (GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, GroupName.INSIDE, GroupName.ACROSS)
+    }
+    named = {id(group): str(name) for name, group in {**groups, **parts}.items()}
+    more: dict[str, Any] = {"backend": "nccl", "wire": CountingWire(named, watch), "platform_of": DryPlatform}
+    return Mesh(rank, ranks, META, **groups, shard_groups={number: parts}, **more)
 
 
 def measure(ranks: int, stage: str, layout: str) -> dict[str, Any]:
@@ -89,7 +100,8 @@ def measure(ranks: int, stage: str, layout: str) -> dict[str, Any]:
     assert isinstance(wire, CountingWire)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": STAGES[stage.split()[0]],
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": STAGES[stage.split()[0]] | ({"shard_group_size": INSIDE} if HYBRID in stage else {}),
         "reproducible": stage.endswith(DIRECT),
     }  # fmt: skip
     model = Model(LAYOUTS[layout])
@@ -154,7 +166,8 @@ def tables(result: Mapping[str, Any]) -> str:
         rows.append([
             row["stage"], str(row["ranks"]), f"{row['initialize_s']:.2f}", f"{row['initialize_bytes'] / 2**20:.0f}",
             f"{min(row['step_s'][1:]) * 1e3:.1f}", f"{row['python_s_per_message'] * 1e3:.3f}",
-            " + ".join(f"{count} {name}" for name, count in data.items()), f"{row['sent_bytes'] / 1e9:.2f}",
+            " + ".join(f"{count} {name} ({row['received_bytes'][name] / 1e6:.0f} MB)" for name, count in data.items()),
+            f"{row['sent_bytes'] / 1e9:.2f}",
             f"{row['formula_bytes'] / 1e9:.2f}", f"{control / 1024:.0f}",
         ])  # fmt: skip
     lines = [f"stage {stage}: a step × {of['step']:.2f}: {of['verdict']}" for stage, of in result["growth"].items()]

@@ -42,10 +42,22 @@ def test_targets_are_compared_with_the_best_of_both() -> None:
     ]
 
 
+def test_a_sweep_takes_the_place_of_its_earlier_result_alone(tmp_path: Path) -> None:
+    path, result = tmp_path / "ddp.json", {"machine": {"name": "x"}, "rounds": 3, "setting": {"layers": 1}}
+    before = [{"ranks": ranks, "sweep": sweep, "at": 1} for ranks in (2, 4) for sweep in ("size", "hooks")]
+    path.write_text(json.dumps({**result, "runs": before}), encoding="utf-8")
+    new = [{"ranks": 2, "sweep": "hooks", "at": 2}]
+    assert [run["at"] for run in ddp.with_earlier(path, result, new)] == [1, 2, 1, 1]
+    assert ddp.with_earlier(path, result | {"rounds": 20}, new) == new
+    assert ddp.with_earlier(tmp_path / "none.json", result, new) == new
+
+
 def test_charts_are_drawn(tmp_path: Path) -> None:
     runs = [{"ranks": ranks, **summary_of_sizes()} for ranks in (2, 4)]
     seconds = {name: [1.0] for name in ddp.SWEEPS["sync"]}
     runs.append({"ranks": 2, **ddp.summarise("sync", seconds, {name: {} for name in seconds})})
+    seconds = {name: [1.0] for name in ddp.SWEEPS["hooks"]}
+    runs.append({"ranks": 2, **ddp.summarise("hooks", seconds, {name: {} for name in seconds})})
     result = {"runs": runs, "rounds": 3, "setting": {"parameters": 1}, "machine": {"processor": "", "torch": ""}}
     ddp.draw(result, tmp_path / "chart.svg")
     text = (tmp_path / "chart.svg").read_text(encoding="utf-8")

@@ -20,6 +20,13 @@ def test_one_rank_of_many_sends_by_the_formula(tmp_path: Path) -> None:
     scaling.draw(result, tmp_path / "chart.svg")
 
 
+def test_a_hybrid_mesh_reduces_inside_and_across() -> None:
+    row = scaling.in_a_process(16, "3 hybrid", "GPT-2 1.5B")
+    assert row["sent_bytes"] == row["formula_bytes"]
+    assert row["messages"]["reduce_scatter, across"] == row["messages"]["reduce_scatter, inside"] == row["buckets"]
+    assert row["received_bytes"]["all_gather, gather inside"] > row["received_bytes"]["all_gather, gather across"] > 0
+
+
 def test_growth_is_from_the_fewest_ranks_to_the_most() -> None:
     rows = [{"stage": "0", "ranks": ranks, "step_s": [9.0, step, step]} for ranks, step in ((64, 5.0), (8, 1.0))]
     assert scaling.growth(rows) == {"0": {"step": 5.0, "verdict": "grows"}}
