@@ -86,7 +86,7 @@ def fake_mesh(ranks: int, watch: Stopwatch) -> Mesh:
         name: dist.new_group(next(of for of in (across if name.is_across else inside) if rank in of), backend="fake")
         for name in (GroupName.GATHER_INSIDE, GroupName.GATHER_ACROSS, GroupName.INSIDE, GroupName.ACROSS)
     }
-    named = {id(group): str(name) for name, group in {**groups, **parts}.items()}
+    named = {id(group): str(name) for of in (groups, parts) for name, group in of.items()}
     more: dict[str, Any] = {"backend": "nccl", "wire": CountingWire(named, watch), "platform_of": DryPlatform}
     return Mesh(rank, ranks, META, **groups, shard_groups={number: parts}, **more)
 
