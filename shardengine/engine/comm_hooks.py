@@ -26,6 +26,12 @@ def register(core: Core, hook: Any, state: Any) -> None:
     if core.window.micro_batches:
         came = f"got it after {core.window.micro_batches} micro-batches of a window"
         raise UsageError(f"{where}: expected it between two steps, {came}")
+    if core.reducer.rules.divisor != core.mesh.ranks:
+        raise UsageError(
+            f"{where}: expected gradients that are divided by the number of ranks, {core.mesh.ranks}, got a divisor of "
+            f"{core.reducer.rules.divisor:g}: the hook brings a mean, which is not divided any more; let it divide by "
+            "that, and leave out gradient_divide_factor and gradient_allreduce_op"
+        )
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     compare(core.collectives, {"function that engine.register_comm_hook is given": [name]})
     core.reducer.register(comm_hooks.WholeGradients(state, hook))

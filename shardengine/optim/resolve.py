@@ -147,7 +147,8 @@ def groups_for(model: nn.Module, config: Config, given: Any, model_parameters: I
             return _form_of_two(model, given, config)
         optimizer = given
     elif not chosen and (given is not None or named is not None):
-        raise UsageError("initialize: an optimizer was asked for, but no parameter is trainable (requires_grad)")
+        found = "all trainable ones are in ignored_parameters" if alone else "no parameter is trainable (requires_grad)"
+        raise UsageError(f"initialize: an optimizer was asked for, but {found}")
     elif given is not None:
         optimizer = given(chosen)
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -247,6 +247,7 @@ def test_hooks_of_torch_run_as_they_are(pools: Pools, hook: str) -> None:
 
 def refused(what: str) -> str:
     options: dict[str, Any] = {"comm_hook": {"name": "fp16"}} if what == "two" else {}
+    options |= {"divisor": {"gradient_divide_factor": 3.0}, "sum": {"gradient_allreduce_op": "sum"}}.get(what, {})
     stage = "2 hybrid" if what == "hybrid" else "2"
     engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, **options))
     functions: dict[str, Any] = {
@@ -273,6 +274,8 @@ REFUSED = {
     "two": "expected no other hook, got one beside fp16",
     "late": "expected it between two steps, got it after 1 micro-batches of a window",
     "hybrid": "expected one shard group, got 2",
+    "divisor": "divided by the number of ranks, 2, got a divisor of 3: the hook brings a mean",
+    "sum": "got a divisor of 1: the hook brings a mean",
 }
 
 
@@ -285,9 +288,9 @@ def test_what_is_refused(pools: Pools, what: str) -> None:
 # What errors become
 
 
-def resumed(stage: str, folder: str) -> dict[str, Any]:
+def resumed(stage: str, folder: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """Half of the steps, saved; the other half by another engine that loads them."""
-    config = cases.config_of(stage, 2, comm_hook={"name": "int4"})
+    config = cases.config_of(stage, 2, comm_hook={"name": "int4"}, **(options or {}))
     first = cases.make_engine(cases.make_mlp(), config)
     before = cases.run_steps(first, STEPS)
     first.save_checkpoint(folder)
@@ -300,13 +303,24 @@ def resumed(stage: str, folder: str) -> dict[str, Any]:
 
     after = cases.run_steps(second, STEPS, loss_of)
     second.close()
-    return {**after, **{key: before[key] + after[key] for key in ("losses", "norms")}}
+    after["skipped"] = [step + STEPS for step in after["skipped"]]
+    return {**after, **{key: before[key] + after[key] for key in ("losses", "norms", "scales", "skipped")}}
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_errors_are_saved(pools: Pools, stage: str, tmp_path: Path) -> None:
     truth = cases.truth("mlp", "AdamW", 3, 2, cases.LETTER[stage], 2 * STEPS, coding=("int4", True))
     assert_equal_to_truth(pools(3).run(resumed, stage, str(tmp_path)), truth, stage)
+
+
+def test_errors_are_saved_without_the_loss_scale(pools: Pools, tmp_path: Path) -> None:
+    """It changes before the save and after it."""
+    fp16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}
+    results = pools(2).run(resumed, "2", str(tmp_path), {"fp16": fp16})
+    told = {"low": torch.float16, "scaling": (2.0**16, 2, 1, 1.0)}
+    truth = cases.truth("mlp", "AdamW", 2, 2, "sharded", 2 * STEPS, coding=("int4", True), **told)
+    assert_equal_to_truth(results, truth, "2")
+    assert len(set(results[0]["scales"])) > 1
 
 
 def on_fewer_ranks(folder: str) -> list[float]:
@@ -327,7 +341,7 @@ def whole_errors(engine: Any) -> dict[str, torch.Tensor]:
     """By parameter, flat."""
     core, found = engine._core, dict[str, torch.Tensor]()
     sizes = {spec.name: spec.numel for spec in core.layout.parameters}
-    for part in core.reducer.errors(core.layout):
+    for part in core.reducer.hook_states(core.layout):
         found.setdefault(part.name, torch.full((sizes[part.name],), torch.nan))[part.first : part.end] = part.values
     return found
 
