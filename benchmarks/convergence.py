@@ -16,12 +16,12 @@ seed; where fp32 weights are kept and only the computation is rounded, 0.02, les
 fewer bytes may cost 0.02, too, with fp32 weights, fp32 masters and split ones: nothing that a step adds to a weight is
 lost, and what rounding does to a state has mean zero and is forgotten at the rate of the betas, as the noise of a batch
 is. So may hooks that round each element, whose errors wait or are small beside a batch's noise; PowerSGD, of whose
-matrices four columns of 128 travel, may cost as much as another seed. Both sides count: a loss further below fp32's is
-another training, too. Reached: every seed, training and validation, within the bound. Missed: a mean over the seeds is
-not. Else not decided. Each run has a control: pure bf16 rounded to nearest, held to the bound of stochastic rounding,
-and states of 8 bits whose small second moments become zero, which the engine never does
-(``convergence_ranks.ALTERED``), and gradients of one rank alone (hook noop). A control must miss its bound, else the
-setting is too easy to tell whether small updates are lost, or whether states are kept well enough, and the other
+matrices 4 and 16 columns of 128 travel, may cost as much as another seed; torch's own is beside it. Both sides count: a
+loss further below fp32's is another training, too. Reached: every seed, training and validation, within the bound.
+Missed: a mean over the seeds is not. Else not decided. Each run has a control: pure bf16 rounded to nearest, held to
+the bound of stochastic rounding, and states of 8 bits whose small second moments become zero, which the engine never
+does (``convergence_ranks.ALTERED``), and gradients of one rank alone (hook noop). A control must miss its bound, else
+the setting is too easy to tell whether small updates are lost, or whether states are kept well enough, and the other
 verdicts are worth nothing. States of 8 bits rounded to nearest are for comparison.
 
 Owns: the command line, the verdicts, the report and its picture. ``convergence_ranks.py`` trains.
@@ -79,6 +79,8 @@ BOUNDS = {
     "hook-int8-alone": WITH_MASTERS,
     "hook-int4": WITH_MASTERS,
     "hook-power_sgd": WITHOUT_MASTERS,
+    "hook-power_sgd-16": WITHOUT_MASTERS,
+    "hook-power_sgd-torch": WITHOUT_MASTERS,
     "hook-noop": WITH_MASTERS,
 }
 """Nats ([Note: Bounds of a difference])."""
@@ -110,6 +112,8 @@ GROUPS = {
         "hook-int8-alone",
         "hook-int4",
         "hook-power_sgd",
+        "hook-power_sgd-16",
+        "hook-power_sgd-torch",
         "hook-noop",
     ),
 }

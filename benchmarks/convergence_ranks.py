@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import shardengine
 from benchmarks.ranks import collected, joined, leave
@@ -62,6 +63,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "hook-int8-alone": {"comm_hook": {"name": "int8", "params": {"error_feedback": False}}},
     "hook-int4": {"comm_hook": {"name": "int4"}},
     "hook-power_sgd": {"comm_hook": {"name": "power_sgd", "params": {"rank": 4, "start_step": 20}}},
+    "hook-power_sgd-16": {"comm_hook": {"name": "power_sgd", "params": {"rank": 16, "start_step": 20}}},
+    "hook-power_sgd-torch": {},
     "hook-noop": {"comm_hook": {"name": "noop"}},
 }
 """What the config says beside the optimizer and the stage."""
@@ -186,6 +189,13 @@ def small_become_zero(update: Callable[..., None], flats: dict[str, Tensor], *gi
             block.copy_((block * (255 / largest)).round_() * (largest / 255))
 
 
+def register_hook(engine: shardengine.Engine, precision: str) -> None:
+    """torch's PowerSGD, to compare ours with."""
+    if precision == "hook-power_sgd-torch":
+        state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=20)
+        engine.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
 ALTERED = {
     "states-8bit-nearest": rounded_to_nearest,
     "slow-states-8bit-nearest": rounded_to_nearest,
@@ -212,6 +222,7 @@ def train(plan: Plan, precision: str, seed: int, rank_sums: RankSums) -> Run:
         lr_scheduler=lambda optimizer: loop.warmup_cosine(optimizer, training.steps),
         mesh=rank_sums.mesh,
     )
+    register_hook(engine, precision)
     run.parameter_dtypes = sorted({name_of(parameter.dtype) for parameter in model.parameters()})
     run.loss_scales.append((0, engine.get_loss_scale()))
     first: nn.Module = model.transformer.h[0].mlp  # type: ignore[union-attr, index]

@@ -329,7 +329,7 @@ def _footprint(
     collectives: Collectives,
 ) -> Footprint:
     """What decides the bytes of an engine that is not placed yet. needs: as in ``build``."""
-    which = precision.of(config)
+    which, hook = precision.of(config), comm_hook_of(config)
     return Footprint(
         stage,
         plan,
@@ -337,12 +337,12 @@ def _footprint(
         rules_of(config, stage, plan.ranks),
         state=needs.bytes_of,
         kept_whole=needs.bytes_kept_whole(plan),
-        beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank),
+        beside=needs.bytes_beside(plan, stage.state, collectives.mesh.rank) + comm_hooks.kept_bytes(hook, plan),
         micro_batches=config.gradient_accumulation_steps or 1,
         prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found, which),
         nodes=collectives.nodes,
-        message=comm_hooks.buffers_per_element(comm_hook_of(config)),
+        message=comm_hooks.buffers_per_element(hook),
         coded=comm_hooks.bytes_per_element(weight_coding_of(config)),
     )
 

@@ -34,7 +34,8 @@ def footprint_of(
         rules=core.reducer.rules,
         state=needs.bytes_of,
         kept_whole=needs.bytes_kept_whole(layout),
-        beside=needs.bytes_beside(layout, core.stage.state, core.mesh.rank),
+        beside=needs.bytes_beside(layout, core.stage.state, core.mesh.rank)
+        + comm_hooks.kept_bytes(core.reducer.hook, layout),
         micro_batches=core.window.size,
         prefetch=settled(config.zero_optimization.stage3_prefetch_bucket_size),
         outside=outside_bytes(found or core.partition, core.precision),

@@ -34,9 +34,9 @@ class Footprint:
     state: bytes of optimizer state per element of a flat buffer's family, without master weights · micro_batches: of a
     window · prefetch: elements that may be gathered ahead · outside: bytes of weights that are in no flat buffer ·
     nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · coded: of what
-    weights travel as, if not as they are · beside: bytes that whole matrices, or sums, take in the step, at most ·
-    kept_whole: bytes of optimizer state that every rank keeps of
-    parameters as a whole.
+    weights travel as, if not as they are · beside: bytes that whole matrices, or sums, take in the step, at
+    most, and errors of a communication hook · kept_whole: bytes of optimizer state that every rank keeps of parameters
+    as a whole.
     """
 
     stage: Stage

@@ -7,6 +7,7 @@ everything here is derived from the letters, so that a new row of the table is a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from shardengine.errors import InternalError
 from shardengine.stages.placement import Axis, Operation, Placement, axes, operation, wire_fraction
@@ -29,7 +30,7 @@ class Volume:
     trainable: int
     twice: int = 0
     once: int = 0
-    message: float | None = None
+    message: float | Fraction | None = None
     coded: float | None = None
     brought: bool = False
 
@@ -167,7 +168,7 @@ class Stage:
         replicas = nodes if self.is_hybrid else 1
         sent = {Axis.INSIDE: 0.0, Axis.ACROSS: 0.0}
 
-        def move(source: Placement, target: Placement, elements: float, itemsize: float) -> None:
+        def move(source: Placement, target: Placement, elements: float, itemsize: float | Fraction) -> None:
             op = operation(source, target)
             reduces = op is Operation.REDUCE_SCATTER
             groups = nodes if reduces else replicas

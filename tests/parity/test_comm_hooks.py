@@ -247,7 +247,9 @@ def test_hooks_of_torch_run_as_they_are(pools: Pools, hook: str) -> None:
 
 def refused(what: str) -> str:
     options: dict[str, Any] = {"comm_hook": {"name": "fp16"}} if what == "two" else {}
-    options |= {"divisor": {"gradient_divide_factor": 3.0}, "sum": {"gradient_allreduce_op": "sum"}}.get(what, {})
+    divisors: dict[str, dict[str, Any]] = {
+        "divisor": {"gradient_divide_factor": 3.0}, "sum": {"gradient_allreduce_op": "sum"}}  # fmt: skip
+    options |= divisors.get(what, {})
     stage = "2 hybrid" if what == "hybrid" else "2"
     engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, **options))
     functions: dict[str, Any] = {

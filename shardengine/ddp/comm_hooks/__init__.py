@@ -14,6 +14,7 @@ Must not know: groups, stages, where gradients rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from shardengine.comm import Coding
@@ -24,7 +25,7 @@ from shardengine.ddp.comm_hooks.hook import CommHook, Messages, Part
 from shardengine.ddp.comm_hooks.noop import NoopHook
 from shardengine.ddp.comm_hooks.power_sgd import LowRank, PowerSGD
 from shardengine.ddp.comm_hooks.whole_gradients import FutureWork, GradBucket, WholeGradients
-from shardengine.sharding import BucketLayout
+from shardengine.sharding import BucketLayout, Layout
 
 
 def by_name(name: str, params: Mapping[str, Any], seed: int = 0) -> CommHook | None:
@@ -49,13 +50,18 @@ def buffers_per_element(hook: CommHook | None) -> float | None:
     return 4.0 if hook is not None and hook.whole_parameters else bytes_per_element(hook)
 
 
-def said_per_element(hook: CommHook | None, buckets: Sequence[BucketLayout]) -> float | None:
+def kept_bytes(hook: CommHook | None, layout: Layout) -> int:
+    """On each rank from step to step, at most: errors of all that is trainable."""
+    return 4 * layout.elements(trainable=True) if hook is not None and hook.keeps_errors and layout.ranks > 1 else 0
+
+
+def said_per_element(hook: CommHook | None, buckets: Sequence[BucketLayout]) -> float | Fraction | None:
     """Bytes that travel in a reduction of ``buckets`` in the present step, by their elements; None: as without one."""
     if hook is None or (hook.whole_parameters and not hook.in_rounds):
         return None
     if not hook.in_rounds:
         return bytes_per_element(hook)
-    return sum(hook.bytes_of_bucket(each.index) for each in buckets) / sum(each.length for each in buckets)
+    return Fraction(sum(hook.bytes_of_bucket(each.index) for each in buckets), sum(each.length for each in buckets))
 
 
 __all__ = [
@@ -74,5 +80,6 @@ __all__ = [
     "buffers_per_element",
     "by_name",
     "bytes_per_element",
+    "kept_bytes",
     "said_per_element",
 ]

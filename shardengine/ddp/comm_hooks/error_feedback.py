@@ -19,6 +19,8 @@ class ErrorFeedback(CommHook):
     An error that is not finite is forgotten: the step that it comes from is skipped.
     """
 
+    keeps_errors = True
+
     def __init__(self, inner: CommHook) -> None:
         self._inner = inner
         self.name = f"{inner.name} with error feedback"

@@ -86,7 +86,7 @@ class PowerSGD(CommHook):
     whole_parameters = True
 
     def __init__(self, options: LowRank) -> None:
-        self._options = options
+        self._options, self.keeps_errors = options, options.error_feedback
         self.errors: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
         self._plans: dict[int, _Plan] = {}
