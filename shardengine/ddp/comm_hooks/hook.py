@@ -39,9 +39,9 @@ class CommHook:
 
     name: in the config · wire: the dtype that complete gradients are rounded to; None: as without a hook · block: cuts
     between buckets and slices lie at multiples of so many elements · sends: whether anything is reduced at all ·
-    whole_parameters: no bucket ends inside of a parameter · keeps_errors: whether there are any · errors: of each bucket, by number, what this rank's
-    messages have not said yet (fp32, full size) · factors: of parameters, by index, what the next step goes on with,
-    the same on all ranks.
+    whole_parameters: no bucket ends inside of a parameter · keeps_errors: whether there are any · errors: of each
+    bucket, by number, what this rank's messages have not said yet (fp32, full size) · factors: of parameters, by index,
+    what the next step goes on with, the same on all ranks.
     """
 
     name = "none"
