@@ -10,7 +10,8 @@ set of parameters and adds their gradients up in the declared order:
   is rounded once to the wire's dtype. Parameters that are not fp32 have an fp32 master weight, which is what is stepped
   (or none: ``masters``). What waits for later micro-batches is kept in ``accumulate``, where that is not fp32
 - a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
-  mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to the next
+  mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to its
+  next one of that parameter; late gradients have none
 - PowerSGD ("low_rank"): the sum over ranks of a matrix is an approximation of it, see ``LowRank``; what a rank's share
   of it lacks is added to the next. All else, and the first steps, as ever, but that sums are sent in fp32
 - quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
@@ -45,7 +46,6 @@ set of parameters and adds their gradients up in the declared order:
 - uneven inputs: a rank without a micro-batch adds zeros to it. By default the sum is divided by the number of ranks all
   the same; else by how many had a micro-batch in the step: the gradient is what it was, and counts as one whose loss
   was multiplied with that number over the number of ranks, so that norm and update divide by it, as by a loss scale.
-  Errors that a hook feeds back wait where a rank has no micro-batch in the step.
   Buffers are then the first rank's of those that had a micro-batch in the step before
 """
 
@@ -54,7 +54,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,20 +133,22 @@ class LowRank:
         generator = torch.Generator().manual_seed(self.seed + (step << 40))
         return torch.randn(self.columns, self.rank, generator=generator)
 
-    def sum(self, terms: list[Tensor], step: int) -> Tensor:
-        """The ranks' ``terms``, as large as the parameter."""
+    def sum(self, terms: list[Tensor], has: list[bool], step: int) -> Tensor:
+        """The ranks' ``terms``, as large as the parameter. has: which ranks have a gradient: errors of others wait."""
         if not self.fits:
             return tree_sum(terms)
-        flat = [in_memory(x) + e * self.scale for x, e in zip(terms, self.errors, strict=True)]
+        errors = [e * self.scale for e in self.errors]
+        flat = [in_memory(x) + e if h else in_memory(x) for x, e, h in zip(terms, errors, has, strict=True)]
         zeros = torch.zeros(self.rows * self.columns - self.count)
         matrices = [torch.cat([x, zeros]).view(self.rows, self.columns) for x in flat]
         q = self.q if self.warm else self.drawn(step)
         p, _ = torch.linalg.qr(tree_sum([m @ q for m in matrices]))
         q = tree_sum([m.t() @ p for m in matrices])
-        self.q = q if q.isfinite().all() else self.q
+        self.q = q if q.isfinite().all() and q.any() else self.q
         said = (p @ q.t()).view(-1)[: self.count]
         if self.feeds:
-            self.errors = [(x - said / len(flat)).nan_to_num(0.0, 0.0, 0.0) / self.scale for x in flat]
+            due = [x if h else e for x, e, h in zip(flat, errors, has, strict=True)]
+            self.errors = [(x - said / len(due)).nan_to_num(0.0, 0.0, 0.0) / self.scale for x in due]
         total = torch.empty_like(terms[0])
         in_memory(total).copy_(said)
         return total
@@ -157,24 +159,21 @@ def complete_gradient(
     like: Tensor,
     sums: Sums,
     errors: list[Tensor] | None = None,
-    idle: Collection[int] = (),
-    approximated: Callable[[list[Tensor]], Tensor] | None = None,
+    approximated: Callable[[list[Tensor], list[bool]], Tensor] | None = None,
 ) -> Tensor | None:
     """``grads[rank][micro]`` of one parameter → the complete gradient (fp32), or None where no rank used it. errors:
-    what each rank's messages have not said yet; new ones take their places. idle: ranks without data, whose
-    errors wait. approximated: in the place of sums over ranks.
+    what each rank's messages have not said yet; new ones take their places, where the rank has a gradient.
+    approximated: in the place of sums over ranks, of terms, and of which ranks have one.
     """
-    used = any(fires for row in grads for fires in row)
-    if not used and errors is None and approximated is None:
+    if not any(fires for row in grads for fires in row):
         return None
     zeros, wire = torch.zeros_like(like, dtype=torch.float32), sums.wire or like.dtype
     micros = len(grads[0])
     kept = sums.accumulate if micros > 1 else torch.float32
 
-    def message(rank: int, x: Tensor) -> Tensor:
+    def message(rank: int, x: Tensor, keeps: bool) -> Tensor:
         if not sums.coding:
             return x.to(wire).float()
-        keeps = errors is not None and rank not in idle
         whole = x + errors[rank] if errors is not None and keeps else x
         said = coded(whole, sums.coding)
         if errors is not None and keeps:
@@ -187,10 +186,11 @@ def complete_gradient(
         again = sums.coding and sums.inside > 1 and len(groups) > 1
         return tree_sum([coded(group, sums.coding) if again else group for group in groups], sums.reduce)
 
-    def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32, first: int = 0) -> Tensor:
-        if approximated is not None:
-            return approximated([ordered_sum(row, kept) if row else zeros for row in rows])
-        sent = [message(first + n, ordered_sum(row, kept) if row else zeros) for n, row in enumerate(rows)]
+    def over_ranks(rows: list[Fires], kept: torch.dtype = torch.float32, first: int = 0, late: bool = False) -> Tensor:
+        terms = [ordered_sum(row, kept) if row else zeros for row in rows]
+        if approximated is not None and not late:
+            return approximated(terms, [bool(row) for row in rows])
+        sent = [message(first + n, x, bool(rows[n]) and not late) for n, x in enumerate(terms)]
         size = sums.inside or len(sent)
         groups = [tree_sum(sent[i : i + size], sums.reduce) for i in range(0, len(sent), size)]
         return across(groups) if len(groups) > 1 else groups[0]
@@ -211,11 +211,9 @@ def complete_gradient(
         each = [over_ranks([row[m][:1] for row in grads]) for m in range(micros)]
         total = each[0] if micros == 1 else ordered_sum(each[:-1], kept) + each[-1]
         late = [[g for fires in row for g in fires[1:]] for row in grads]
-    if not used:
-        return None
     divisor = torch.tensor(sums.divisor, dtype=torch.float32)
     complete = (total / divisor).to(wire).float()
-    return add_late(complete, (over_ranks(late) / divisor).to(wire).float(), wire) if any(late) else complete
+    return add_late(complete, (over_ranks(late, late=True) / divisor).to(wire).float(), wire) if any(late) else complete
 
 
 def add_late(complete: Tensor, late: Tensor, wire: torch.dtype) -> Tensor:
@@ -723,8 +721,7 @@ def train(
             if p in thin and step >= thin[p].start:
                 thin[p].scale = 1.0 if scaler is None else scaler.scale
                 approximated = functools.partial(thin[p].sum, step=step)
-            idle = set(range(ranks)) - set(active)
-            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), idle, approximated)
+            g = complete_gradient(sent, p.detach(), sums, fed_back.get(p), approximated)
             if g is not None:
                 complete[p] = add_late(complete[p], g, wire or p.dtype) if p in complete else g
         scale = 1.0 if scaler is None else scaler.scale

@@ -116,7 +116,7 @@ class Collectives:
     """Data operations over a mesh. ``sent``: bytes this rank sends, by purpose, at the algorithm's minimum.
 
     direct: fp32 is summed here, too · reduce_dtype: to which each sum over ranks is rounded · hierarchical: reduce in
-    two steps where the ranks share nodes and the sums are made here.
+    two steps where the ranks share nodes, the sums are made here, and what travels is not coded.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Collectives:
             return self._reduce_in_two_steps(full, reduction, self.mesh.replicas)
         if not (along := self._present(along)):
             return Work(on_complete=lambda: reduction.on_complete([full]))
-        if self.mesh.replicas == 1 and self.nodes(full.dtype) > 1:
+        if self.mesh.replicas == 1 and self.nodes(full.dtype) > 1 and reduction.coding is None:
             return self._reduce_in_two_steps(full, reduction, self.mesh.nodes.number)
         mesh, line = self.mesh, self.mesh.line(along[0], GroupName.REDUCE)
         slices = Slices(self._pool, full, line.ranks, reduction.coding, direct=self.is_direct(full.dtype))

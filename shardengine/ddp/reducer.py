@@ -385,6 +385,8 @@ class Reducer:
         self._static = None
         self._came = {}
         self.early_use.forget()
+        if self.hook is not None:
+            self.hook.start_again()
         self.release()
 
     def gradient_bytes(self) -> Counter[str]:
@@ -493,7 +495,7 @@ class Reducer:
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            self._reduce(state, sent, on_complete).wait()
+            self._reduce(state, sent, on_complete, Way(self._messages(None))).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -520,7 +522,7 @@ class Reducer:
         if self._in_rounds:
             self._in_flight.append(self._begin_rounds(state, sent))
             return
-        brought = isinstance(self.hook, WholeGradients)  # the whole gradient, by what is not this rank's
+        brought = isinstance(self.hook, WholeGradients) and not rules.sharded  # all of it, not this rank's slice alone
 
         def on_complete(terms: Sequence[Tensor]) -> None:
             if final:
@@ -538,7 +540,20 @@ class Reducer:
 
         earlier = state.hand_over_total() if final and rules.ends_across else None
         target = Placement.SHARDED if final else rules.gradients
-        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
+        way = Way(self._messages(state), earlier)
+        self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, way, target), then))
+
+    def _messages(self, state: GradientBucket | None) -> Messages | None:
+        """What the hook makes of the sum that ``state`` sends for the first time; None: of another one, of whose
+        errors nothing is known."""
+        if self.hook is None or not self.hook.makes_messages:
+            return None
+        return Messages(self.hook, *((None,) if state is None else (state.bucket.layout.index, self._used(state))))
+
+    def _used(self, state: GradientBucket) -> list[tuple[int, int]]:
+        """Where ``partial`` has gradients of this rank."""
+        start, filled = state.bucket.layout.start, state.partial.filled
+        return [(p.start - start, p.end - start) for p in state.pieces.values() if p.parameter in filled]
 
     def _begin_rounds(self, state: GradientBucket, full: Tensor) -> _Flight:
         """As ``_launch``, of what a hook brings to every rank in rounds; ``full`` is fp32, ``partial`` or a buffer.
@@ -548,19 +563,20 @@ class Reducer:
         hook, final = self.hook, self._mode.final
         if hook is None:
             raise InternalError("rounds are a hook's")
-        layout, rounds = state.bucket.layout, hook.rounds(state.bucket.layout.index, full)
+        layout, autocast = state.bucket.layout, self._collectives.mesh.platform.autocast_type
+        rounds = hook.rounds(layout.index, full, self._used(state))
 
-        def go_on() -> _Flight | None:
-            said = next(rounds, None)
+        def go_on() -> _Flight | Work | None:
+            with torch.autocast(autocast, enabled=False):
+                said = next(rounds, None)
             if said is not None:
                 return self._add_up(said, layout, go_on)
-            self._end_rounds(state, full, final=final)
-            return None
+            return self._end_rounds(state, full, final=final)
 
         first = go_on()
-        return first if first is not None else _Flight(Work())
+        return first if isinstance(first, _Flight) else _Flight(first or Work())
 
-    def _add_up(self, said: Tensor, what: BucketLayout, then: Callable[[], _Flight | None]) -> _Flight:
+    def _add_up(self, said: Tensor, what: BucketLayout, then: Callable[[], _Flight | Work | None]) -> _Flight:
         """``said`` of all ranks, added up in its place on every rank. Both operations are on one group, where the
         gathers of weights are not."""
         collectives, ranks = self._collectives, self._collectives.mesh.ranks
@@ -575,8 +591,8 @@ class Reducer:
         moved = said, Placement.PARTIAL, Placement.SHARDED, what, Purpose.GRADIENTS
         return _Flight(collectives.move(*moved, on_complete), share)
 
-    def _end_rounds(self, state: GradientBucket, full: Tensor, *, final: bool) -> None:
-        """``full`` is the ranks' sum."""
+    def _end_rounds(self, state: GradientBucket, full: Tensor, *, final: bool) -> Work | None:
+        """``full`` is the ranks' sum. What is left to do, if anything."""
         rules, partial, wire = self.rules, state.partial.tensor, state.wire
         taken = [] if full is partial else [full]
 
@@ -585,7 +601,7 @@ class Reducer:
 
         if not final:
             state.accumulate([state.bucket.own_slice(full, rules.gradients)], rules)
-        elif not rules.gathers:
+        elif not rules.gathers or rules.sharded:
             state.finish([state.bucket.own_slice(full, Placement.SHARDED)], rules, offer)
         else:  # all of it is complete, not this rank's slice alone
             divided = full if full.dtype is wire else self._pool.take(full.numel(), wire)
@@ -597,6 +613,7 @@ class Reducer:
                 whole.copy_(divided)
         for buffer in taken:
             self._pool.give(buffer)
+        return self._gather(state, state.make_whole()) if final and rules.gathers and rules.sharded else None
 
     def _reduce_across(self, state: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups: add up what these have."""
@@ -612,11 +629,8 @@ class Reducer:
             self._pool.give(total)
             return self._gather(state, state.make_whole())
 
-        layout = state.bucket.layout
-        coding = None if self.hook is None else Messages(self.hook, None)
-        move = self._collectives.move
-        moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS
-        work = move(*moved, on_complete, Way(coding))
+        moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, state.bucket.layout, Purpose.GRADIENTS
+        work = self._collectives.move(*moved, on_complete, Way(self._messages(None)))
         self._in_flight.append(_Flight(work, then))
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
@@ -649,17 +663,14 @@ class Reducer:
         state: GradientBucket,
         full: Tensor,
         on_complete: OnComplete,
+        way: Way,
         target: Placement = Placement.SHARDED,
-        earlier: Tensor | None = None,
     ) -> Work:
         bucket, hook = state.bucket, self.hook
         if isinstance(hook, WholeGradients):
             return self._reduce_by(hook, state, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
-        errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
-        coding = Messages(hook, errors) if hook is not None and hook.makes_messages else None
-        way = Way(coding, earlier)
         return self._collectives.move(
             full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, way
         )

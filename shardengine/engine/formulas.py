@@ -67,14 +67,14 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
     """The same without whole matrices and sums, inside of shard groups and across them."""
     sent, once, hook = Counter[str](), core.schedule.unsharded_once, core.reducer.hook if core.mesh.ranks > 1 else None
     for flat_buffer in core.layout.flat_buffers:
-        wire = wire_of(core.reducer.rules, flat_buffer)
+        wire, coded = wire_of(core.reducer.rules, flat_buffer), hook is not None and hook.makes_messages
         volume = stages.Volume(
             trainable=flat_buffer.length if flat_buffer.trainable else 0,
             twice=0 if flat_buffer.unit in once else flat_buffer.length,
             once=flat_buffer.length if flat_buffer.unit in once else 0,
             message=comm_hooks.said_per_element(hook, flat_buffer.buckets) if flat_buffer.trainable else None,
             coded=_coded_bytes(core, flat_buffer),
-            brought=hook is not None and hook.in_rounds,
+            brought=hook is not None and (hook.in_rounds or isinstance(hook, comm_hooks.WholeGradients)),
         )
         by_axis = core.stage.bytes_by_axis(
             volume,
@@ -82,7 +82,7 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
             micro_batches=micro_batches,
             weight=flat_buffer.itemsize,
             gradient=wire.itemsize,
-            nodes=core.collectives.nodes(wire),
+            nodes=core.collectives.nodes(wire) if core.mesh.replicas > 1 or not coded else 1,
             partial=core.reducer.rules.reduce.itemsize,
         )
         for axis, count in by_axis.items():

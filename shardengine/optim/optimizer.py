@@ -360,7 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.arithmetic.waits and verdict.applied:
                 self.arithmetic.begin_step(self.param_groups, self._named(self._reducer.touched))
             for state in self._reducer.buckets if self.settings.max_value else ():
-                state.clamp(self.settings.max_value * self.loss_scale)
+                state.clamp(self.settings.max_value * self.gradient_scale)
             update.begin(self._reducer.touched, factor=self._factor(update), skip=self._skip(), verdict=verdict)
             if self.arithmetic.waits and verdict.applied:
                 self._exchange_whole(update)

@@ -24,7 +24,7 @@ class Volume:
     backward again · once: of the root, of the unit with which forward ends and backward begins, and of those whose
     backward does not read them (embeddings). Both with frozen ones · message: bytes per element of what a communication
     hook sends in a reduction, coded: of weights that are gathered from where they rest; None: they travel as they are ·
-    brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum.
+    brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum of a micro-batch.
     """
 
     trainable: int
@@ -186,6 +186,8 @@ class Stage:
         if volume.brought and message is not None:
             move(Placement.PARTIAL, Placement.SHARDED, volume.trainable * reductions, message)
             move(Placement.SHARDED, Placement.REPLICATED, volume.trainable * reductions, message)
+            if self.reduces_every_micro_batch:
+                move(Placement.SHARDED, self.state, volume.trainable, gradient)
         else:
             move(Placement.PARTIAL, each, volume.trainable * reductions, gradient)
             move(each, Placement.SHARDED, volume.trainable, gradient)

@@ -150,9 +150,11 @@ def mean_in_tree(state: Any, bucket: Any) -> torch.Tensor:
     return rows[0] / ranks
 
 
-def train_by_function(stage: str, micros: int) -> tuple[dict[str, Any], list[Any]]:
+def train_by_function(
+    stage: str, micros: int, options: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[Any]]:
     calls: list[Any] = []
-    config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600})
+    config = cases.config_of(stage, micros, zero={"reduce_bucket_size": 600}, **(options or {}))
     engine = cases.make_engine(cases.make_mlp(), config)
     engine.register_comm_hook(calls, mean_in_tree)
     found = cases.run_steps(engine, STEPS)
@@ -174,6 +176,13 @@ def test_a_function_that_adds_in_the_declared_order_changes_no_bit(pools: Pools,
         assert [number for number, _, _ in calls[:count]] == list(range(count))
         assert [last for _, last, _ in calls[:count]] == [False] * (count - 1) + [True]
         assert any(any(same) for _, _, same in calls), "a whole matrix has its shape"
+
+
+def test_ranks_first_then_micro_batches_at_stage_0(pools: Pools) -> None:
+    """A function of the user's, too: what an owner has summed before is on no other rank."""
+    one, other = pools(2).run(train_by_function, "0", 3, {"gradient_accumulation": "sharded"})
+    truth = cases.truth("mlp", "AdamW", 2, 3, "sharded", STEPS)
+    assert_equal_to_truth([one[0], other[0]], truth, "0")
 
 
 def square(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ import shardengine
 from shardengine.comm import Wire
 from shardengine.ddp.comm_hooks import LowRank, Part, PowerSGD
 from shardengine.errors import CommunicationError, ConfigError
+from tests import oracle
 from tests.parity.test_delays import delayed
 from tests.support import cases
 from tests.support.comparing import assert_equal_to_truth
@@ -93,8 +94,68 @@ def test_low_precision(pools: Pools, low: str) -> None:
     check(pools(2).run(train, ["0", "1", "2", "3"], {}, 1, "AdamW", {}, options), {}, 1, **told)
 
 
+def test_ranks_first_then_micro_batches_at_stage_0(pools: Pools) -> None:
+    """What the owner of a slice has summed before is on no other rank: complete gradients are gathered."""
+    sharded = {"gradient_accumulation": "sharded"}
+    results = pools(3).run(train, ["0", "1"], {}, 3, "AdamW", {}, sharded)
+    for stage in ("0", "1"):
+        truth = cases.truth("mlp", "AdamW", 3, 3, "sharded", STEPS, low_rank=told_of({}))
+        for result in results:
+            traffic = result[stage].pop("traffic")
+            assert traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"], stage
+        assert_equal_to_truth([result[stage] for result in results], truth, stage)
+
+
+def of_some_blocks(model: Any, step: int, rank: int, micro: int) -> torch.Tensor:
+    """A loss that uses block number ``rank`` alone, from step 2 on no block on rank 1."""
+    torch.manual_seed(cases.seed_of(step, rank, micro))
+    bare: Any = getattr(model, "module", model)
+    x, y = bare.inp(torch.randn(5, 7)), torch.randn(5, 3)
+    for block in [] if rank == 1 and step >= 2 else [bare.blocks[rank]]:
+        x = x + block(x)
+    return (bare.out(x) - y).square().mean()
+
+
+def train_in_part(stage: str, hook: dict[str, Any]) -> dict[str, Any]:
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of(stage, 2, comm_hook=hook))
+    found = cases.run_steps(engine, STEPS, lambda model, *place: OnForward(of_some_blocks)(model, *place))
+    engine.close()
+    return found
+
+
+class OnForward:
+    """Calls the loss inside of the engine's forward."""
+
+    def __init__(self, loss_of: Any) -> None:
+        self._loss_of = loss_of
+
+    def __call__(self, engine: Any, *place: int) -> torch.Tensor:
+        engine.module.forward = lambda x: self._loss_of(engine.module, *place)
+        try:
+            loss: torch.Tensor = engine(torch.zeros(()))
+            return loss
+        finally:
+            del engine.module.forward
+
+
+@pytest.mark.parametrize("stage", ["0", "2"])
+@pytest.mark.parametrize("hook", [
+    {"name": "power_sgd", "params": DEFAULTS}, {"name": "int4", "params": {"error_feedback": True}},
+], ids=["power_sgd", "int4"])  # fmt: skip
+def test_errors_of_what_a_rank_does_not_use_wait(pools: Pools, hook: dict[str, Any], stage: str) -> None:
+    """Another rank, or nobody, uses it."""
+    power = hook["name"] == "power_sgd"
+    told: dict[str, Any] = {"low_rank": told_of({})} if power else {"coding": ("int4", True)}
+    model = cases.make_mlp()
+    truth = oracle.train(
+        model, of_some_blocks, ranks=2, micros=2, steps=STEPS, groups=cases.groups_of(model, "AdamW"),
+        order=cases.LETTER[stage], clip=cases.CLIP, **told,
+    )  # fmt: skip
+    assert_equal_to_truth(pools(2).run(train_in_part, stage, hook), truth, stage)
+
+
 @pytest.mark.parametrize("stage", ["0", "3"])
-def test_ranks_without_data_send_their_errors(pools: Pools, stage: str) -> None:
+def test_errors_of_ranks_without_data_wait(pools: Pools, stage: str) -> None:
     has = {0: 3, 1: 5, 2: 4}
     results = pools(3).run(train_unevenly, stage, has)
     truth = cases.truth("mlp", "AdamW", 3, 1, "full", STEPS, low_rank=told_of({}), has=by_counts(3, 5, 4))
@@ -270,6 +331,75 @@ def test_factors_move_to_a_new_layout(pools: Pools) -> None:
     pools(2).run(unfrozen)
 
 
+class Scaled(torch.nn.Module):
+    """Of whose backward autocast changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 32 * 32).view(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).square().mean()
+
+
+def under_autocast() -> bool:
+    """A region around the whole step: sums of gradients are fp32 all the same."""
+    found = []
+    for inside in (False, True):
+        config = cases.config_of("2", comm_hook={"name": "power_sgd", "params": DEFAULTS})
+        engine = cases.make_engine(Scaled(), config, "SGD")
+        generator = torch.Generator().manual_seed(engine.rank)
+        for _ in range(3):
+            loss = engine(torch.randn(32, 32, generator=generator))
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                engine.backward(loss)
+                engine.step()
+        found.append(engine.module.weight.detach().clone())
+        engine.close()
+    return torch.equal(*found)
+
+
+def test_autocast_around_a_step_changes_no_bit(pools: Pools) -> None:
+    assert pools(2).run(under_autocast) == [True, True]
+
+
+def interrupted() -> list[float]:
+    """The second round of step 2 raises on rank 1; all ranks go on after ``reset``."""
+    said = {"name": "power_sgd", "params": DEFAULTS}
+    engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", zero={"reduce_bucket_size": 1}, comm_hook=said))
+    hook = engine._core.reducer.hook
+    assert isinstance(hook, PowerSGD)
+    for step in range(2):
+        cases.run_micro_batch(engine, cases.loss_of, step, 0)
+    before = {index: error.clone() for index, error in hook.errors.items()}
+    take, calls = hook._take, 0
+
+    def fail(*given: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and engine.rank == 1:
+            raise RuntimeError("on purpose")
+        take(*given, **options)
+
+    hook._take = fail  # type: ignore[method-assign]
+    with pytest.raises((RuntimeError, CommunicationError)):
+        cases.run_micro_batch(engine, cases.loss_of, 2, 0)
+    hook._take = take  # type: ignore[method-assign]
+    engine.reset()
+    ended = sum(not torch.equal(error, before[index]) for index, error in hook.errors.items())
+    assert ended < len(before), "buckets that had not ended have their errors as they were"
+    factors = torch.cat([factor.flatten() for factor in hook.factors.values()])
+    for step in range(2, 5):
+        cases.run_micro_batch(engine, cases.loss_of, step, 0)
+    engine.close()
+    return factors.tolist()  # type: ignore[no-any-return]
+
+
+def test_after_a_failure_in_a_round_factors_are_the_same_on_all_ranks(pools: Pools) -> None:
+    one, other = pools(2).run(interrupted)
+    assert one == other
+
+
 def test_the_same_matrix_leads_to_its_best_approximation() -> None:
     """Of one rank's matrix, without feedback: iterations of the power method find the largest singular values."""
     torch.manual_seed(0)
@@ -281,7 +411,7 @@ def test_the_same_matrix_leads_to_its_best_approximation() -> None:
     missing = []
     for _ in range(60):
         full = matrix.reshape(-1).clone()
-        assert [said.numel() for said in hook.rounds(0, full)] == [128, 96]
+        assert [said.numel() for said in hook.rounds(0, full, [(0, 1200)])] == [128, 96]
         missing.append(((full.view(40, 30) - best).norm() / best.norm()).item())
     assert missing[-1] < 1e-3 < missing[0]
 
@@ -296,7 +426,8 @@ def test_errors_and_what_was_said_are_all_of_the_gradients() -> None:
     for _ in range(5):
         fulls = [torch.randn(1200) for _ in hooks]
         given += fulls[0] + fulls[1]
-        for one, other in zip(*(hook.rounds(0, full) for hook, full in zip(hooks, fulls, strict=True)), strict=True):
+        both = [hook.rounds(0, full, [(0, 1200)]) for hook, full in zip(hooks, fulls, strict=True)]
+        for one, other in zip(*both, strict=True):
             one += other
             other.copy_(one)
         assert torch.equal(*fulls)
@@ -339,7 +470,7 @@ def die_in_a_round(folder: str) -> None:
     hook = engine._core.reducer.hook
     assert isinstance(hook, PowerSGD)
     if engine.rank == 1:
-        hook._second = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+        hook._take = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     try:
         for step in range(3):
             cases.run_micro_batch(engine, cases.loss_of, step, 0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook, Part
+from shardengine.ddp.comm_hooks.hook import CommHook, Part, Used
 
 
 class ErrorFeedback(CommHook):
@@ -48,16 +48,31 @@ class ErrorFeedback(CommHook):
         """Gradients are multiplied with ``scale`` from now on. Errors are kept without it, so that they hold at any."""
         self._scale = scale
 
-    def before(self, bucket: int, full: Tensor) -> None:
+    def before(self, bucket: int, full: Tensor, used: Used) -> None:
         """Add the error of the bucket's last message."""
-        full.add_(self.errors[bucket], alpha=self._scale)
+        for start, end in used:
+            full[start:end].add_(self.errors[bucket][start:end], alpha=self._scale)
 
-    def after(self, bucket: int, full: Tensor, messages: Tensor, receivers: int) -> None:
+    def after(self, bucket: int, full: Tensor, messages: Tensor, used: Used) -> None:
         """Keep the error of this one."""
         error = self.errors[bucket]
-        for part, message in zip(error.chunk(receivers), messages.chunk(receivers), strict=True):
+        waiting = [(start, end, error[start:end].clone()) for start, end in between(used, len(error))]
+        for part, message in zip(error.chunk(len(messages)), messages, strict=True):
             self._inner.decode(message, part)
         torch.sub(full, error, out=error)
-        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        if self._scale != 1:
-            error.div_(self._scale)
+        keep(error, self._scale)
+        for start, end, values in waiting:
+            error[start:end] = values
+
+
+def keep(error: Tensor, scale: float) -> None:
+    """Of gradients that are multiplied with ``scale``: without it, and what is not finite is forgotten."""
+    error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if scale != 1:
+        error.div_(scale)
+
+
+def between(used: Used, end: int) -> Used:
+    """What of [0, end) is in none of the intervals."""
+    edges = [0, *(edge for interval in used for edge in interval), end]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -1,4 +1,4 @@
-"""What a communication hook is, and the table of those that the config names.
+"""What a communication hook is.
 
 Must not know: buckets of the engine, groups, stages by name.
 
@@ -32,6 +32,10 @@ class Part(NamedTuple):
     numel: int
     shape: tuple[int, ...]
     number: int
+
+
+Used = Sequence[tuple[int, int]]
+"""Intervals of a bucket, in order."""
 
 
 class CommHook:
@@ -72,9 +76,13 @@ class CommHook:
     def note_scale(self, scale: float) -> None:
         """Gradients are multiplied with ``scale`` from now on."""
 
-    def rounds(self, bucket: int, full: Tensor) -> Iterator[Tensor]:
-        """See [Note: Rounds]; ``full`` is fp32, and what is yielded has a multiple of ranks · 16 elements."""
+    def rounds(self, bucket: int, full: Tensor, used: Used) -> Iterator[Tensor]:
+        """See [Note: Rounds]; ``full`` is fp32, and what is yielded has a multiple of ranks · 16 elements. What has
+        begun may never be ended: until then nothing is kept. used: as in ``before``."""
         raise NotImplementedError
+
+    def start_again(self) -> None:
+        """After a failure, on every rank: some may have ended a step that others have not."""
 
     def bytes_of(self, elements: int) -> int:
         """Bytes of the message for a slice of ``elements``."""
@@ -92,18 +100,20 @@ class CommHook:
         """The term that a message holds, into ``out`` (fp32)."""
         raise NotImplementedError
 
-    def before(self, bucket: int, full: Tensor) -> None:
-        """Before ``full`` (fp32), all of the bucket with this number, is encoded."""
+    def before(self, bucket: int, full: Tensor, used: Used) -> None:
+        """Before ``full`` (fp32), all of the bucket with this number, is encoded. used: the intervals of parameters
+        that have a gradient here: what was not said of the others waits, for nobody may take their sum."""
 
-    def after(self, bucket: int, full: Tensor, messages: Tensor, receivers: int) -> None:
+    def after(self, bucket: int, full: Tensor, messages: Tensor, used: Used) -> None:
         """``full`` was encoded as ``messages``; it is used no more."""
 
 
 class Messages:
-    """The messages of one reduction of a bucket. bucket: its number; None: of sums that others have begun."""
+    """The messages of one reduction of a bucket. bucket: its number; None: of sums that others have begun, or of what
+    is no part of a step's first reduction · used: as in ``CommHook.before``."""
 
-    def __init__(self, hook: CommHook, bucket: int | None) -> None:
-        self._hook, self._bucket = hook, bucket
+    def __init__(self, hook: CommHook, bucket: int | None, used: Used = ()) -> None:
+        self._hook, self._bucket, self._used = hook, bucket, used
 
     def bytes_of(self, elements: int) -> int:
         """See ``CommHook``."""
@@ -114,9 +124,9 @@ class Messages:
         if self._bucket is None:
             self._hook.encode(full, receivers, out)
             return
-        self._hook.before(self._bucket, full)
+        self._hook.before(self._bucket, full, self._used)
         self._hook.encode(full, receivers, out)
-        self._hook.after(self._bucket, full, out, receivers)
+        self._hook.after(self._bucket, full, out.view(receivers, -1), self._used)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """See ``CommHook``."""

@@ -8,9 +8,9 @@ Must not know: how sums over ranks are made, where the result rests.
 approximated by P Qᵀ with r columns each: P is the sum of M Q of the step before, made orthonormal, then Q that of Mᵀ P.
 So P and Q travel, (n + m)·r numbers, once to be summed and once to be known to all. That is one iteration of the power
 method; the next step goes on with its Q (``warm_start``), or each begins with random numbers, drawn for the parameter
-and the step. With error feedback each rank keeps what its share of
-the result lacks, M - P Qᵀ / ranks, and adds it to its next gradient. What has one dimension, or would not become
-smaller by the factor that is asked for, is summed as it is.
+and the step. With error feedback each rank keeps what its share of the result lacks, M - P Qᵀ / ranks, and adds it to
+its next gradient of that parameter. What has one dimension, or would not become smaller by the factor that is asked
+for, is summed as it is.
 
 A parameter is approximated on its own and lies in one bucket, so the bits do not depend on buckets and stages. P is
 made orthonormal on every rank, from the same numbers; ranks on different kinds of machines may round that differently.
@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardengine.ddp.comm_hooks.hook import CommHook, Part
+from shardengine.ddp.comm_hooks.error_feedback import keep
+from shardengine.ddp.comm_hooks.hook import CommHook, Part, Used
 
 _ALIGN = 16
 """Elements: where a factor begins in what travels."""
@@ -125,12 +126,12 @@ class PowerSGD(CommHook):
         """Of both rounds; each is summed over ranks, and gathered then."""
         return 4 * sum(self._plans[bucket].lengths)
 
-    def rounds(self, bucket: int, full: Tensor) -> Iterator[Tensor]:
+    def rounds(self, bucket: int, full: Tensor, used: Used) -> Iterator[Tensor]:
         """Two: factors P with what is summed as it is, then factors Q."""
         plan, errors = self._plans[bucket], self.errors.get(bucket)
         if errors is not None:
-            full.add_(errors, alpha=self._scale)
-            errors.copy_(full)
+            for start, end in used:
+                full[start:end].add_(errors[start:end], alpha=self._scale)
         said = full.new_zeros(plan.lengths[0])
         for start, at, count in plan.plain:
             said[at : at + count].copy_(full[start : start + count])
@@ -141,30 +142,39 @@ class PowerSGD(CommHook):
         yield said
         for start, at, count in plan.plain:
             full[start : start + count].copy_(said[at : at + count])
-        if plan.matrices:
-            yield from self._second(plan, full, whole, [self._part(said, m.at, m.rows) for m in plan.matrices])
-        if errors is not None:
-            errors.sub_(full / self._ranks)
-            for start, _, count in plan.plain:
-                errors[start : start + count].zero_()
-            errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            if self._scale != 1:
-                errors.div_(self._scale)
-
-    def _second(self, plan: _Plan, full: Tensor, whole: list[Tensor], summed: list[Tensor]) -> Iterator[Tensor]:
-        """The factors Q, for sums P; ``full`` then holds the products."""
-        bases = [torch.linalg.qr(factor)[0].contiguous() for factor in summed]
+        if not plan.matrices:
+            return
+        bases = [torch.linalg.qr(self._part(said, each.at, each.rows))[0].contiguous() for each in plan.matrices]
         said = full.new_zeros(plan.lengths[1])
         for matrix, values, basis in zip(plan.matrices, whole, bases, strict=True):
             torch.mm(values.t(), basis, out=self._part(said, matrix.then, matrix.columns))
         yield said
         for matrix, basis in zip(plan.matrices, bases, strict=True):
-            factor = self._part(said, matrix.then, matrix.columns)
-            start, count = matrix.part.start, matrix.part.numel
-            full[start : start + count].copy_(torch.mm(basis, factor.t()).view(-1)[:count])
-            if self._options.warm_start:
-                kept = self.factors[matrix.part.parameter]
-                kept.copy_(torch.where(factor.isfinite().all(), factor, kept))
+            start, end = matrix.part.start, matrix.part.start + matrix.part.numel
+            self._take(matrix, basis, said, full[start:end], errors if errors is None else errors[start:end],
+                       is_used=any(first <= start < last for first, last in used))  # fmt: skip
+
+    def _take(
+        self, matrix: _Matrix, basis: Tensor, said: Tensor, full: Tensor, error: Tensor | None, *, is_used: bool
+    ) -> None:
+        """The product takes the place of this rank's gradient; what its share lacks and the factor are kept. Where this
+        rank has no gradient its error waited, and takes its share all the same."""
+        factor = self._part(said, matrix.then, matrix.columns)
+        product = torch.mm(basis, factor.t()).view(-1)[: full.numel()]
+        if error is not None:
+            before = full if is_used else error * self._scale
+            torch.sub(before, product / self._ranks, out=error)
+            keep(error, self._scale)
+        full.copy_(product)
+        if self._options.warm_start:
+            kept = self.factors[matrix.part.parameter]
+            kept.copy_(torch.where(factor.isfinite().all() & factor.any(), factor, kept))
+
+    def start_again(self) -> None:
+        """With random factors, the same on all ranks."""
+        for matrix in (matrix for plan in self._plans.values() for matrix in plan.matrices):
+            if (factor := self.factors.get(matrix.part.parameter)) is not None:
+                factor.copy_(self._random(matrix, 0, factor.device))
 
     def _part(self, said: Tensor, at: int, rows: int) -> Tensor:
         rank = self._options.rank
