@@ -390,6 +390,9 @@ class Collectives:
             return Work()
 
         def call() -> list[dist.Work]:
+            if len({*lengths}) == 1 and not (self.mesh.backend == "gloo" and line.ranks <= _MAX_BROADCAST_RANKS):
+                own = full.chunk(line.ranks)[line.rank]
+                return [self.mesh.wire.all_gather(_sendable(full), _sendable(own), line.group)]
             parts = enumerate(full.split(list(lengths)))
             return [self.mesh.wire.broadcast(_sendable(p), r, line.group) for r, p in parts if p.numel()]
 

@@ -437,7 +437,7 @@ class TopLevel:
         None,
         optional(BOOL, "true on NCCL, false on gloo"),
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
-        "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too.",
+        "ranks; never changes a bit, and does nothing beside a comm_hook. On NCCL fp32 gradients need reproducible, too.",
     )
     static_graph: bool = switch(
         False,

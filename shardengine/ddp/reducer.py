@@ -689,7 +689,8 @@ class Reducer:
             flat, spec = full[piece.start - layout.start : piece.end - layout.start], self._spec(piece.parameter)
             gradients.append(shaped(flat, spec) if spec.shape and flat.numel() == spec.numel else flat)
         number, last = self._order.place_of(layout.index), len(self.buckets) - 1
-        bucket = GradBucket(number, number == last, full, gradients, [parameters[piece.parameter] for piece in pieces])
+        those = [parameters[piece.parameter] for piece in pieces]
+        bucket = GradBucket(layout.index, number == last, full, gradients, those)
         future = hook.begin(bucket)
 
         def take() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardengine.comm import compare
+from shardengine.comm import compare, run_on_all_ranks
 from shardengine.ddp import comm_hooks
 from shardengine.engine.core import Core
 from shardengine.errors import UsageError
@@ -12,7 +12,16 @@ from shardengine.errors import UsageError
 
 def register(core: Core, hook: Any, state: Any) -> None:
     """See ``Engine.register_comm_hook``. ``UsageError`` where it cannot be served."""
+    core.schedule.finish_open_backward()
+    run_on_all_ranks(core.collectives, "register_comm_hook", lambda: _check(core, hook, state))
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    compare(core.collectives, {"function that engine.register_comm_hook is given": [name]})
+    core.reducer.register(comm_hooks.WholeGradients(state, hook))
+
+
+def _check(core: Core, hook: Any, state: Any) -> None:
     where = f"engine.register_comm_hook (rank {core.mesh.rank})"
+    core.step_state.require("another setting", "register_comm_hook()")
     if not callable(hook):
         order = ": the state comes first" if callable(state) else ""
         raise UsageError(f"{where}: expected hook as a function of (state, bucket), got {type(hook).__name__}{order}")
@@ -23,15 +32,9 @@ def register(core: Core, hook: Any, state: Any) -> None:
             f"{where}: expected one shard group, got {core.mesh.replicas}: the hook brings the mean over all ranks, "
             "and here they are added up inside of the groups first; take a comm_hook of the config, or no shard groups"
         )
-    if core.window.micro_batches:
-        came = f"got it after {core.window.micro_batches} micro-batches of a window"
-        raise UsageError(f"{where}: expected it between two steps, {came}")
     if core.reducer.rules.divisor != core.mesh.ranks:
         raise UsageError(
             f"{where}: expected gradients that are divided by the number of ranks, {core.mesh.ranks}, got a divisor of "
             f"{core.reducer.rules.divisor:g}: the hook brings a mean, which is not divided any more; let it divide by "
             "that, and leave out gradient_divide_factor and gradient_allreduce_op"
         )
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    compare(core.collectives, {"function that engine.register_comm_hook is given": [name]})
-    core.reducer.register(comm_hooks.WholeGradients(state, hook))

@@ -141,7 +141,7 @@ class Engine(Inspection):
         self.global_samples = 0
         self._window = self._core.window
         self._verdict: Verdict | None = None
-        self._buffers_sent = False
+        self._buffers_sent, self._buffers_travel = False, True
         self._report = Report()
         self._monitors = Monitors(self.config.monitor, monitors, mesh.rank, mesh.platform)
         attached.add(model)
@@ -233,10 +233,13 @@ class Engine(Inspection):
     forward = __call__
 
     def _send_buffers(self) -> None:
-        """Once in a window of training: those of rank 0, or of a rank that has data, to all."""
-        due = self.config.broadcast_buffers and self.module.training and self._window.is_first
-        if due and not self._buffers_sent:
-            self._core.buffers.broadcast(persistent_only=True, source=self._core.step_state.join.source)
+        """Once in a window of training: those of rank 0, or of a rank that has data, to all. A rank without data does
+        as in its last window: its loop may have ended with ``eval()``."""
+        join = self._core.step_state.join
+        trains = self._buffers_travel if join.serves else self.module.training
+        self._buffers_travel = trains
+        if self.config.broadcast_buffers and trains and self._window.is_first and not self._buffers_sent:
+            self._core.buffers.broadcast(persistent_only=True, source=join.source)
             self._buffers_sent = True
 
     @reports_failure("backward")
@@ -291,6 +294,7 @@ class Engine(Inspection):
         """Micro-batches inside are accumulated full-size on this rank and neither communicate nor end the window."""
         return ForWith("no_sync", self._window.no_sync)
 
+    @reports_failure("register_comm_hook")
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let ``hook(state, bucket)`` bring the gradients of all ranks, as torch's DDP does; between two steps, on
         every rank; collective.

@@ -51,6 +51,12 @@ def joined(optimizer: ShardedOptimizer, loop: Loop, *, by_active: bool, throws: 
             "have data: expected divide_by_initial_world_size=True and throw_on_early_termination=False, or that key "
             "to be false"
         )
+    if by_active and core.reducer.rules.divisor != core.mesh.ranks:
+        raise UsageError(
+            f"engine.join: expected divide_by_initial_world_size=True where sums of gradients are divided by "
+            f"{core.reducer.rules.divisor:g} and not by the number of ranks, {core.mesh.ranks}: there is no mean over "
+            "the ranks that have data; or leave out gradient_divide_factor and gradient_allreduce_op"
+        )
     if _open:
         raise UsageError(
             "engine.join() inside another engine's join(): a rank without data would serve one engine until its end, "
@@ -91,6 +97,7 @@ def _serve_until_all_have_run_dry(optimizer: ShardedOptimizer, loop: Loop) -> No
     over = False
     while not over:
         before, norm = state.window.completed, optimizer.norm
+        core.reducer.note_scale(optimizer.loss_scale)
         _serve_window(loop)
         heard = join.heard
         if heard is None or not heard.active:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from shardengine.comm import Purpose, compare, run_on_all_ranks
 from shardengine.config import Config
+from shardengine.ddp import comm_hooks
 from shardengine.engine import formulas
 from shardengine.engine.assembly import lay_out, sent, succeed
 from shardengine.engine.core import Core
@@ -232,8 +233,8 @@ def recut(core: Core, model: nn.Module, config: Config, optimizer: ShardedOptimi
     state, in_files = core.step_state, zero.offload_optimizer.device == "nvme"
     if core.is_recut or core.mesh.ranks == 1 or not order or not zero.recut_buckets:
         return core
-    if in_files or not gains_by_order(core):
-        return core
+    if in_files or not gains_by_order(core) or isinstance(core.reducer.hook, comm_hooks.WholeGradients):
+        return core  # a function of the user's may know buckets by their numbers
     if state.summoned or state.edited or state.averaged:
         return core  # after the next step
     core = replace(core, is_recut=True)
@@ -255,13 +256,15 @@ def gains_by_order(core: Core) -> bool:
 
 
 def _has_room(core: Core) -> bool:
-    """Whether every rank's device could hold the weights of the largest unit once more; collective on a device."""
+    """Whether every rank's device could hold the weights of the largest unit twice more, and errors of a communication
+    hook once more; collective on a device."""
     platform = core.mesh.platform
     if not platform.is_apart:
         return True
     platform.free_cached()
     largest = max(sum(flat.layout.length * flat.layout.itemsize for flat in unit.flat_buffers) for unit in core.units)
-    return min(core.collectives.exchange_objects(platform.free_bytes())) > 2 * largest
+    needed = 2 * largest + comm_hooks.kept_bytes(core.reducer.hook, core.layout)
+    return min(core.collectives.exchange_objects(platform.free_bytes())) > needed
 
 
 def _forms(core: Core, planned: _Planned, optimizer: ShardedOptimizer) -> Iterator[tuple[Tier, Forms]]:

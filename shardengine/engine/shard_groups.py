@@ -7,6 +7,8 @@ from shardengine.comm import Collectives, Mesh, compare
 from shardengine.config import Config
 from shardengine.errors import ConfigError
 
+_AT_ONCE = {"power_sgd": "it brings the sum of all ranks at once", "noop": "it leaves every rank its own gradient"}
+
 
 def group_size(config: Config, mesh: Mesh) -> int:
     """Ranks of a shard group: all of them where the mesh is not to be hybrid. ``ConfigError`` where that cannot be."""
@@ -40,11 +42,11 @@ def in_shard_groups(config: Config, mesh: Mesh, start: Collectives) -> Mesh:
     """The mesh in groups of that size, the same on every rank; collective. ``MismatchError`` where it is not."""
     size = group_size(config, mesh)
     hook = config.comm_hook.name
-    if size < mesh.ranks and hook == "power_sgd":
+    if size < mesh.ranks and hook in _AT_ONCE:
         raise ConfigError(
-            f"comm_hook.name: expected one shard group of all ranks beside power_sgd, got groups of {size}: it brings "
-            "the sum of all ranks at once, and here gradients are added up inside of the groups first; take int8 or "
-            "int4, or leave out shard_group_size and zero_hpz_partition_size"
+            f"comm_hook.name: expected one shard group of all ranks beside {hook}, got groups of {size}: "
+            f"{_AT_ONCE[hook]}, and here gradients are added up inside of the groups first; take int8 or int4, or "
+            "leave out shard_group_size and zero_hpz_partition_size"
         )
     topic = "number of ranks in a shard group (mesh=, shard_group_size, zero_hpz_partition_size)"
     compare(start, {topic: [str(size)]})

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 class What(enum.Enum):
     """What a schedule does. REQUEST, AGAIN: a unit is the next that is needed, in forward or in backward · NEED: it is
-    unsharded and waited for, others are unsharded ahead · AHEAD: only that · KEEP: a unit is resharded, but not inside
-    of the shard group · BACKWARD: one begins · ADMIT, CLOSE: as the reducer has them."""
+    unsharded and waited for, others are unsharded ahead · AHEAD: only that · RESHARD: a unit is resharded · KEEP: not
+    inside of the shard group · BACKWARD: one begins · ADMIT, CLOSE: as the reducer has them."""
 
     REQUEST = enum.auto()
     AGAIN = enum.auto()

@@ -50,7 +50,8 @@ class ParameterSpec:
     group: index of its optimizer group, or -1 where no optimizer steps it. unit: index of its unit, 0 is the root.
     order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in a
     flat buffer count elements in memory order, so that channels_last weights keep their strides. number: of its first
-    element among all elements of all of the model's parameters, which no layout changes.
+    element among all elements of all of the model's parameters, which no layout changes. came: its place in the order
+    of gradients.
     """
 
     names: tuple[str, ...]

@@ -283,7 +283,7 @@ REFUSED = {
     "nothing": "returned NoneType: expected a tensor, or a future of one",
     "too short": "expected a tensor of the bucket's",
     "two": "expected no other hook, got one beside fp16",
-    "late": "expected it between two steps, got it after 1 micro-batches of a window",
+    "late": "register_comm_hook() in the middle of a step",
     "hybrid": "expected one shard group, got 2",
     "divisor": "divided by the number of ranks, 2, got a divisor of 3: the hook brings a mean",
     "sum": "got a divisor of 1: the hook brings a mean",

@@ -158,6 +158,18 @@ def test_switches(pools: Pools, option: dict[str, Any]) -> None:
             assert result[stage][1].keys() == ({"reduce"} if "hierarchical_reduce" in option else {"inside", "across"})
 
 
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+def test_what_a_hook_codes_goes_in_one_step(pools: Pools, name: str) -> None:
+    """Its errors are those of a bucket as it lies, and no sum is coded again."""
+    results = pools(RANKS).run(train, 1, {"comm_hook": {"name": name}})
+    for stage in cases.STAGES:
+        truth = cases.truth("mlp", "AdamW", RANKS, 1, "full", STEPS, coding=(name, name == "int8"))
+        assert_equal_to_truth([result[stage][0] for result in results], truth, f"stage {stage}")
+        for _, sent, said in (result[stage] for result in results):
+            assert sent.keys() == {"reduce"}
+            assert said["measured_bytes_last_step"] == said["formula_bytes_per_step"], stage
+
+
 def initialized(nodes: int, options: dict[str, Any]) -> tuple[list[str], float, list[str]]:
     """Of a stage 2 engine on ``nodes`` nodes: its groups of nodes, the bytes of its buffers, what is told of sums."""
     with on_nodes(nodes), Logged() as log:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardengine.errors import UsageError
 from tests import oracle
 from tests.parity.test_delays import delayed
 from tests.support import cases, muon_cases
@@ -181,6 +182,49 @@ def test_all_ranks_run_dry_together(pools: Pools, counts: tuple[int, ...]) -> No
 @pytest.mark.parametrize("letter", ["full", "sharded"])
 def test_either_letter_at_stages_that_know_both(pools: Pools, letter: str) -> None:
     check(pools, Run((2, 7), 3, options={"gradient_accumulation": letter}), ["0", "1", "2"])
+
+
+@pytest.mark.parametrize("by_active", [False, True], ids=["all", "active"])
+def test_clipping_by_value_is_of_the_mean(pools: Pools, by_active: bool) -> None:
+    options, told = {"gradient_clipping": 0.0, "gradient_clipping_value": 0.02}, {"clip_value": 0.02}
+    check(pools, Run((2, 4, 3), by_active=by_active, options=options, precision=told), ["0", "2", "3"])
+
+
+def loop_that_validates(stage: str) -> list[float]:
+    """The loop of each rank ends in ``eval()``; with data the others go on to send buffers."""
+    engine = engine_of(Run((), model="norms"), stage)
+    with engine.join():
+        for step in range(2 + engine.rank):
+            engine.module.train()
+            engine.backward(regression(engine, step, engine.rank, 0))
+            engine.step()
+        engine.module.eval()
+    buffers = [float(cases.copy_out(each).double().sum()) for each in engine.module.buffers()]
+    engine.close()
+    return buffers
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_a_rank_that_has_ended_with_eval_sends_buffers_as_the_others(pools: Pools, stage: str) -> None:
+    one, other, last = pools(3).run(loop_that_validates, stage)
+    assert one == other == last and len(one) > 0
+
+
+def refused(options: dict[str, Any]) -> str:
+    engine = engine_of(Run((), options=options), "2")
+    try:
+        with engine.join(divide_by_initial_world_size=False):
+            pass
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("options", [{"gradient_allreduce_op": "sum"}, {"gradient_divide_factor": 3.0}], ids=str)
+def test_a_mean_over_ranks_with_data_needs_a_mean(pools: Pools, options: dict[str, Any]) -> None:
+    assert all("there is no mean over the ranks that have data" in said for said in pools(2).run(refused, options))
 
 
 # The published cases of DistributedDataParallel.join, at every stage

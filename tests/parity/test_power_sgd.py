@@ -350,11 +350,11 @@ def under_autocast() -> bool:
         engine = cases.make_engine(Scaled(), config, "SGD")
         generator = torch.Generator().manual_seed(engine.rank)
         for _ in range(3):
-            loss = engine(torch.randn(32, 32, generator=generator))
+            loss: Any = engine(torch.randn(32, 32, generator=generator))
             with torch.autocast("cpu", torch.bfloat16, enabled=inside):
                 engine.backward(loss)
                 engine.step()
-        found.append(engine.module.weight.detach().clone())
+        found.append(engine.module.get_parameter("weight").detach().clone())
         engine.close()
     return torch.equal(*found)
 
@@ -392,7 +392,7 @@ def interrupted() -> list[float]:
     for step in range(2, 5):
         cases.run_micro_batch(engine, cases.loss_of, step, 0)
     engine.close()
-    return factors.tolist()  # type: ignore[no-any-return]
+    return factors.tolist()
 
 
 def test_after_a_failure_in_a_round_factors_are_the_same_on_all_ranks(pools: Pools) -> None:
@@ -440,8 +440,9 @@ def test_errors_and_what_was_said_are_all_of_the_gradients() -> None:
 
 
 def refused(stage: str, params: dict[str, Any]) -> str:
+    said = params if "name" in params else {"name": "power_sgd", "params": params}
     try:
-        cases.make_engine(cases.make_mlp(), cases.config_of(stage, comm_hook={"name": "power_sgd", "params": params}))
+        cases.make_engine(cases.make_mlp(), cases.config_of(stage, comm_hook=said))
     except ConfigError as error:
         return str(error)
     return ""
@@ -450,6 +451,7 @@ def refused(stage: str, params: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("stage", "params", "text"), [
     ("2 hybrid", {}, "comm_hook.name: expected one shard group of all ranks beside power_sgd, got groups of 2"),
     ("3 hpZ", {}, "comm_hook.name: expected one shard group of all ranks beside power_sgd, got groups of 2"),
+    ("3 hybrid", {"name": "noop"}, "expected one shard group of all ranks beside noop, got groups of 2"),
 ])  # fmt: skip
 def test_shard_groups_are_refused(pools: Pools, stage: str, params: dict[str, Any], text: str) -> None:
     assert all(text in said for said in pools(4).run(refused, stage, params))

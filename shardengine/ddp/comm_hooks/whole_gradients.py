@@ -29,7 +29,8 @@ class GradBucket:
         self._gradients, self._parameters = list(gradients), list(parameters)
 
     def index(self) -> int:
-        """The bucket's number; 0 is reduced first."""
+        """The bucket's number, the same in every step, until parameters are frozen or unfrozen. In the first backward 0
+        is reduced first, later they go as they became ready in that one."""
         return self._index
 
     def is_last(self) -> bool:
