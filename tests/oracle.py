@@ -12,6 +12,8 @@ set of parameters and adds their gradients up in the declared order:
 - a communication hook ("coding"): what a rank sends is put into fewer bits and taken out again, ``coded``; on a hybrid
   mesh the sums of the groups once more. With error feedback what was lost of a rank's gradient is added to the next
 - quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
+- a sparse gradient is dense from its arrival on, with zeros in other rows; what it has of a row several times is added
+  up by torch's ``coalesce``
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
@@ -630,7 +632,8 @@ def train(
     first = 0  # whose buffers all ranks have
 
     def collect(p: Tensor) -> None:
-        fires.setdefault(p, []).append(p.grad)  # type: ignore[arg-type]  # it was just accumulated
+        assert p.grad is not None  # it was just accumulated
+        fires.setdefault(p, []).append(p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad)
         p.grad = None
 
     model.zero_grad()

@@ -419,6 +419,11 @@ class TopLevel:
         "Each rank uses the same parameters in every window: unused ones are not waited for, nor told of, and a change "
         "is an error.",
     )
+    sparse_gradients: bool = switch(
+        False,
+        "Stage 0: of the gradients of nn.Embedding and nn.EmbeddingBag only rows that are not zero travel, as they do of "
+        "those with sparse=True; never changes a bit.",
+    )
     ignored_parameters: tuple[str, ...] = key(
         (),
         NAMES,

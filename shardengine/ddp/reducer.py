@@ -38,11 +38,12 @@ from shardengine.ddp.comm_hooks import CommHook, ErrorFeedback, FutureWork, Grad
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
+from shardengine.ddp.sparse_rows import SparseRows
 from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import UsageError
 from shardengine.kernels import flatten, join_powers, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
-from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
+from shardengine.sharding import Bucket, BucketLayout, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
 from shardengine.stages import Placement
 
 ERROR = "comm_error"
@@ -192,6 +193,7 @@ class Reducer:
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
         self._collectives = collectives
+        self._rows = SparseRows(collectives, pool)
         self._pool = pool
         self._parameters = len(layout.parameters)
         self._of_parameter: dict[int, list[GradientBucket]] = {}
@@ -267,9 +269,11 @@ class Reducer:
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
         """``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
         states = self._of_parameter[parameter]
-        if gradient.layout is not torch.strided:
+        if gradient.layout is not torch.strided and not self.rules.steps_everything:
             name = states[0].name_of(parameter)
-            raise UsageError(f"parameter {name!r} has a sparse gradient: expected a dense one; use sparse=False")
+            raise UsageError(
+                f"parameter {name!r} has a sparse gradient: expected a dense one at every stage but 0; use sparse=False"
+            )
         self.used.add(parameter)
         if self._came is not None:
             self._came[parameter] = None
@@ -509,8 +513,9 @@ class Reducer:
             self._order.advance()
 
     def _launch(self, state: GradientBucket) -> None:
-        """Start the reduction of ``partial``, having finished the oldest ones."""
-        self._finish(MAX_IN_FLIGHT - 1)
+        """Start the reduction of ``partial``, having finished the oldest ones; of rows alone, finish it, too."""
+        by_rows = self.sends_rows(state.bucket.layout)
+        self._finish(0 if by_rows else MAX_IN_FLIGHT - 1)
         final, rules = self._mode.final, self.rules
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
@@ -533,6 +538,8 @@ class Reducer:
         earlier = state.hand_over_total() if final and rules.ends_across else None
         target = Placement.SHARDED if final else rules.gradients
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
+        if by_rows:
+            self._finish(0)  # [Note: Sparse gradients]
 
     def _reduce_across(self, state: GradientBucket) -> None:
         """The window ends without another reduction inside of the shard groups: add up what these have."""
@@ -589,6 +596,8 @@ class Reducer:
             return self._reduce_by(hook, state, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
+        if self.sends_rows(bucket.layout):
+            return self._rows.reduce(full, bucket.layout, on_complete)
         errors = None if self.step_state.join.is_idle else bucket.layout.index  # without data they wait
         coding = None if hook is None else Messages(hook, errors)
         way = Way(coding, earlier)
@@ -622,6 +631,11 @@ class Reducer:
 
         works: Any = [FutureWork(future)]
         return Work(works, wait, take)
+
+    def sends_rows(self, layout: BucketLayout) -> bool:
+        """Whether of this bucket's gradients only rows that are not zero travel ([Note: Sparse gradients]); a hook is
+        given all of them."""
+        return layout.row > 0 and self.hook is None and self._collectives.mesh.ranks > 1
 
     def _spec(self, parameter: int) -> ParameterSpec:
         return self.views.layout.parameters[parameter]
@@ -660,6 +674,8 @@ class Reducer:
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
+        if self.sends_rows(layout):
+            return self._rows.gather(whole, layout)
         return self._collectives.move(whole, Placement.SHARDED, self.rules.state, layout, Purpose.WHOLE_GRADIENTS)
 
     def _fly(self, work: Work | None) -> None:
