@@ -421,7 +421,7 @@ class TopLevel:
     )
     sparse_gradients: bool = switch(
         False,
-        "Stage 0: of the gradients of nn.Embedding and nn.EmbeddingBag only rows that are not zero travel, as they do of "
+        "Stage 0: of the gradients of nn.Embedding and nn.EmbeddingBag only rows that are not zero travel, as of "
         "those with sparse=True; never changes a bit.",
     )
     ignored_parameters: tuple[str, ...] = key(

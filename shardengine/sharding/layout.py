@@ -27,8 +27,8 @@ each, what is trainable starts at multiples of 256, so that no cut goes through 
 layout, and is counted in every formula.
 
 [Note: Rows] A parameter whose gradient is sparse has a flat buffer of its own, so that its buckets hold nothing else.
-Its slices are cut between rows as well, so that each row has one owner; where that might pad more than a quarter of what
-the parameter has, it lies among the others.
+Its slices are cut between rows as well, so that each row has one owner; where that might pad more than a quarter of
+what the parameter has, it lies among the others.
 """
 
 from __future__ import annotations
