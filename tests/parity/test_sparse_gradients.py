@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import shardengine
 from shardengine import load_config
 from shardengine.comm import Purpose
+from shardengine.ddp.sparse_rows import SparseRows
 from shardengine.errors import ConfigError, MismatchError, UsageError
 from tests import oracle
 from tests.parity.test_delays import delayed
@@ -253,6 +254,7 @@ def show() -> Any:
     shown = engine.module.words.weight.grad
     assert shown.layout is torch.strided and shown.shape == (WORDS, WIDTH)
     norm = shown.norm().item()
+    assert engine._core.partition.sparse == {"words.weight", "bags.weight"}, "the third has dense gradients, too"
     with engine.full_grads() as whole:
         found = cases.copy_out(whole["words.weight"]).numpy()
     engine.close()
@@ -289,6 +291,51 @@ def test_checkpoints_know_nothing_of_it(pools: Pools, tmp_path: Path) -> None:
         result["losses"] = [row[int(result is not results[0])] for row in truth.losses[:2]] + result["losses"]
         result["norms"] = truth.norms[:2] + result["norms"]
     assert_true(results, truth)
+
+
+def signs() -> list[list[float]]:
+    """A row whose elements are all negative, one that is NaN, and one that two ranks make zero together."""
+    made: Any = nn.Embedding(40, 16, sparse=True)
+    engine: Any = cases.make_engine(made, cases.config_of("0", gradient_clipping=0.0), "SGD")
+    other = engine.rank == 1
+    out = engine(torch.tensor([3, 30, 35]))
+    engine.backward(
+        ((out[0] * -2).sum() + (out[1] * (torch.nan if other else 1)).sum()) + (out[2] * (-1) ** other).sum()
+    )
+    with engine.full_grads() as whole:
+        found = whole["weight"]
+        assert torch.count_nonzero(found) == 2 * 16 and found[30].isnan().all() and (found[3] == -2).all()
+    sent = rows_sent(engine)
+    engine.zero_grad()
+    engine.close()
+    return [sent / (4 + 4 * 16)]
+
+
+def test_a_row_is_left_out_only_where_all_of_it_is_zero(pools: Pools) -> None:
+    """Rank 0 has rows 0 to 19: it sends two to rank 1, which sends one to it; then each sends one of its own."""
+    assert pools(2).run(signs) == [[3.0], [2.0]]
+
+
+def pending() -> list[int]:
+    engine: Any = cases.make_engine(make(), config_of(1, zero={"recut_buckets": False}), "SGD")
+    found = []
+
+    def noting(rows: SparseRows, *given: Any) -> Any:
+        found.append(len(engine._core.reducer._in_flight))
+        return whole(rows, *given)
+
+    whole = SparseRows.reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseRows, "reduce", noting)
+        for step in range(3):
+            cases.run_micro_batch(engine, loss_of, step, 0)
+    engine.close()
+    return found
+
+
+def test_a_rank_that_tells_how_many_rows_it_has_has_begun_nothing_else(pools: Pools) -> None:
+    for found in pools(2).run(pending):
+        assert len(found) > 9 and not any(found)
 
 
 def unfrozen(kind: str) -> list[int]:
