@@ -265,9 +265,10 @@ ENGINE: Mapping[str, str] = {
         "autotuning_metric autotuning_profile_model_info is_sanity_checks_enabled zenflow_config super_offload",
         _NOT_HERE,
     ),
+    "sparse_gradients_enabled": "`engine.config.sparse_gradients`",
     **_each(
-        "sparse_gradients_enabled sparse_allreduce sparse_all_gather sparse_allreduce_bucket",
-        "gradients are reduced as dense buckets",
+        "sparse_allreduce sparse_all_gather sparse_allreduce_bucket",
+        "the engine reduces gradients itself, those of embeddings by rows where `sparse_gradients` says so",
     ),
     "zeropp_loco_param": _NOT_HERE,
     "zero_quantized_weights": "`engine.config.zero_optimization.zero_quantized_weights`",

@@ -15,6 +15,8 @@ set of parameters and adds their gradients up in the declared order:
 - PowerSGD ("low_rank"): the sum over ranks of a matrix is an approximation of it, see ``LowRank``; what a rank's share
   of it lacks is added to the next. All else, and the first steps, as ever, but that sums are sent in fp32
 - quantised weights ("coded_weights"): forward and backward see all parameters as ``coded`` leaves them
+- a sparse gradient is dense from its arrival on, with zeros in other rows; what it has of a row several times is added
+  up by torch's ``coalesce``
 - late gradients: autograd may deliver a parameter's gradient several times in one backward (re-entrant checkpointing).
   What comes after the first, in a backward that communicates, is summed apart, completed on its own and added. Several
   backwards in the window's last micro-batch: each is completed on its own and added, first to last
@@ -679,7 +681,8 @@ def train(
     first = 0  # whose buffers all ranks have
 
     def collect(p: Tensor) -> None:
-        fires.setdefault(p, []).append(p.grad)  # type: ignore[arg-type]  # it was just accumulated
+        assert p.grad is not None  # it was just accumulated
+        fires.setdefault(p, []).append(p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad)
         p.grad = None
 
     model.zero_grad()

@@ -22,10 +22,11 @@ from shardengine.comm.positions import Waiting
 
 
 class Purpose(enum.Enum):
-    """What bytes are sent for; ``STEP`` are those that a stage's formula counts."""
+    """What bytes are sent for; ``STEP`` are those of a step, which its formula counts but for ``ROWS``."""
 
     GRADIENTS = "gradients: reduce-scatter"
     WHOLE_GRADIENTS = "gradients: all-gather"
+    ROWS = "gradients: rows that are not zero"
     WEIGHTS = "weights: all-gather"
     MATRICES = "whole matrices of an update: all-to-all"
     SUMS = "sums over parameters of an update: all-to-all"
@@ -38,7 +39,14 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
-STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES, Purpose.SUMS)
+STEP = (
+    Purpose.GRADIENTS,
+    Purpose.WHOLE_GRADIENTS,
+    Purpose.ROWS,
+    Purpose.WEIGHTS,
+    Purpose.MATRICES,
+    Purpose.SUMS,
+)
 
 
 class CollectiveRecord(NamedTuple):
@@ -92,7 +100,7 @@ class CollectiveRecord(NamedTuple):
     def waiting(self, rank: int) -> Waiting:
         """For the other ranks, while this one waits."""
         key = f"{self.group} {self.place} {self.operation} {self.subject}"
-        shape = f"{self.operation} {self.sent}"
+        shape = f"{self.operation} {self._alike}"
         where = "a forward without grad" if self.purpose is Purpose.EVALUATION else ""
         members = list(self.members)
         return Waiting(self.describe(rank), key, self.group, self.place, shape, where=where, members=members)

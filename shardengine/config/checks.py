@@ -25,6 +25,7 @@ def check_together(config: TopLevel, reader: Reader) -> None:
     _check_offload(config, reader)
     _check_shard_groups(config, reader)
     _check_comm_hook(config, reader)
+    _check_sparse_gradients(config, reader)
     _check_step_in_backward(config, reader)
     if config.aio.block_size % 4096:
         reader.problem("aio.block_size", f"expected a multiple of 4096 bytes, got {config.aio.block_size}")
@@ -190,6 +191,22 @@ def _check_hook_params(hook: CommHookConfig, reader: Reader) -> None:
             wrong(name, f"{hook.name} has no such one; did you mean {nearest(name, table)!r}?")
 
     check_table(table, hook.params, wrong, unknown)
+
+
+def _check_sparse_gradients(config: TopLevel, reader: Reader) -> None:
+    if not config.sparse_gradients:
+        return
+    zero = config.zero_optimization
+    if zero.stage != 0 and reader.usable("zero_optimization.stage"):
+        reader.problem(
+            "sparse_gradients",
+            f"expected stage 0, where whole gradients travel, got stage {zero.stage}; leave it out, or set the stage",
+        )
+    if config.comm_hook.name != "none" or zero.zero_quantized_gradients:
+        reader.problem(
+            "sparse_gradients",
+            "expected no comm_hook beside it, which says what travels of all gradients; leave one of them out",
+        )
 
 
 def _check_ema(config: TopLevel, reader: Reader) -> None:

@@ -48,7 +48,6 @@ REFUSED: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "quantize_training": ((), _NOT_QUANTIZED),
         "sequence_parallel_size": ((1,), f"sequences are not cut over ranks; {_SPLIT_FIRST}"),
         "sparse_attention": ((), "attention is the model's business; choose it there"),
-        "sparse_gradients": ((), "gradients are reduced as dense buckets; leave it out"),
         "weight_quantization": ((), _NOT_QUANTIZED),
     },
     "bf16": {
@@ -249,7 +248,7 @@ OPTIMIZERS_REFUSED: dict[str, str] = {
     **dict.fromkeys(("Shampoo", "SOAP"), "it needs the rows and columns of full matrices"),
     **dict.fromkeys(("LAMB", "LARS", "FusedLamb"), "it needs the norm of each full parameter"),
     "LBFGS": "it needs inner products over all parameters",
-    "SparseAdam": "it needs sparse gradients",
+    "SparseAdam": "it needs sparse gradients, and gradients are dense when they are stepped",
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "it compresses its own communication"),
 }
 """Optimizers that cannot be stepped slice by slice -> why."""

@@ -437,12 +437,17 @@ class TopLevel:
         None,
         optional(BOOL, "true on NCCL, false on gloo"),
         "Add gradients inside of each node before they are sent to others, where each has 2, 4, 8, … consecutive "
-        "ranks; never changes a bit, and does nothing beside a comm_hook. On NCCL fp32 gradients need reproducible, too.",
+        "ranks; never changes a bit. On NCCL fp32 gradients need reproducible, too; a comm_hook switches it off.",
     )
     static_graph: bool = switch(
         False,
         "Each rank uses the same parameters in every window: unused ones are not waited for, nor told of, and a change "
         "is an error.",
+    )
+    sparse_gradients: bool = switch(
+        False,
+        "Stage 0: of the gradients of nn.Embedding and nn.EmbeddingBag only rows that are not zero travel, as of "
+        "those with sparse=True; never changes a bit.",
     )
     ignored_parameters: tuple[str, ...] = key(
         (),

@@ -4,6 +4,7 @@ window            counts micro-batches: which one ends the step
 step_state        how far the step is, and which calls that allows
 gradient_bucket   the gradients of one bucket: added up over micro-batches, where they rest, in which dtype
 reducer           readiness, order of launches, the end of a backward
+sparse_rows       what travels of sparse gradients
 gradient_views    what parameter.grad shows
 comm_hooks        what travels when gradients are reduced
 early_use         gradients that are stepped in backward

@@ -92,6 +92,11 @@ class Rules:
         return self.state is not Placement.SHARDED
 
     @property
+    def steps_everything(self) -> bool:
+        """Whether every rank steps all weights."""
+        return self.state is Placement.REPLICATED
+
+    @property
     def ends_across(self) -> bool:
         """Whether sums of shard groups wait for the last micro-batch, after which they are added up (SP)."""
         return self.gradients is Placement.PARTIAL_ACROSS
@@ -171,8 +176,12 @@ class LocalSum:
 
 
 def flat_gradient(gradient: Tensor, spec: ParameterSpec) -> Tensor:
-    """A parameter's gradient as its elements lie in memory: 1-D, contiguous; ``gradient``'s own memory if possible."""
-    return in_memory_order(gradient.detach(), spec).contiguous().view(-1)
+    """A parameter's gradient as its elements lie in memory: 1-D, contiguous; ``gradient``'s own memory if possible.
+    What a sparse one has of an element several times is added up as torch's ``coalesce`` does."""
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient = (gradient.coalesce() if gradient.is_sparse else gradient).to_dense()
+    return in_memory_order(gradient, spec).contiguous().view(-1)
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:

@@ -38,6 +38,7 @@ from shardengine.ddp.comm_hooks import CommHook, FutureWork, GradBucket, Message
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
 from shardengine.ddp.gradient_views import GradientViews
+from shardengine.ddp.sparse_rows import SparseRows
 from shardengine.ddp.step_state import Phase, StepState
 from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, join_powers, ordered_sum
@@ -193,6 +194,7 @@ class Reducer:
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
         self._collectives = collectives
+        self._rows = SparseRows(collectives, pool)
         self._pool = pool
         self._parameters = len(layout.parameters)
         self._of_parameter: dict[int, list[GradientBucket]] = {}
@@ -270,9 +272,11 @@ class Reducer:
     def on_gradient(self, parameter: int, gradient: Tensor) -> None:
         """``gradient`` of ``parameter`` in the running backward; the caller may drop it afterwards."""
         states = self._of_parameter[parameter]
-        if gradient.layout is not torch.strided:
+        if gradient.layout is not torch.strided and not self.rules.steps_everything:
             name = states[0].name_of(parameter)
-            raise UsageError(f"parameter {name!r} has a sparse gradient: expected a dense one; use sparse=False")
+            raise UsageError(
+                f"parameter {name!r} has a sparse gradient: expected a dense one at every stage but 0; use sparse=False"
+            )
         self.used.add(parameter)
         if self._came is not None:
             self._came[parameter] = None
@@ -514,8 +518,9 @@ class Reducer:
             self._order.advance()
 
     def _launch(self, state: GradientBucket) -> None:
-        """Start the reduction of ``partial``, having finished the oldest ones."""
-        self._finish(MAX_IN_FLIGHT - 1)
+        """Start the reduction of ``partial``, having finished the oldest ones; of rows alone, finish it, too."""
+        by_rows = self.sends_rows(state.bucket.layout)
+        self._finish(0 if by_rows else MAX_IN_FLIGHT - 1)
         final, rules = self._mode.final, self.rules
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
@@ -542,6 +547,8 @@ class Reducer:
         target = Placement.SHARDED if final else rules.gradients
         way = Way(self._messages(state), earlier)
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, way, target), then))
+        if by_rows:
+            self._finish(0)  # [Note: Sparse gradients]
 
     def _messages(self, state: GradientBucket | None) -> Messages | None:
         """What the hook makes of the sum that ``state`` sends for the first time; None: of another one, of whose
@@ -671,6 +678,8 @@ class Reducer:
             return self._reduce_by(hook, state, full, on_complete, target)
         if hook is not None and not hook.sends:
             return Work(on_complete=lambda: on_complete([bucket.own_slice(full, target)]))
+        if self.sends_rows(bucket.layout):
+            return self._rows.reduce(full, bucket.layout, on_complete)
         return self._collectives.move(
             full, Placement.PARTIAL, target, bucket.layout, Purpose.GRADIENTS, on_complete, way
         )
@@ -702,6 +711,11 @@ class Reducer:
 
         works: Any = [FutureWork(future)]
         return Work(works, wait, take)
+
+    def sends_rows(self, layout: BucketLayout) -> bool:
+        """Whether of this bucket's gradients only rows that are not zero travel ([Note: Sparse gradients]); a hook is
+        given all of them."""
+        return layout.row > 0 and self.hook is None and self._collectives.mesh.ranks > 1
 
     def _spec(self, parameter: int) -> ParameterSpec:
         return self.views.layout.parameters[parameter]
@@ -756,6 +770,8 @@ class Reducer:
 
     def _gather(self, state: GradientBucket, whole: Tensor) -> Work:
         layout = state.bucket.layout
+        if self.sends_rows(layout):
+            return self._rows.gather(whole, layout)
         return self._collectives.move(whole, Placement.SHARDED, self.rules.state, layout, Purpose.WHOLE_GRADIENTS)
 
     def _fly(self, next_: Work | _Flight | None) -> None:

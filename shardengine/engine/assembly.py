@@ -79,7 +79,7 @@ def _look(
     config: Config,
     groups: list[dict[str, Any]],
     mesh: Mesh,
-    shards_weights: bool,
+    stage: stages.Stage,
     trial: KernelTrial,
     source: Source | None,
 ) -> tuple[Partition, kernels.Offers]:
@@ -105,7 +105,7 @@ def _look(
         model,
         units,
         group_of,
-        shards_weights=shards_weights,
+        shards_weights=stage.moves_weights,
         which=trial.precision,
         device=trial.device,
         ignored=config.ignored_parameters,
@@ -117,6 +117,10 @@ def _look(
                 "several tensors (a quantised one) is expected with its values, on every rank"
             )
     found = replace(found, source=source)
+    if stage.steps_everything:
+        found = partition.with_sparse(found, every=config.sparse_gradients)
+    else:
+        partition.check_dense(model, found, stage.name)
     return found, kernels.offer(trial.device, lambda: trial.run(found.specs))
 
 
@@ -156,7 +160,7 @@ def build(
     found, offer = run_on_all_ranks(
         collectives,
         "looking at the model",
-        lambda: _look(model, config, groups, mesh, stage.moves_weights, trial, source),
+        lambda: _look(model, config, groups, mesh, stage, trial, source),
     )
     settings = {name: value for name, value in config.to_dict().items() if name != "monitor"}  # rank 0's alone
     facts = {"class of the optimizer": [kind or "none"], **partition.facts(model, found, settings, groups)}

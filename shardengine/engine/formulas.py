@@ -52,7 +52,7 @@ def homes_of(core: Core) -> Homes:
 
 def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
-    matrices, or of sums."""
+    matrices, or of sums. Without gradients that travel as rows, which depend on the data."""
     whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
     return float(whole) + sum(predicted_by_axis(core, micro_batches).values())
 
@@ -68,8 +68,9 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
     sent, once, hook = Counter[str](), core.schedule.unsharded_once, core.reducer.hook if core.mesh.ranks > 1 else None
     for flat_buffer in core.layout.flat_buffers:
         wire, coded = wire_of(core.reducer.rules, flat_buffer), hook is not None and hook.makes_messages
+        by_rows = core.reducer.sends_rows(flat_buffer.buckets[0])  # as many as there are
         volume = stages.Volume(
-            trainable=flat_buffer.length if flat_buffer.trainable else 0,
+            trainable=flat_buffer.length if flat_buffer.trainable and not by_rows else 0,
             twice=0 if flat_buffer.unit in once else flat_buffer.length,
             once=flat_buffer.length if flat_buffer.unit in once else 0,
             message=comm_hooks.said_per_element(hook, flat_buffer.buckets) if flat_buffer.trainable else None,

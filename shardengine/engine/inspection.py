@@ -69,7 +69,7 @@ class Report:
         self._before = sent
 
     def data_bytes(self) -> int:
-        """Bytes of weights and gradients in the last step; control and buffers are not in the formula."""
+        """Bytes of weights and gradients in the last step; control and buffers are not among them."""
         return sum(self.last_step[purpose] for purpose in STEP)
 
 
@@ -236,6 +236,7 @@ class Inspection:
     def traffic(self) -> dict[str, Any]:
         """Bytes sent per rank: the stage's formula for the last step beside what was counted, by purpose.
 
+        Gradients that travel as rows (``sparse_gradients``) are among what was counted, and in no formula.
         ``formula_bytes_by_axis``: of gradients and weights inside of this rank's shard group, and across the groups; a
         mesh that is not hybrid has one group, of which gradients may be added node by node.
         ``exposed_s_*``: seconds that this rank stood still, waiting for collectives. On a GPU they are counted when

@@ -25,10 +25,15 @@ matrix products give other bits in their scalar tails and at other offsets, and 
 alignment is what makes results independent of the layout. Where states are kept in blocks of 256 elements with a scale
 each, what is trainable starts at multiples of 256, so that no cut goes through a block. Padding is zero, belongs to the
 layout, and is counted in every formula.
+
+[Note: Rows] A parameter whose gradient is sparse has a flat buffer of its own, so that its buckets hold nothing else.
+Its slices are cut between rows as well, so that each row has one owner; where that might pad more than a quarter of
+what the parameter has, it lies among the others.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +56,7 @@ class ParameterSpec:
     order: its dimensions from the outermost in memory to the innermost, () where that is their own order. Offsets in a
     flat buffer count elements in memory order, so that channels_last weights keep their strides. number: of its first
     element among all elements of all of the model's parameters, which no layout changes. came: its place in the order
-    of gradients.
+    of gradients. sparse: few rows of its gradient are not zero.
     """
 
     names: tuple[str, ...]
@@ -64,6 +69,13 @@ class ParameterSpec:
     order: tuple[int, ...] = ()
     number: int = 0
     came: int = 0
+    sparse: bool = False
+
+    @property
+    def row(self) -> int:
+        """Elements of a row, which lie together in memory; 0 where rows are of no use ([Note: Rows])."""
+        rows = self.sparse and self.trainable and len(self.shape) > 1 and not self.order
+        return self.numel // self.shape[0] if rows else 0
 
     @property
     def is_stepped(self) -> bool:
@@ -113,7 +125,8 @@ class Slot:
 class BucketLayout:
     """Elements [start, end) of a flat buffer. ``index`` numbers the trainable buckets in launch order, -1: frozen.
 
-    names: of the parameters that overlap it · replicas: shard groups of the ranks.
+    names: of the parameters that overlap it · replicas: shard groups of the ranks · row: elements of a row, where it
+    consists of rows of one parameter, few of which have a gradient; else 0.
     """
 
     index: int
@@ -123,6 +136,7 @@ class BucketLayout:
     ranks: int
     names: tuple[str, ...] = ()
     replicas: int = 1
+    row: int = 0
 
     @cached_property
     def label(self) -> str:
@@ -345,12 +359,16 @@ def build(
     for index, spec in enumerate(specs):
         members_of.setdefault(spec.unit, []).append(index)
     for unit, members in sorted(members_of.items(), reverse=True):
-        by_key: dict[tuple[str, int, bool, int], list[int]] = {}
+        by_key: dict[tuple[str, int, bool, int, int], list[int]] = {}
         for i in members:
             family = families[specs[i].group] if families and specs[i].is_stepped else 0
-            by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family), []).append(i)
-        for (dtype, itemsize, trainable, family), chosen in by_key.items():
+            align = max(alignment(specs[i].itemsize, align_bytes), cuts.elements)
+            alone = i if _cut_into_rows(specs[i], ranks, align) else -1
+            by_key.setdefault((specs[i].dtype, specs[i].itemsize, specs[i].trainable, family, alone), []).append(i)
+        for (dtype, itemsize, trainable, family, alone), chosen in sorted(by_key.items(), key=_is_alone):
             align = max(alignment(itemsize, align_bytes), cuts.elements if trainable else 1)
+            row = specs[alone].row if alone >= 0 else 0
+            align = math.lcm(align, row) if row else align
             filled = sorted(chosen, key=lambda i: (specs[i].came, -i))
             slots = _place(specs, filled, align, bucket_elements)
             buckets: list[BucketLayout] = []
@@ -364,7 +382,7 @@ def build(
                 within = slots[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, end)]
                 names = tuple(specs[piece.parameter].name for piece in _pieces(within, start, end))
                 index = next_bucket if trainable else -1
-                buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names, replicas))
+                buckets.append(BucketLayout(index, len(flat_buffers), start, end, ranks, names, replicas, row))
                 next_bucket += trainable
             flat_buffers.append(
                 FlatBufferLayout(
@@ -372,6 +390,16 @@ def build(
                 )
             )
     return Layout(tuple(specs), tuple(flat_buffers), ranks, replicas)
+
+
+def _cut_into_rows(spec: ParameterSpec, ranks: int, align: int) -> bool:
+    """Whether slices are cut between rows of ``spec`` ([Note: Rows])."""
+    return bool(spec.row) and 4 * ranks * math.lcm(align, spec.row) <= spec.numel
+
+
+def _is_alone(item: tuple[tuple[str, int, bool, int, int], list[int]]) -> bool:
+    """Embeddings are where backward ends."""
+    return item[0][-1] >= 0
 
 
 def _place(specs: list[ParameterSpec], order: list[int], align: int, bucket_elements: int) -> list[Slot]:

@@ -50,6 +50,7 @@ class Partition:
     ignored: names → parameters that are the user's alone (``ignored_by``), which are in nothing else here
     left: what an engine that was closed without gathering has left on the model
     source: what gives the values of parameters and buffers that have none on any rank
+    sparse: names of those whose gradients are sparse, or are treated so (``with_sparse``)
     modules, places: every module, and (name, a module's dict, key in it, parameter or child): to see what was replaced
     """
 
@@ -64,6 +65,7 @@ class Partition:
     source: Source | None = None
     around: Mapping[str, nn.Parameter] = field(default_factory=dict)
     ignored: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    sparse: frozenset[str] = frozenset()
 
     def named_outside(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters outside of the flat buffers with their first names."""
@@ -111,7 +113,6 @@ def analyse(
     dtypes = {id(p): dtype_of(p, which) for p in parameters}
     left = LeftShards.on(model)
     _check(parameters, all_names, dtypes, left, scaled=which.trains_fp16)
-    _check_sparse(model)
     _check_wrappers(model)
     counted = {id(parameter) for parameter in parameters}
     units, unit_of = _assign(model, sharded_units(model, setting), counted) if shards_weights else ([], {})
@@ -184,9 +185,9 @@ def renew(model: nn.Module, old: Partition, group_of: dict[int, int], *, scaled:
         if p.requires_grad and (spec is None or not spec.trainable):
             _check_trainable(names[id(p)][0], p.dtype, scaled=scaled)
         if spec is None and p.requires_grad and p.numel():
-            spec = _spec(
-                p, names[id(p)], p.dtype, 0, numbers.get(id(p), 0)
-            )  # outside: weights rest replicated, there is only the root
+            # outside: weights rest replicated, there is only the root
+            spec = _spec(p, names[id(p)], p.dtype, 0, numbers.get(id(p), 0))
+            spec = replace(spec, sparse=spec.name in old.sparse)
         if spec is not None:
             inside.append(p)
             specs.append(_assigned(spec, p, group_of))
@@ -378,13 +379,33 @@ def _check_trainable(name: str, dtype: torch.dtype, *, scaled: bool) -> None:
         )
 
 
-def _check_sparse(model: nn.Module) -> None:
+def with_sparse(found: Partition, *, every: bool) -> Partition:
+    """``found``, with those weights whose gradients are sparse: of embeddings with sparse=True, or of ``every`` one.
+    What another module has, too, gets dense gradients from there."""
+    rows, others = set[int](), set[int]()
+    for module in found.modules:
+        looks_up = has_sparse_gradient(module) or (every and isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        for key, parameter in module._parameters.items():
+            (rows if looks_up and key == "weight" else others).add(id(parameter))
+    names = found.first_names()
+    sparse = frozenset(names[number] for number in rows - others if number in names)
+    return replace(found, sparse=sparse, specs=[replace(s, sparse=s.name in sparse) for s in found.specs])
+
+
+def has_sparse_gradient(module: nn.Module) -> bool:
+    """Whether ``module`` says so of its weight."""
+    return getattr(module, "sparse", False) is True and module._parameters.get("weight") is not None
+
+
+def check_dense(model: nn.Module, found: Partition, stage: str) -> None:
+    """``UsageError`` for a weight whose gradient is sparse, at the stage of that name."""
+    trained = {id(parameter) for parameter in found.inside if parameter.requires_grad}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if getattr(module, "sparse", False) is True and weight is not None and weight.requires_grad:
+        if has_sparse_gradient(module) and id(module._parameters["weight"]) in trained:
             raise UsageError(
                 f"module {name!r} has sparse=True, so the gradient of {name + '.weight'!r} is sparse: expected dense "
-                "gradients, which are what buckets hold; set sparse=False or freeze it"
+                f"gradients at stage {stage}, which shards what belongs to them; set sparse=False, freeze it, or take "
+                "stage 0"
             )
 
 
@@ -453,6 +474,7 @@ def plan_facts(found: Partition, groups: list[dict[str, Any]]) -> dict[str, list
     return {
         "optimizer": [describe({key: value for key, value in group.items() if key != "params"}) for group in groups],
         "model (units and optimizer groups)": [
-            f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" for spec in found.specs
+            f"{spec.name}: optimizer group {spec.group}, unit {spec.unit}" + (", sparse" if spec.sparse else "")
+            for spec in found.specs
         ],
     }

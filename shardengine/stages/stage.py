@@ -103,6 +103,11 @@ class Stage:
         return operation(Placement.SHARDED, self.state) is Operation.ALL_GATHER
 
     @property
+    def steps_everything(self) -> bool:
+        """Whether every rank steps all weights, with whole gradients."""
+        return self.state is Placement.REPLICATED
+
+    @property
     def publishes_after_step(self) -> bool:
         """Whether stepped shards are gathered into resting full weights after the step."""
         return operation(self.state, self.weights_after_backward) is Operation.ALL_GATHER

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import torch.distributed as dist
 
 import shardengine
 from shardengine.comm import failures, meeting, store_board, watchdog, work
+from shardengine.comm.flight_recorder import CollectiveRecord, Purpose
+from shardengine.comm.group_kind import GroupName
 from shardengine.comm.positions import Presence, Waiting, deadlock
 from shardengine.comm.store_board import StoreBoard
 from shardengine.comm.watchdog import Watchdog
@@ -680,6 +683,14 @@ def test_only_ranks_that_cannot_go_on_are_in_a_deadlock() -> None:
     assert not deadlock(0, {0: reduces, 1: standing("control", 3, {"reduce": 3}, channel=1)}), "another engine"
     one, two = (standing("gather", 5, {"gather": 5}, shape=shape) for shape in ("all-gather 8", "broadcast 8"))
     assert list(deadlock(0, {0: one, 1: two})) == [0, 1] and not deadlock(0, {0: one, 1: one})
+
+
+def test_ranks_that_send_unequal_parts_of_one_collective_do_meet() -> None:
+    waits = {}
+    for rank, sent in enumerate((8, 24)):
+        record = CollectiveRecord(3, 2, GroupName.REDUCE, "all-to-all", "b", ("w",), sent, Purpose.ROWS, agreed=32)
+        waits[rank] = replace(record.waiting(rank), issued={"reduce": 2})
+    assert not deadlock(0, waits)
 
 
 def test_a_deadlock_of_three_is_found_and_a_tail_is_not_in_it() -> None:

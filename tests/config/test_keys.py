@@ -34,7 +34,7 @@ FROZEN = {
         gradient_clipping gradient_clipping_norm_type gradient_clipping_value gradient_divide_factor ignored_parameters
         hierarchical_reduce max_nonfinite_steps nonfinite_gradients
         optimizer.params optimizer.type overlap_comm overlap_param_gather reproducible
-        scheduler.params scheduler.type seed static_graph
+        scheduler.params scheduler.type seed sparse_gradients static_graph
         steps_per_print timeout_s torch_autocast.dtype torch_autocast.enabled
         train_batch_size
         train_micro_batch_size_per_gpu
@@ -60,7 +60,7 @@ FROZEN = {
     """,
     "REFUSED": """
         amp autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity
-        hybrid_engine pipeline progressive_layer_drop sparse_attention sparse_gradients
+        hybrid_engine pipeline progressive_layer_drop sparse_attention
         zero_optimization.zero_quantized_nontrainable_weights
         bf16.bf16_optimizer_states compile.deepcompile data_types.buffer_dtype data_types.param_dtype
         expert_parallel fp16.fp16_master_weights_and_grads managed_gradient_accumulation quantize_training

@@ -113,9 +113,10 @@ def test_a_later_feature_that_is_switched_on_is_not_available_yet(on: dict[str, 
 
 
 def test_a_feature_of_other_engines_that_is_switched_on_is_refused_with_the_reason() -> None:
-    message = problem(sparse_gradients=True)
+    message = problem(quantize_training=True)
     assert message == (
-        "sparse_gradients: cannot be switched on, because gradients are reduced as dense buckets; leave it out"
+        "quantize_training: cannot be switched on, because weights are trained in fp32, bf16 or fp16; quantize them "
+        "after training"
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardengine
 from tests import oracle
+from tests.parity import test_sparse_gradients as sparse
 from tests.runtime.test_compile import make_chain
 from tests.support import cases, special_losses, special_models
 from tests.support.late_streams import DEFAULT, Adversary, adversary
@@ -244,6 +245,7 @@ _MODELS = {
     "a step skipped": special_losses.Case(cases.make_mlp, _nan_in_the_middle),
     "gradients twice": special_losses.Case(_twice),
     "chain": special_losses.Case(make_chain, _loss_of_chain),
+    "sparse": special_losses.Case(sparse.make, sparse.loss_of),
     "a block at times": special_losses.Case(_at_times, zero={"reduce_bucket_size": 64}),
     "the first block at times": special_losses.Case(
         _first_at_times, zero={"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 0}

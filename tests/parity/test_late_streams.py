@@ -58,6 +58,8 @@ HANDFUL = [
     Case("3k", 1, "bf16", "weights on the host", "no overlap", around=("saved behind",), model="gpt2"),
     Case("2", 1, "bf16", model="a step skipped"),
     Case("3", 3, "fp32", model="a step skipped", around=("saved",)),
+    Case("0", 3, "fp32", "states on the host", stream=USER, model="sparse"),
+    Case("0", 1, "bf16", options="no overlap", model="sparse"),
 ]
 
 

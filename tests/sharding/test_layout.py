@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -59,6 +60,27 @@ def test_every_parameter_has_one_slot_and_no_two_overlap(listed: list[ParameterS
             assert 0 <= slot.padded_end - slot.end < elements(flat_buffer)
             end = slot.padded_end
         assert end <= flat_buffer.length < end + ranks * elements(flat_buffer)
+
+
+@given(st.integers(1, 400), st.integers(1, 40), RANKS, CAPS, st.sampled_from([16, 256]))
+@property_test
+def test_slices_of_sparse_gradients_are_cut_between_rows(
+    rows: int, width: int, ranks: int, cap: int, block: int
+) -> None:
+    """Where that pads no more than a quarter; such a parameter is alone and comes last, where backward ends."""
+    few = replace(spec("few", rows, width), sparse=True)
+    plan = layout.build([few, spec("dense", 7, 3)], ranks, cap, cuts=layout.Cuts(block))
+    buckets = [bucket for bucket in plan.buckets if bucket.row]
+    step = math.lcm(block, width)
+    assert bool(buckets) == (4 * ranks * step <= rows * width)
+    for bucket in buckets:
+        assert bucket.row == width and bucket.names == ("few",) and bucket.slice_length % step == 0
+        assert bucket.start % step == 0 and bucket.index > 0 and bucket.length <= max(cap, ranks * step)
+    if buckets:
+        assert sum(bucket.length for bucket in buckets) - rows * width < rows * width / 4
+    frozen = layout.build([replace(few, trainable=False, group=-1)], ranks, cap)
+    turned = layout.build([replace(few, order=(1, 0))], ranks, cap)
+    assert not any(bucket.row for plan in (frozen, turned) for flat in plan.flat_buffers for bucket in flat.buckets)
 
 
 @given(specs(), RANKS, CAPS, st.sampled_from([64, 256]))
@@ -247,3 +269,18 @@ def test_elements_are_counted_with_padding_by_what_is_asked_for() -> None:
 def test_parameters_without_elements_are_refused_by_name() -> None:
     with pytest.raises(InternalError, match="empty"):
         layout.build([spec("empty", 0)], 1, 100)
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=9), RANKS, CAPS)
+@property_test
+def test_no_bucket_ends_inside_of_a_parameter_where_that_is_asked_for(sizes: list[int], ranks: int, cap: int) -> None:
+    """Buckets follow each other, each a multiple of what all must be, and longer than the cap with one parameter."""
+    plan = layout.build([spec(f"p{n}", size) for n, size in enumerate(sizes)], ranks, cap, cuts=layout.Cuts(whole=True))
+    quantum, (flat_buffer,) = ranks * 16, plan.flat_buffers
+    edges = [bucket.start for bucket in plan.buckets] + [flat_buffer.length]
+    assert edges[0] == 0 and edges == sorted(edges) and all(edge % quantum == 0 for edge in edges)
+    assert sorted(slot.parameter for slot in flat_buffer.slots) == list(range(len(sizes)))
+    for bucket in plan.buckets:
+        pieces = plan.pieces(bucket)
+        assert pieces and all(piece.offset == 0 and piece.offset_end == sizes[piece.parameter] for piece in pieces)
+        assert len(pieces) == 1 or bucket.length <= max(cap // quantum, 1) * quantum
