@@ -478,7 +478,7 @@ def die_in_a_round(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if engine.rank == 1:
-        hook.rounds = die  # type: ignore[method-assign]
+        hook.rounds = die  # type: ignore[assignment, method-assign]
     try:
         for step in range(3):
             cases.run_micro_batch(engine, cases.loss_of, step, 0)
