@@ -71,9 +71,28 @@ def versions(variant: str) -> str:
     return interval(result("versions-epyc-2core")["variants"][variant]["ratio"], 3)
 
 
-def convergence(precision: str, label: str, name: str = "convergence") -> str:
+HOOKS = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "int8-alone": "int8 without error feedback",
+    "int4": "int4",
+    "power_sgd-16": "power_sgd, rank 16, from step 20 on",
+    "power_sgd": "power_sgd, rank 4, from step 20 on",
+    "power_sgd-torch": "torch's PowerSGD, rank 4, from step 20 on",
+    "noop": "noop (each slice is stepped with one rank's gradient)",
+}
+
+
+def hooks() -> str:
+    """The table of communication hooks."""
+    of = "convergence_hooks-xeon-2core"
+    return " ".join(convergence(f"hook-{name}", label, of) + " |" * (name != "noop") for name, label in HOOKS.items())
+
+
+def convergence(precision: str, label: str, name: str = "convergence-epyc-2core") -> str:
     """A row of the table of losses."""
-    row = result(f"{name}-epyc-2core")["precisions"][precision]
+    row = result(name)["precisions"][precision]
     difference = f"{row['difference']['validation']:+.3f}".replace("-", "−")
     return f"| {label} | {difference} | {row['bound']:.2f}: {row['verdict']}"
 
@@ -273,31 +292,45 @@ QUOTES: list[tuple[str, Callable[[], str]]] = [
     (PRECISION, lambda: convergence("fp16", fp16_label())),
     (PRECISION, lambda: convergence("bf16-pure-stochastic", "bf16 without master weights, stochastic rounding")),
     (PRECISION, lambda: convergence("bf16-pure", "bf16 without master weights, rounded to nearest")),
-    (PRECISION, lambda: convergence("states-bf16", "bf16", "convergence_states")),
-    (PRECISION, lambda: convergence("states-8bit", "8 bits", "convergence_states")),
-    (PRECISION, lambda: convergence("slow-states-8bit", "8 bits, betas 0.9 and 0.999", "convergence_states")),
+    (PRECISION, hooks),
+    (PRECISION, lambda: convergence("states-bf16", "bf16", "convergence_states-epyc-2core")),
+    (PRECISION, lambda: convergence("states-8bit", "8 bits", "convergence_states-epyc-2core")),
+    (
+        PRECISION,
+        lambda: convergence("slow-states-8bit", "8 bits, betas 0.9 and 0.999", "convergence_states-epyc-2core"),
+    ),
     (
         PRECISION,
         lambda: convergence(
-            "slow-states-8bit-nearest", "8 bits, betas 0.9 and 0.999, rounded to nearest", "convergence_states"
+            "slow-states-8bit-nearest",
+            "8 bits, betas 0.9 and 0.999, rounded to nearest",
+            "convergence_states-epyc-2core",
         ),
     ),
     (
         PRECISION,
-        lambda: convergence("states-8bit-zero", "8 bits, small second moments become zero", "convergence_states"),
-    ),
-    (
-        PRECISION,
-        lambda: convergence("bf16-states-bf16", "bf16, beside bf16 weights and masters", "convergence_states_bf16"),
-    ),
-    (
-        PRECISION,
-        lambda: convergence("bf16-states-8bit", "8 bits, beside bf16 weights and masters", "convergence_states_bf16"),
+        lambda: convergence(
+            "states-8bit-zero", "8 bits, small second moments become zero", "convergence_states-epyc-2core"
+        ),
     ),
     (
         PRECISION,
         lambda: convergence(
-            "bf16-split-states-8bit", "8 bits, beside bf16 weights and split masters", "convergence_states_bf16"
+            "bf16-states-bf16", "bf16, beside bf16 weights and masters", "convergence_states_bf16-epyc-2core"
+        ),
+    ),
+    (
+        PRECISION,
+        lambda: convergence(
+            "bf16-states-8bit", "8 bits, beside bf16 weights and masters", "convergence_states_bf16-epyc-2core"
+        ),
+    ),
+    (
+        PRECISION,
+        lambda: convergence(
+            "bf16-split-states-8bit",
+            "8 bits, beside bf16 weights and split masters",
+            "convergence_states_bf16-epyc-2core",
         ),
     ),
     (PRECISION, long_runs),
