@@ -29,6 +29,7 @@ class Purpose(enum.Enum):
     WEIGHTS = "weights: all-gather"
     MATRICES = "whole matrices of an update: all-to-all"
     SUMS = "sums over parameters of an update: all-to-all"
+    REPLICAS = "averages of shard groups: reduce-scatter, all-gather"
     EVALUATION = "weights without grad: all-gather"
     WHOLE_WEIGHTS = "full_params and state_dict"
     WHOLE_STATE = "full_grads and full_optimizer_state"
@@ -38,7 +39,7 @@ class Purpose(enum.Enum):
     CONTROL = "control"
 
 
-STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES, Purpose.SUMS)
+STEP = (Purpose.GRADIENTS, Purpose.WHOLE_GRADIENTS, Purpose.WEIGHTS, Purpose.MATRICES, Purpose.SUMS, Purpose.REPLICAS)
 
 
 class CollectiveRecord(NamedTuple):

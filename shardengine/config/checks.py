@@ -7,7 +7,7 @@ Must not know: how a file is read. A key that could not be read has its default 
 from __future__ import annotations
 
 from shardengine.config.reader import Reader
-from shardengine.config.schema import TRIPLE, TopLevel
+from shardengine.config.schema import STEPPING_APART, TRIPLE, TopLevel
 
 EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
 MISSING_TRIPLE = (
@@ -154,8 +154,11 @@ def _check_shard_groups(config: TopLevel, reader: Reader) -> None:
 
 def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
     hook, quantized = config.comm_hook, config.zero_optimization.zero_quantized_gradients
+    codes = hook.name not in STEPPING_APART
+    if not codes:
+        _check_stepping_apart(config, reader)
     other = {name: value for name, value in hook.params.items() if name != "error_feedback"}
-    if other or not isinstance(hook.params.get("error_feedback", True), bool):
+    if codes and (other or not isinstance(hook.params.get("error_feedback", True), bool)):
         came = ", ".join(other) if other else f"error_feedback {hook.params['error_feedback']!r}"
         reader.problem("comm_hook.params", f'expected {{"error_feedback": true or false}}, got {came}')
     if hook.name in ("none", "noop") and hook.params:
@@ -171,10 +174,39 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.zero_quantized_gradients",
             f"expected no comm_hook beside it, got {hook.name}: both say what travels; leave one of them out",
         )
-    if (hook.name != "none" or quantized) and config.communication_data_type is not None:
+    if ((codes and hook.name != "none") or quantized) and config.communication_data_type is not None:
         reader.problem(
             "communication_data_type",
             "expected none beside a comm_hook, which says what travels; leave one of them out",
+        )
+
+
+def _check_stepping_apart(config: TopLevel, reader: Reader) -> None:
+    hook, zero, least = config.comm_hook, config.zero_optimization, 0 if config.comm_hook.name == "gossip" else 1
+    for name, value in hook.params.items():
+        lowest = {"start_step": 0, "period": least}.get(name)
+        if lowest is None or isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            reader.problem(
+                "comm_hook.params",
+                f'expected "start_step", 0 or more, and "period", {least} or more, got {name} {value!r}',
+            )
+    beside = f"beside comm_hook {hook.name}"
+    if zero.stage == 0 and reader.usable("zero_optimization.stage"):
+        reader.problem(
+            "zero_optimization.stage",
+            f"expected 1, 2 or 3 {beside}, whose groups are shard groups, got 0; take 1 with shard_group_size 1, where "
+            "each rank is a group and has all of everything, as at stage 0",
+        )
+    if zero.zero_hpz_partition_size != 1:
+        reader.problem(
+            "zero_optimization.zero_hpz_partition_size",
+            f"expected shard_group_size {beside}: with hpZ groups share the optimizer's states, and cannot step apart",
+        )
+    if config.gradient_divide_factor is not None or config.gradient_allreduce_op != "mean":
+        reader.problem(
+            "comm_hook.name",
+            f"{hook.name} takes means, over the ranks of a group and over groups: expected gradient_allreduce_op "
+            '"mean" and no gradient_divide_factor; leave them out',
         )
 
 

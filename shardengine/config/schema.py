@@ -162,23 +162,28 @@ class AioConfig:
     thread_count: int = key(1, COUNT, "Checksums that are taken at the same time.")
 
 
-_HOOKS = choice("none", "noop", "fp16", "bf16", "int8", "int4")
+STEPPING_APART = ("post_local_sgd", "gossip")
+"""The comm_hooks with which shard groups step apart from each other."""
+_HOOKS = choice("none", "noop", "fp16", "bf16", "int8", "int4", *STEPPING_APART)
 
 
 @dataclass(frozen=True)
 class CommHookConfig:
     """What travels when gradients are reduced."""
 
-    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4"] = key(
+    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4", "post_local_sgd", "gossip"] = key(
         "none",
         _HOOKS,
         "fp16, bf16: in that dtype, the largest number where it would overflow; int8, int4: integers in blocks of 256 "
-        "elements; noop: nothing, to measure.",
+        "elements; post_local_sgd, gossip: nothing between shard groups, or what one other needs, and averages of the "
+        "groups now and then; noop: nothing, to measure.",
     )
     params: Mapping[str, Any] = key(
         FrozenMapping(),
         OBJECT,
-        '"error_feedback": what a message could not say is added to the next one; true by default for int8 and int4.',
+        '"error_feedback": what a message could not say is added to the next one; true by default for int8 and int4. '
+        'post_local_sgd, gossip: "start_step": the steps before it are as without; "period": steps from one average to '
+        "the next, 4 by default; gossip: 0 for none.",
     )
 
     def __post_init__(self) -> None:

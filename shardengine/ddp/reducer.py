@@ -182,6 +182,7 @@ class Reducer:
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.hook: CommHook | None = None
+        self._collectives = collectives
         self.follow(rules)
         self.step_state = step_state
         self.platform = collectives.mesh.platform
@@ -191,7 +192,6 @@ class Reducer:
         self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
-        self._collectives = collectives
         self._pool = pool
         self._parameters = len(layout.parameters)
         self._of_parameter: dict[int, list[GradientBucket]] = {}
@@ -215,7 +215,13 @@ class Reducer:
     def follow(self, rules: Rules) -> None:
         """Gradients are reduced by ``rules`` from now on; between two windows."""
         self.rules = replace(rules, divisor=1) if isinstance(self.hook, WholeGradients) else rules
+        self._apart = rules.of_groups(self._collectives.mesh.replicas)
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
+
+    @property
+    def _today(self) -> Rules:
+        """Those of this window."""
+        return self._apart if self.step_state.replicas.apart else self.rules
 
     @property
     def collectives(self) -> Collectives:
@@ -329,7 +335,7 @@ class Reducer:
 
     def finalize_backward(self) -> None:
         """After a backward: launch what is left (zeros for what this rank did not use) and wait."""
-        mode = self._mode
+        mode, rules = self._mode, self._today
         if mode.synchronise:
             for index in self._order.left():
                 self._launch(self.buckets[index])
@@ -337,13 +343,13 @@ class Reducer:
             self._adopt_order()
         self._order.restart()
         for state in self.buckets:
-            state.settle(self.rules.accumulate)
+            state.settle(rules.accumulate)
             if mode.final and state.complete is None and state.total is not None:
-                if self.rules.ends_across:
+                if rules.ends_across:
                     self._reduce_across(state)
                     continue
-                state.close(self.rules)
-                if self.rules.gathers:
+                state.close(rules)
+                if rules.gathers:
                     self._fly(self._gather(state, state.make_whole()))
         self._finish(0)
         self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
@@ -463,7 +469,8 @@ class Reducer:
         for parameter, power in self.powers_here(order).items():
             values[parameter] = power
         nothing = torch.zeros(1, dtype=torch.uint8)
-        return join_powers(self._collectives.exchange_values(values, nothing, "norms of gradients")[0], order)
+        rows = self._collectives.exchange_values(values, nothing, "norms of gradients")[0]
+        return join_powers(rows[self.step_state.replicas.rows], order)
 
     def _exchange(
         self, payload: Payload | None, numbers: Collection[int], count: int | None = None
@@ -483,14 +490,15 @@ class Reducer:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
         parameters = late.intersection(state.pieces)
         if parameters:
-            rules, summed = self.rules, self._pool.take(state.bucket.layout.slice_length, torch.float32)
+            rules = self._today
+            summed = self._pool.take(state.bucket.layout.elements(rules.complete), torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            self._reduce(state, sent, on_complete).wait()
+            self._reduce(state, sent, on_complete, rules.summed).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -511,7 +519,7 @@ class Reducer:
     def _launch(self, state: GradientBucket) -> None:
         """Start the reduction of ``partial``, having finished the oldest ones."""
         self._finish(MAX_IN_FLIGHT - 1)
-        final, rules = self._mode.final, self.rules
+        final, rules = self._mode.final, self._today
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
 
@@ -531,7 +539,7 @@ class Reducer:
             return self._gather(state, whole) if gathers and whole is not None else None
 
         earlier = state.hand_over_total() if final and rules.ends_across else None
-        target = Placement.SHARDED if final else rules.gradients
+        target = rules.summed if final else rules.gradients
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
 
     def _reduce_across(self, state: GradientBucket) -> None:
@@ -581,7 +589,7 @@ class Reducer:
         state: GradientBucket,
         full: Tensor,
         on_complete: OnComplete,
-        target: Placement = Placement.SHARDED,
+        target: Placement,
         earlier: Tensor | None = None,
     ) -> Work:
         bucket, hook = state.bucket, self.hook

@@ -28,7 +28,7 @@ from shardengine.comm import (
     settle_kernels,
 )
 from shardengine.config import Config
-from shardengine.ddp import BufferSync, CommHook, Reducer, Rules, StepState, Window, comm_hooks
+from shardengine.ddp import BufferSync, CommHook, Reducer, Replicas, Rules, StepState, Window, comm_hooks
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
@@ -264,9 +264,9 @@ def _assemble(
         buffers.broadcast(persistent_only=False)
         found = replace(found, source=None)  # which knows how the model was made
         collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
-    step_state = StepState(
-        Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks
-    )
+    mesh = collectives.mesh
+    replicas = Replicas(config.comm_hook, mesh.rank, mesh.ranks, mesh.replicas)
+    step_state = StepState(Window(config.gradient_accumulation_steps or 1), mesh.rank, mesh.ranks, replicas)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, step_state)
     deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
     driven = (units, reducer, schedule, step_state, buffers, deferred_gather)

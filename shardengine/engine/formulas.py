@@ -53,7 +53,7 @@ def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
     matrices, or of sums."""
     whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
-    return float(whole) + sum(predicted_by_axis(core, micro_batches).values())
+    return float(whole) + sum(predicted_by_axis(core, needs, micro_batches).values())
 
 
 def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
@@ -62,9 +62,12 @@ def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
     return comm_hooks.bytes_per_element(core.schedule.coding) if floats else None
 
 
-def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
-    """The same without whole matrices and sums, inside of shard groups and across them."""
+def predicted_by_axis(core: Core, needs: Needs, micro_batches: int) -> Counter[str]:
+    """The same without whole matrices and sums, inside of shard groups and across them; where these step apart, of the
+    last step."""
     sent, once = Counter[str](), core.schedule.unsharded_once
+    replicas = core.step_state.replicas
+    step = replicas.last or replicas.step
     for flat_buffer in core.layout.flat_buffers:
         wire = wire_of(core.reducer.rules, flat_buffer)
         volume = stages.Volume(
@@ -73,6 +76,9 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
             once=flat_buffer.length if flat_buffer.unit in once else 0,
             message=comm_hooks.bytes_per_element(core.reducer.hook),
             coded=_coded_bytes(core, flat_buffer),
+            apart=step.apart,
+            exchanges=step.exchanges,
+            averaged=4 + needs.bytes_of(flat_buffer.family) if step.averaged else 0,
         )
         by_axis = core.stage.bytes_by_axis(
             volume,

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardengine.comm import Coding
+from shardengine.config import STEPPING_APART
 from shardengine.ddp.comm_hooks.blocks import BLOCK, BlockHook
 from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
@@ -25,8 +26,8 @@ from shardengine.ddp.comm_hooks.whole_gradients import FutureWork, GradBucket, W
 
 
 def by_name(name: str, params: Mapping[str, Any]) -> CommHook | None:
-    """The hook that the config names; None for none."""
-    if name == "none":
+    """The hook that the config names; None for none, and where it says what shard groups do (ddp/replicas)."""
+    if name == "none" or name in STEPPING_APART:
         return None
     if name == "noop":
         return NoopHook()

@@ -1,0 +1,109 @@
+"""Shard groups that step apart become the same again: the mean of what they step, and of their optimizers' states.
+
+Owns: when that is done, and how. Must not know: which steps are such (ddp/replicas, [Note: Stepping apart]), how
+gradients come to be complete.
+
+[Note: Averages] Of each bucket, as soon as it is stepped: every rank has its group's slice of the weights that are
+stepped (fp32, or fp32 masters) and of the states. Their sums over groups are made as those of gradients are, a part by
+each group, in the declared order (kernels: [Note: One arithmetic]), divided, and gathered back across; weights in
+lower precision are rounded from the masters. Then weights are published, once for the step and its average.
+
+Once such a step has begun to write, an error on a rank loses it there: some buckets may be averaged and others not, so
+that a checkpoint must be loaded (recovery: [Note: Back to one step]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardengine.comm import Purpose
+from shardengine.engine.core import Core
+from shardengine.engine.exchanging import agree, exchange
+from shardengine.errors import UsageError
+from shardengine.kernels import ordered_sum
+from shardengine.optim import ShardedOptimizer
+from shardengine.sharding import Bucket
+from shardengine.stages import Placement
+
+
+def check(core: Core, optimizer: ShardedOptimizer) -> None:
+    """``UsageError`` where groups step apart and what ``optimizer`` keeps cannot be averaged."""
+    replicas, needs = core.step_state.replicas, optimizer.needs
+    if not replicas.name:
+        return
+    kept = {form.dtype for forms in needs.forms.values() for form in forms.values()}
+    for bucket in (state.bucket for state in core.reducer.buckets):
+        own = bucket.full.dtype
+        kept.add(core.precision.master_dtype(own) or own)
+    found = ""
+    if needs.by_sums or any(needs.whole):
+        found = f"{optimizer.kind}, which needs whole matrices"
+    elif other := sorted(str(dtype).removeprefix("torch.") for dtype in kept - {torch.float32}):
+        found = f"{optimizer.kind} with weights or states in {' and '.join(other)}"
+    if found:
+        raise UsageError(
+            f"comm_hook {replicas.name}: expected an optimizer that steps each element from itself, with weights (or "
+            f"master weights) and states in fp32, of which means can be taken; got {found}"
+        )
+
+
+def step_buckets(core: Core, optimizer: ShardedOptimizer) -> None:
+    """The update, and the average of shard groups where the step ends with one; weights are published."""
+    state = core.step_state
+    stepped = optimizer.step_buckets()
+    try:
+        with torch.no_grad():
+            core.publish(_averaged(core, optimizer, stepped) if state.replicas.step.averaged else stepped)
+    except BaseException:
+        if state.replicas.step.averaged and state.has_begun:
+            state.lose()
+        raise
+
+
+def average(core: Core, optimizer: ShardedOptimizer) -> None:
+    """See ``Engine.average_replicas``."""
+    core.schedule.finish_open_backward()
+    state, call = core.step_state, "engine.average_replicas()"
+    state.require("average_replicas()", call)
+    if not state.replicas.name:
+        return
+    optimizer.settle()
+    agree(core, call)
+    if state.replicas.since:
+        optimizer.await_reader()
+        exchange(core, _averaged(core, optimizer, (each.bucket for each in core.reducer.buckets)))
+        state.replicas.note_alike()
+
+
+def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    """``buckets``, each as soon as what the groups have of it is their mean ([Note: Averages])."""
+    for bucket in buckets:
+        held = list(optimizer.stored(bucket, writable=True).values())
+        _take_means(core, bucket, held)
+        bucket.adopt_master()
+        yield bucket
+
+
+def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
+    """Each of ``held``, the group's slice, becomes the mean over groups."""
+    layout, move = bucket.layout, core.collectives.move
+    full = [core.pool.take(tensor.numel(), tensor.dtype) for tensor in held]
+    for copy, tensor in zip(full, held, strict=True):
+        copy.copy_(tensor)
+
+    def take_mean(copy: Tensor, terms: Sequence[Tensor]) -> None:
+        own = bucket.own_slice(copy, Placement.SHARDED, of=Placement.SHARDED_INSIDE)
+        ordered_sum(terms, own, divisor=core.mesh.replicas)
+
+    across = Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.REPLICAS
+    back = Placement.SHARDED, Placement.SHARDED_INSIDE, layout, Purpose.REPLICAS
+    for work in [move(copy, *across, lambda terms, copy=copy: take_mean(copy, terms)) for copy in full]:
+        work.wait()
+    for work in [move(copy, *back) for copy in full]:
+        work.wait()
+    for copy, tensor in zip(full, held, strict=True):
+        tensor.copy_(copy)
+        core.pool.give(copy)
