@@ -202,6 +202,12 @@ def _check_stepping_apart(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.zero_hpz_partition_size",
             f"expected shard_group_size {beside}: with hpZ groups share the optimizer's states, and cannot step apart",
         )
+    if config.gradient_accumulation == "sharded":
+        reader.problem(
+            "gradient_accumulation",
+            f'expected "full", or none, {beside}: "sharded" adds micro-batches up over all ranks before it is known '
+            "what a group's own gradient is",
+        )
     if config.gradient_divide_factor is not None or config.gradient_allreduce_op != "mean":
         reader.problem(
             "comm_hook.name",

@@ -85,9 +85,9 @@ class Rules:
     static: bool = False
     apart: bool = False
 
-    def of_groups(self, replicas: int) -> Rules:
-        """Those of a window after which each of ``replicas`` shard groups steps with its own gradient."""
-        return replace(self, apart=True, divisor=self.divisor / replicas)
+    def apart_with(self, part: float) -> Rules:
+        """Those of a window after which each shard group steps with a gradient of its own, of that part of the ranks."""
+        return replace(self, apart=True, divisor=self.divisor * part)
 
     @property
     def complete(self) -> Placement:

@@ -33,7 +33,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, OnComplete, Purpose, Way, Work
+from shardengine.comm import Collectives, OnComplete, Parts, Purpose, Way, Work
 from shardengine.ddp.comm_hooks import CommHook, ErrorFeedback, FutureWork, GradBucket, Messages, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
@@ -43,7 +43,7 @@ from shardengine.errors import UsageError
 from shardengine.kernels import flatten, join_powers, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
-from shardengine.stages import Placement
+from shardengine.stages import Axis, Placement
 
 ERROR = "comm_error"
 """The key of flat slices of what messages have not said yet."""
@@ -182,9 +182,8 @@ class Reducer:
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         self.hook: CommHook | None = None
-        self._collectives = collectives
-        self.follow(rules)
         self.step_state = step_state
+        self.follow(rules)
         self.platform = collectives.mesh.platform
         self._spill = CopyQueue(self.platform, pool)
         self.way_back = CopyQueue(self.platform, pool)
@@ -192,6 +191,7 @@ class Reducer:
         self.views = GradientViews(layout, self.buckets, parameters, collectives.mesh.rank)
         self.used: set[int] = set()
         self.touched: frozenset[int] = frozenset()
+        self._collectives = collectives
         self._pool = pool
         self._parameters = len(layout.parameters)
         self._of_parameter: dict[int, list[GradientBucket]] = {}
@@ -215,7 +215,7 @@ class Reducer:
     def follow(self, rules: Rules) -> None:
         """Gradients are reduced by ``rules`` from now on; between two windows."""
         self.rules = replace(rules, divisor=1) if isinstance(self.hook, WholeGradients) else rules
-        self._apart = rules.of_groups(self._collectives.mesh.replicas)
+        self._apart = rules.apart_with(self.step_state.replicas.part)
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
 
     @property
@@ -347,6 +347,9 @@ class Reducer:
             if mode.final and state.complete is None and state.total is not None:
                 if rules.ends_across:
                     self._reduce_across(state)
+                    continue
+                if self.step_state.replicas.step.exchanges:
+                    self._exchange_total(state)
                     continue
                 state.close(rules)
                 if rules.gathers:
@@ -498,7 +501,12 @@ class Reducer:
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            self._reduce(state, sent, on_complete, rules.summed).wait()
+            if self.step_state.replicas.step.exchanges:
+                work, second = self._reduce_with_partner(state, sent, on_complete)
+                work.wait()
+                second().wait()
+            else:
+                self._reduce(state, sent, on_complete, rules.summed).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -538,6 +546,9 @@ class Reducer:
             gathers = whole is not None and not isinstance(self.hook, WholeGradients)
             return self._gather(state, whole) if gathers and whole is not None else None
 
+        if final and self.step_state.replicas.step.exchanges:
+            self._in_flight.append(_Flight(*self._reduce_with_partner(state, sent, on_complete, then)))
+            return
         earlier = state.hand_over_total() if final and rules.ends_across else None
         target = rules.summed if final else rules.gradients
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, target, earlier), then))
@@ -562,6 +573,49 @@ class Reducer:
         moved = total, Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.GRADIENTS
         work = move(*moved, on_complete, Way(coding))
         self._in_flight.append(_Flight(work, then))
+
+    def _reduce_with_partner(
+        self, state: GradientBucket, sent: Tensor, on_complete: OnComplete, then: Callable[[], object] = lambda: None
+    ) -> tuple[Work, Callable[[], Work]]:
+        """``sent`` is added up inside of the group, what waits in ``total`` joins; what then begins brings another
+        group's sum beside it, and hands both to ``on_complete``. then: ``sent`` is not used any more."""
+        rules, earlier = self._today, state.hand_over_total()
+        summed = self._pool.take(state.bucket.layout.elements(rules.complete), rules.reduce)
+
+        def add_up(terms: Sequence[Tensor]) -> None:
+            ordered_sum(terms, summed, total=earlier, reduce_dtype=rules.reduce)
+            if earlier is not None:
+                self._pool.give(earlier)
+
+        def second() -> Work:
+            then()
+            return self._exchange_sums(state, summed, on_complete)
+
+        return self._reduce(state, sent, add_up, rules.summed), second
+
+    def _exchange_total(self, state: GradientBucket) -> None:
+        """The window ends without another reduction inside of the shard groups."""
+        self._finish(MAX_IN_FLIGHT - 1)
+        rules, total = self._today, state.hand_over_total(self.rules.reduce)
+        if total is not None:
+            self._fly(self._exchange_sums(state, total, lambda terms: state.finish(terms, rules, lambda: None)))
+
+    def _exchange_sums(self, state: GradientBucket, summed: Tensor, on_complete: OnComplete) -> Work:
+        """Begin to bring another group's sum; ``on_complete`` is given both. summed: a buffer of the pool, which is
+        the caller's no longer."""
+        to, source = self.step_state.replicas.partners
+        count, groups = summed.numel(), range(self._collectives.mesh.replicas)
+        received = self._pool.take(count, summed.dtype)
+        to_each, from_each = ([count * (group == other) for group in groups] for other in (to, source))
+        parts = Parts(summed, to_each, received, from_each, summed.nbytes * len(groups))
+
+        def end() -> None:
+            on_complete([summed, received])
+            self._pool.give(summed)
+            self._pool.give(received)
+
+        work = self._collectives.deliver(parts, state.bucket.layout, Purpose.GRADIENTS, Axis.ACROSS)
+        return work.ending_with(end)
 
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a

@@ -75,6 +75,11 @@ class Replicas:
         return self.step.apart
 
     @property
+    def part(self) -> float:
+        """Of all ranks, those of whose gradients a group steps with the mean, where groups step apart."""
+        return (2 if self.name == "gossip" else 1) / self._groups
+
+    @property
     def rows(self) -> slice:
         """Of something that every rank has sent, in rank order: that of the ranks that share this one's gradient."""
         return slice(self._group * self._size, (self._group + 1) * self._size) if self.apart else slice(None)

@@ -265,7 +265,8 @@ def _one_gradient(state: StepState, call: str) -> str | None:
         return None
     return (
         f"{call} in a step in which shard groups step apart (rank {state.rank}; comm_hook {state.replicas.name}), each "
-        "with its own gradient: expected changes that every rank makes to its own, in a hook of the parameter"
+        "with its own gradient, which rank 0's would replace: expected full_grads() without writable, which shows each "
+        "rank its group's"
     )
 
 

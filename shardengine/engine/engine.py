@@ -533,8 +533,9 @@ class Engine(Inspection):
         Nothing happens where they are the same, as after every ``period`` steps. What gives weights or states away
         (``save_checkpoint``, ``state_dict``, …) asks for it where they are not.
         """
-        core, optimizer = self._need_core(), self._need_optimizer("average_replicas()")
-        replicas.average(core, optimizer)
+        core = self._need_core()
+        if self.optimizer is not None:
+            replicas.average(core, self.optimizer)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first.

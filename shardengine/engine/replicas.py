@@ -14,6 +14,7 @@ that a checkpoint must be loaded (recovery: [Note: Back to one step]).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -65,17 +66,16 @@ def step_buckets(core: Core, optimizer: ShardedOptimizer) -> None:
 
 def average(core: Core, optimizer: ShardedOptimizer) -> None:
     """See ``Engine.average_replicas``."""
-    core.schedule.finish_open_backward()
     state, call = core.step_state, "engine.average_replicas()"
-    state.require("average_replicas()", call)
-    if not state.replicas.name:
+    if not state.replicas.since:
         return
+    core.schedule.finish_open_backward()
+    state.require("average_replicas()", call)
     optimizer.settle()
     agree(core, call)
-    if state.replicas.since:
-        optimizer.await_reader()
-        exchange(core, _averaged(core, optimizer, (each.bucket for each in core.reducer.buckets)))
-        state.replicas.note_alike()
+    optimizer.await_reader()
+    exchange(core, _averaged(core, optimizer, (each.bucket for each in core.reducer.buckets)))
+    state.replicas.note_alike()
 
 
 def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
@@ -89,21 +89,22 @@ def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]
 
 def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
     """Each of ``held``, the group's slice, becomes the mean over groups."""
-    layout, move = bucket.layout, core.collectives.move
-    full = [core.pool.take(tensor.numel(), tensor.dtype) for tensor in held]
-    for copy, tensor in zip(full, held, strict=True):
-        copy.copy_(tensor)
+    layout, move, device = bucket.layout, core.collectives.move, core.mesh.device
+    full = [tensor if tensor.device == device else core.pool.take(tensor.numel(), tensor.dtype) for tensor in held]
+    away = [(here, tensor) for here, tensor in zip(full, held, strict=True) if here is not tensor]
+    for here, tensor in away:
+        here.copy_(tensor)
 
-    def take_mean(copy: Tensor, terms: Sequence[Tensor]) -> None:
-        own = bucket.own_slice(copy, Placement.SHARDED, of=Placement.SHARDED_INSIDE)
+    def take_mean(here: Tensor, terms: Sequence[Tensor]) -> None:
+        own = bucket.own_slice(here, Placement.SHARDED, of=Placement.SHARDED_INSIDE)
         ordered_sum(terms, own, divisor=core.mesh.replicas)
 
     across = Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.REPLICAS
     back = Placement.SHARDED, Placement.SHARDED_INSIDE, layout, Purpose.REPLICAS
-    for work in [move(copy, *across, lambda terms, copy=copy: take_mean(copy, terms)) for copy in full]:
+    for work in [move(here, *across, functools.partial(take_mean, here)) for here in full]:
         work.wait()
-    for work in [move(copy, *back) for copy in full]:
+    for work in [move(here, *back) for here in full]:
         work.wait()
-    for copy, tensor in zip(full, held, strict=True):
-        tensor.copy_(copy)
-        core.pool.give(copy)
+    for here, tensor in away:
+        tensor.copy_(here)
+        core.pool.give(here)

@@ -311,6 +311,7 @@ class DeepSpeedEngine(nn.Module):
         """
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
         with client_states.kept(save_dir, name, client_state) as kept:
+            self._live.average_replicas()
             self._live.save_checkpoint(save_dir, name, kept, frozen=not exclude_frozen_parameters)
         if self._engine.rank == 0:
             checkpoints.write_script(save_dir)
