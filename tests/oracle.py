@@ -42,9 +42,10 @@ set of parameters and adds their gradients up in the declared order:
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
 - groups that step apart ("apart"): from a step on each shard group has weights and states of its own. Its gradient is
   that of its ranks alone, or with "gossip" that of its own and of the group 1, 2, 4, … (in turn) before it, as if there
-  were these two. A parameter that another group alone used has a gradient of zeros. Each group clips by its own norm; all
-  skip a step where the norm of all groups together is not finite, which is everybody's then. After every so many such
-  steps, and after the last one, weights that are stepped and states are the sum over groups (a tree) over their number
+  were these two. A parameter that another group alone used has a gradient of zeros. Each group clips by its own norm;
+  all skip a step where the norm of all groups together is not finite, which is everybody's then. After every so many
+  such steps, and after the last one, weights that are stepped and states are the sum over groups, a tree, over their
+  number
 - uneven inputs: a rank without a micro-batch adds zeros to it. By default the sum is divided by the number of ranks all
   the same; else by how many had a micro-batch in the step: the gradient is what it was, and counts as one whose loss
   was multiplied with that number over the number of ranks, so that norm and update divide by it, as by a loss scale.
@@ -200,7 +201,7 @@ def clipped_by_torch(
 
 
 class Groups:
-    """Shard groups of so many consecutive ranks that step apart: each one's weights and states, in turn in the model."""
+    """Shard groups of so many consecutive ranks: each one's weights and states, in turn in the model."""
 
     def __init__(self, optimizer: Optimizer, parameters: list[Tensor], ranks: int, size: int) -> None:
         self.optimizer, self.parameters, self.size, self.count = optimizer, parameters, size, ranks // size
@@ -243,8 +244,8 @@ def gossip(group: int, count: int, step: int) -> list[int]:
 
 @dataclass
 class Trace:
-    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step, or of each rank where groups step
-    apart; the rest after the last step.
+    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step, or per step and rank where groups
+    step apart; the rest after the last step.
 
     shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not. scales:
     the loss scale after each step; skipped: the steps that were skipped; kept: the names of each parameter's states.
@@ -757,7 +758,7 @@ def train(
             clips = functools.partial(clip_factor, clip) if clip else lambda norm: torch.tensor(1.0)
             trace.losses.append(losses)
             step_apart(groups_of_ranks, windows[0], sums, apart[0] == "gossip", step, trace, clips)
-            if apart[2] and (step + 1 - apart[1]) % apart[2] == 0 or step == steps - 1:
+            if (apart[2] and (step + 1 - apart[1]) % apart[2] == 0) or step == steps - 1:
                 groups_of_ranks.average()
             continue
         complete: dict[Tensor, Tensor] = {}

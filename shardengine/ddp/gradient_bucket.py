@@ -86,7 +86,8 @@ class Rules:
     apart: bool = False
 
     def apart_with(self, part: float) -> Rules:
-        """Those of a window after which each shard group steps with a gradient of its own, of that part of the ranks."""
+        """Those of a window after which each shard group steps with a gradient of its own, that of ``part`` of the
+        ranks."""
         return replace(self, apart=True, divisor=self.divisor * part)
 
     @property

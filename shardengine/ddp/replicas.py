@@ -96,7 +96,9 @@ class Replicas:
     def note_step(self, steps: int) -> None:
         """The window's step was made, the number ``steps`` of all; the next window begins."""
         self.last = self.step
-        self.since = self.since + 1 if self.apart and not self.step.averaged else 0 if self.step.averaged else self.since
+        self.since = (
+            self.since + 1 if self.apart and not self.step.averaged else 0 if self.step.averaged else self.since
+        )
         self.foresee(steps)
 
     def note_alike(self) -> None:

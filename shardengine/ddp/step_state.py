@@ -254,9 +254,9 @@ def _replicas_alike(state: StepState, call: str) -> str | None:
     if not state.replicas.since:
         return None
     return (
-        f"{call} while the shard groups have different weights (rank {state.rank}): comm_hook {state.replicas.name} has "
-        f"let them step apart {state.replicas.since} times since they were averaged; expected "
-        "engine.average_replicas() on every rank first"
+        f"{call} while shard groups have different weights (rank {state.rank}): comm_hook {state.replicas.name} has let "
+        f"them step apart {state.replicas.since} times since they were averaged; expected engine.average_replicas() on "
+        "every rank first"
     )
 
 
@@ -274,7 +274,7 @@ def _never_apart(state: StepState, call: str) -> str | None:
     if not state.replicas.name:
         return None
     return (
-        f"{call} with comm_hook {state.replicas.name} (rank {state.rank}), which takes means over the ranks of a group, "
+        f"{call} with comm_hook {state.replicas.name} (rank {state.rank}), which takes means over the ranks of a group "
         "and not over those that have data: expected as many batches on every rank, or another comm_hook"
     )
 

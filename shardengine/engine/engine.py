@@ -527,9 +527,9 @@ class Engine(Inspection):
 
     @reports_failure("average_replicas")
     def average_replicas(self) -> None:
-        """Where comm_hook post_local_sgd or gossip lets shard groups step apart, they are averaged now: the weights that
-        are stepped and the optimizer's states become the mean over the groups; collective, between two steps.
+        """Where comm_hook post_local_sgd or gossip lets shard groups step apart, average them now; collective.
 
+        The weights that are stepped and the optimizer's states become the mean over the groups. Between two steps.
         Nothing happens where they are the same, as after every ``period`` steps. What gives weights or states away
         (``save_checkpoint``, ``state_dict``, …) asks for it where they are not.
         """

@@ -872,7 +872,7 @@ _JOINED = (
     "the config, or a hook before the optimizer's step"
 )
 _APART = (
-    "shard groups step apart, each with its own gradient: expected \"gradient_clipping\" in the config, "
+    'shard groups step apart, each with its own gradient: expected "gradient_clipping" in the config, '
     "engine.clip_grad_norm_(...), or changes before the window's last backward ends"
 )
 _STEPPED_WITH = (
