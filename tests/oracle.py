@@ -244,8 +244,8 @@ def gossip(group: int, count: int, step: int) -> list[int]:
 
 @dataclass
 class Trace:
-    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step, or per step and rank where groups
-    step apart; the rest after the last step.
+    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step, of each rank where groups step
+    apart; the rest after the last step.
 
     shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not. scales:
     the loss scale after each step; skipped: the steps that were skipped; kept: the names of each parameter's states.

@@ -254,9 +254,9 @@ def _replicas_alike(state: StepState, call: str) -> str | None:
     if not state.replicas.since:
         return None
     return (
-        f"{call} while shard groups have different weights (rank {state.rank}): comm_hook {state.replicas.name} has let "
-        f"them step apart {state.replicas.since} times since they were averaged; expected engine.average_replicas() on "
-        "every rank first"
+        f"{call} while shard groups have different weights (rank {state.rank}): comm_hook {state.replicas.name} has "
+        f"let them step apart {state.replicas.since} times since they were averaged; expected "
+        "engine.average_replicas() on every rank first"
     )
 
 

@@ -29,6 +29,7 @@ from shardengine.comm import (
 )
 from shardengine.config import Config
 from shardengine.ddp import BufferSync, CommHook, Reducer, Replicas, Rules, StepState, Window, comm_hooks
+from shardengine.engine import replicas
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
@@ -136,7 +137,6 @@ def build(
     """
     zero = config.zero_optimization
     stage = stages.select(config, mesh.replicas)
-    which = precision.of(config)
     pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
     on_nccl = mesh.backend == "nccl"
     collectives = Collectives(
@@ -146,7 +146,7 @@ def build(
         debug=config.debug,
         direct=not on_nccl if config.reproducible is None else config.reproducible,
         hierarchical=on_nccl if config.hierarchical_reduce is None else config.hierarchical_reduce,
-        reduce_dtype=which.reduce,
+        reduce_dtype=precision.of(config).reduce,
     )
     by_kernel = [groups[number] for number in needs.by_kernel]
     trial = KernelTrial.of(
@@ -166,6 +166,7 @@ def build(
     sizes = _choose_sizes(config, stage, found, collectives)
     config = sizes.put_into(config)
     plan = lay_out(config, mesh, found, needs)
+    replicas.check(config, needs, plan, kind)
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
@@ -265,8 +266,8 @@ def _assemble(
         found = replace(found, source=None)  # which knows how the model was made
         collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
     mesh = collectives.mesh
-    replicas = Replicas(config.comm_hook, mesh.rank, mesh.ranks, mesh.replicas)
-    step_state = StepState(Window(config.gradient_accumulation_steps or 1), mesh.rank, mesh.ranks, replicas)
+    groups = Replicas(config.comm_hook, mesh.rank, mesh.ranks, mesh.replicas)
+    step_state = StepState(Window(config.gradient_accumulation_steps or 1), mesh.rank, mesh.ranks, groups)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, step_state)
     deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
     driven = (units, reducer, schedule, step_state, buffers, deferred_gather)

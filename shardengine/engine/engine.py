@@ -201,7 +201,6 @@ class Engine(Inspection):
             self._lr_scheduler = self._make_scheduler(lr_scheduler)
             self._owns_scheduler = lr_scheduler is None and lr_schedules.is_named(self._lr_scheduler)
             if self.optimizer is not None:
-                replicas.check(core, self.optimizer)
                 self.optimizer.begin()
 
         try:

@@ -21,33 +21,32 @@ import torch
 from torch import Tensor
 
 from shardengine.comm import Purpose
+from shardengine.config import STEPPING_APART, Config
 from shardengine.engine.core import Core
 from shardengine.engine.exchanging import agree, exchange
 from shardengine.errors import UsageError
 from shardengine.kernels import ordered_sum
-from shardengine.optim import ShardedOptimizer
-from shardengine.sharding import Bucket
+from shardengine.optim import Needs, ShardedOptimizer
+from shardengine.sharding import Bucket, Layout, precision
 from shardengine.stages import Placement
 
 
-def check(core: Core, optimizer: ShardedOptimizer) -> None:
-    """``UsageError`` where groups step apart and what ``optimizer`` keeps cannot be averaged."""
-    replicas, needs = core.step_state.replicas, optimizer.needs
-    if not replicas.name:
+def check(config: Config, needs: Needs, plan: Layout, kind: str | None) -> None:
+    """``UsageError`` where groups step apart and what the optimizer keeps cannot be averaged. needs, kind: of it."""
+    if config.comm_hook.name not in STEPPING_APART or plan.replicas == 1 or kind is None:
         return
-    kept = {form.dtype for forms in needs.forms.values() for form in forms.values()}
-    for bucket in (state.bucket for state in core.reducer.buckets):
-        own = bucket.full.dtype
-        kept.add(core.precision.master_dtype(own) or own)
-    found = ""
+    which, found = precision.of(config), ""
+    own = {getattr(torch, each.dtype) for each in plan.flat_buffers if each.trainable}
+    kept = {which.master_dtype(dtype) or dtype for dtype in own}
+    kept |= {form.dtype for forms in needs.forms.values() for form in forms.values()}
     if needs.by_sums or any(needs.whole):
-        found = f"{optimizer.kind}, which needs whole matrices"
+        found = f"{kind}, which needs whole matrices"
     elif other := sorted(str(dtype).removeprefix("torch.") for dtype in kept - {torch.float32}):
-        found = f"{optimizer.kind} with weights or states in {' and '.join(other)}"
+        found = f"{kind} with weights or states in {' and '.join(other)}"
     if found:
         raise UsageError(
-            f"comm_hook {replicas.name}: expected an optimizer that steps each element from itself, with weights (or "
-            f"master weights) and states in fp32, of which means can be taken; got {found}"
+            f"comm_hook {config.comm_hook.name}: expected an optimizer that steps each element from itself, with "
+            f"weights (or master weights) and states in fp32, of which means can be taken; got {found}"
         )
 
 

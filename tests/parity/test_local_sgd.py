@@ -277,7 +277,8 @@ class Boom(RuntimeError):
 
 def failing(folder: str) -> tuple[list[str], bool]:
     """Rank 1 fails in the middle of an average: what is said, and whether a checkpoint leads on from there."""
-    engine = cases.make_engine(cases.make_mlp(), config_of("2", 1, 1, ("post_local_sgd", 0, 2), {}))
+    model, config = cases.make_mlp(), config_of("2", 1, 1, ("post_local_sgd", 0, 2), {"timeout_s": 60})
+    engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"))  # groups of its own
     engine.save_checkpoint(folder)
     losses = [cases.run_micro_batch(engine, cases.loss_of, 0, 0)]
     take, calls, said = replicas._take_means, [], []
