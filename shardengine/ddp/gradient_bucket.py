@@ -85,10 +85,10 @@ class Rules:
     static: bool = False
     apart: bool = False
 
-    def apart_with(self, part: float) -> Rules:
-        """Those of a window after which each shard group steps with a gradient of its own, that of ``part`` of the
-        ranks."""
-        return replace(self, apart=True, divisor=self.divisor * part)
+    def apart_with(self, count: int, groups: int) -> Rules:
+        """Those of a window after which each shard group steps with a gradient of its own, that of ``count`` of all
+        ``groups``."""
+        return replace(self, apart=True, divisor=self.divisor * count / groups)
 
     @property
     def complete(self) -> Placement:

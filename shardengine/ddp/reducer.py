@@ -215,7 +215,7 @@ class Reducer:
     def follow(self, rules: Rules) -> None:
         """Gradients are reduced by ``rules`` from now on; between two windows."""
         self.rules = replace(rules, divisor=1) if isinstance(self.hook, WholeGradients) else rules
-        self._apart = rules.apart_with(self.step_state.replicas.part)
+        self._apart = rules.apart_with(*self.step_state.replicas.part)
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
 
     @property
@@ -501,12 +501,7 @@ class Reducer:
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            if self.step_state.replicas.step.exchanges:
-                work, second = self._reduce_with_partner(state, sent, on_complete)
-                work.wait()
-                second().wait()
-            else:
-                self._reduce(state, sent, on_complete, rules.summed).wait()
+            self._reduce_late(state, sent, on_complete).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -516,6 +511,13 @@ class Reducer:
             state.restore_earlier(self.touched, used)
         if state.whole is not None:
             self._fly(self._gather(state, state.whole))
+
+    def _reduce_late(self, state: GradientBucket, sent: Tensor, on_complete: OnComplete) -> Work:
+        if not self.step_state.replicas.step.exchanges:
+            return self._reduce(state, sent, on_complete, self._today.summed)
+        work, second = self._reduce_with_partner(state, sent, on_complete)
+        work.wait()
+        return second()
 
     def _launch_ready(self) -> None:
         while (index := self._order.next()) is not None:

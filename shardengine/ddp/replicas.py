@@ -75,9 +75,9 @@ class Replicas:
         return self.step.apart
 
     @property
-    def part(self) -> float:
-        """Of all ranks, those of whose gradients a group steps with the mean, where groups step apart."""
-        return (2 if self.name == "gossip" else 1) / self._groups
+    def part(self) -> tuple[int, int]:
+        """Where groups step apart: of how many groups each one steps with the mean gradient, and how many there are."""
+        return 2 if self.name == "gossip" else 1, self._groups
 
     @property
     def rows(self) -> slice:

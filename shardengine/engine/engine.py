@@ -533,8 +533,9 @@ class Engine(Inspection):
         (``save_checkpoint``, ``state_dict``, …) asks for it where they are not.
         """
         core = self._need_core()
-        if self.optimizer is not None:
+        if self.optimizer is not None and core.step_state.replicas.since:
             replicas.average(core, self.optimizer)
+            self._report.leave_out(core.sent())
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first.

@@ -64,10 +64,8 @@ def step_buckets(core: Core, optimizer: ShardedOptimizer) -> None:
 
 
 def average(core: Core, optimizer: ShardedOptimizer) -> None:
-    """See ``Engine.average_replicas``."""
+    """See ``Engine.average_replicas``; groups differ."""
     state, call = core.step_state, "engine.average_replicas()"
-    if not state.replicas.since:
-        return
     core.schedule.finish_open_backward()
     state.require("average_replicas()", call)
     optimizer.settle()
@@ -88,11 +86,11 @@ def _averaged(core: Core, optimizer: ShardedOptimizer, buckets: Iterable[Bucket]
 
 def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
     """Each of ``held``, the group's slice, becomes the mean over groups."""
-    layout, move, device = bucket.layout, core.collectives.move, core.mesh.device
-    full = [tensor if tensor.device == device else core.pool.take(tensor.numel(), tensor.dtype) for tensor in held]
-    away = [(here, tensor) for here, tensor in zip(full, held, strict=True) if here is not tensor]
-    for here, tensor in away:
-        here.copy_(tensor)
+    layout, move, platform = bucket.layout, core.collectives.move, core.mesh.platform
+    away = bucket.state_store.away and platform.is_apart  # where no collective reaches it
+    full = [core.pool.take(tensor.numel(), tensor.dtype) for tensor in held] if away else held
+    for loading in [platform.loads.copy(tensor, here) for here, tensor in zip(full, held, strict=True) if away]:
+        loading.wait()
 
     def take_mean(here: Tensor, terms: Sequence[Tensor]) -> None:
         own = bucket.own_slice(here, Placement.SHARDED, of=Placement.SHARDED_INSIDE)
@@ -100,10 +98,11 @@ def _take_means(core: Core, bucket: Bucket, held: Sequence[Tensor]) -> None:
 
     across = Placement.PARTIAL_ACROSS, Placement.SHARDED, layout, Purpose.REPLICAS
     back = Placement.SHARDED, Placement.SHARDED_INSIDE, layout, Purpose.REPLICAS
-    for work in [move(here, *across, functools.partial(take_mean, here)) for here in full]:
-        work.wait()
-    for work in [move(here, *back) for here in full]:
-        work.wait()
-    for here, tensor in away:
-        tensor.copy_(here)
+    for summing in [move(here, *across, functools.partial(take_mean, here)) for here in full]:
+        summing.wait()
+    for gathering in [move(here, *back) for here in full]:
+        gathering.wait()
+    for saving in [platform.saves.copy(here, tensor) for here, tensor in zip(full, held, strict=True) if away]:
+        saving.wait_on_host()
+    for here in full if away else ():
         core.pool.give(here)

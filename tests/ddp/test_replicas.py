@@ -57,7 +57,7 @@ def test_whose_gradient_a_rank_shares() -> None:
     assert list(range(6))[groups.rows] == [0, 1, 2, 3, 4, 5]
     groups.note_step(1)
     assert list(range(6))[groups.rows] == [4, 5]
-    assert groups.part == 1 / 3 and replicas("gossip", groups=4).part == 1 / 2
+    assert groups.part == (1, 3) and replicas("gossip", groups=4).part == (2, 4)
 
 
 def test_other_hooks_and_one_group_step_together() -> None:
