@@ -176,8 +176,7 @@ def traffic(stage: str, hook: Hook, micros: int) -> tuple[list[Counter[str]], li
     return sent, said, every
 
 
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("stage", ["1", "3k"])
+@pytest.mark.parametrize(("stage", "micros"), [("1", 1), ("3k", 3)])
 @pytest.mark.parametrize("name", HOOKS)
 def test_bytes_across(pools: Pools, name: str, stage: str, micros: int) -> None:
     """Two groups of two. A rank has half of every element; AdamW keeps three numbers of each."""
