@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import shardengine
 from shardengine.engine import replicas
 from shardengine.errors import CommunicationError, ConfigError, UsageError
 from tests import oracle
+from tests.engine.test_recovery import stop_after_buckets
 from tests.parity.test_hybrid import LETTER, STAGES, counted
-from tests.support import cases
+from tests.support import cases, special_models
 from tests.support.comparing import assert_equal_to_truth
 from tests.support.ranks import RankPool
 
@@ -107,6 +109,12 @@ def test_tiers(pools: Pools, device: str, tmp_path: Path) -> None:
     options = {"zero": {"offload_optimizer": tier, "offload_param": tier}}
     hook = ("post_local_sgd", START, PERIOD)
     compare(pools(2).run(train, ["3"], 1, 2, "AdamW", hook, options), 1, 2, "AdamW", hook)
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"overlap_comm": False}, {"overlap_param_gather": True}])
+def test_switches(pools: Pools, options: dict[str, Any]) -> None:
+    hook = ("gossip", START, PERIOD)
+    compare(pools(3).run(train, ["1", "3"], 1, 2, "AdamW", hook, options), 1, 2, "AdamW", hook)
 
 
 def twice(model: Any, step: int, rank: int, micro: int) -> Tensor:
@@ -305,6 +313,36 @@ def failing(folder: str) -> tuple[list[str], bool]:
     again = [cases.run_micro_batch(engine, cases.loss_of, 0, 0)]
     engine.close()
     return said, losses == again
+
+
+def recovered(stage: str, hook: Hook) -> dict[str, Any]:
+    """Rank 0 stops after a bucket of a step in which groups step apart; all go on from there."""
+    model, config, failing = cases.make_mlp(), config_of(stage, 1, 1, hook, {"timeout_s": 60}), START + PERIOD
+    engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"))  # groups of its own
+
+    def run(engine: Any, loss_of: cases.LossOf, step: int, micro: int) -> float:
+        if step == failing and engine.rank == 0:
+            stop_after_buckets(engine.optimizer, 1)
+        loss = loss_of(engine, step, engine.rank, micro)
+        engine.backward(loss)
+        if step == failing:
+            with suppress(special_models.Boom, CommunicationError):
+                engine.step()
+            engine.reset()
+            assert engine.global_steps == failing + 1
+        else:
+            engine.step()
+        return float(loss.item())
+
+    result = cases.run_steps(engine, STEPS, run=run, after=engine.average_replicas)
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize(("stage", "name"), [("1", "gossip"), ("3", "post_local_sgd")])
+def test_a_step_apart_is_finished_by_a_reset(pools: Pools, stage: str, name: str) -> None:
+    hook = (name, START, PERIOD)
+    compare([{stage: result} for result in pools(2).run(recovered, stage, hook)], 1, 1, "AdamW", hook)
 
 
 def test_a_failure_in_an_average_loses_the_step(pools: Pools, tmp_path: Path) -> None:
