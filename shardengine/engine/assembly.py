@@ -27,7 +27,7 @@ from shardengine.comm import (
     run_on_all_ranks,
     settle_kernels,
 )
-from shardengine.config import Config
+from shardengine.config import STEPPING_APART, Config
 from shardengine.ddp import BufferSync, CommHook, Reducer, Replicas, Rules, StepState, Window, comm_hooks
 from shardengine.engine import replicas
 from shardengine.engine.core import Core
@@ -344,6 +344,7 @@ def _footprint(
         nodes=collectives.nodes,
         message=comm_hooks.bytes_per_element(comm_hook_of(config)),
         coded=comm_hooks.bytes_per_element(weight_coding_of(config)),
+        averages=config.comm_hook.name in STEPPING_APART and plan.replicas > 1,
     )
 
 

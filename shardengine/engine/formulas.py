@@ -41,6 +41,7 @@ def footprint_of(
         nodes=core.collectives.nodes,
         message=comm_hooks.bytes_per_element(core.reducer.hook),
         coded=comm_hooks.bytes_per_element(core.schedule.coding),
+        averages=bool(core.step_state.replicas.name),
     )
 
 

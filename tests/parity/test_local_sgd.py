@@ -53,6 +53,8 @@ def train(
         def check(step: int, engine: Any = engine, stage: str = stage) -> None:
             traffic = engine.traffic()
             assert not step or traffic["measured_bytes_last_step"] == traffic["formula_bytes_per_step"], (stage, step)
+            memory = engine.memory()
+            assert memory["measured_model_state_bytes"] <= memory["predicted_model_state_bytes"], (stage, step)
 
         found[stage] = cases.run_steps(engine, STEPS, before=check, after=engine.average_replicas)
         engine.close()
