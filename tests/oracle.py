@@ -45,6 +45,12 @@ set of parameters and adds their gradients up in the declared order:
 - states in bf16 or 8 bits ("kept_in"): rounded stochastically after each step, the first state with the lower, the
   second with the upper half of a random word of each element, see ``kept``
 - buffers: before the first micro-batch of a step every rank has rank 0's (or keeps its own, where told)
+- groups that step apart ("apart"): from a step on each shard group has weights and states of its own. Its gradient is
+  that of its ranks alone, or with "gossip" that of its own and of the group 1, 2, 4, … (in turn) before it, as if there
+  were these two. A parameter that another group alone used has a gradient of zeros. Each group clips by its own norm;
+  all skip a step where the norm of all groups together is not finite, which is everybody's then. After every so many
+  such steps, and after the last one, weights that are stepped and states are the sum over groups, a tree, over their
+  number
 - uneven inputs: a rank without a micro-batch adds zeros to it. By default the sum is divided by the number of ranks all
   the same; else by how many had a micro-batch in the step: the gradient is what it was, and counts as one whose loss
   was multiplied with that number over the number of ranks, so that norm and update divide by it, as by a loss scale.
@@ -57,7 +63,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -240,16 +246,59 @@ def clipped_by_torch(
     return {p: g.to(wire or p.dtype, copy=True).mul_(factor).float() for p, g in complete.items()}
 
 
+class Groups:
+    """Shard groups of so many consecutive ranks: each one's weights and states, in turn in the model."""
+
+    def __init__(self, optimizer: Optimizer, parameters: list[Tensor], ranks: int, size: int) -> None:
+        self.optimizer, self.parameters, self.size, self.count = optimizer, parameters, size, ranks // size
+        self.apart, self.inside = False, 0
+
+    def begin(self) -> None:
+        if not self.apart:
+            self.apart, self.held = True, [self.now()] * self.count
+
+    def now(self) -> tuple[dict[Tensor, Tensor], dict[Tensor, dict[str, Any]]]:
+        states = {p: dict(state) for p, state in self.optimizer.state.items()}
+        return {p: p.detach().clone() for p in self.parameters}, states
+
+    def enter(self, group: int) -> None:
+        """The model and the optimizer are those of ``group``, until another one is entered or all are averaged."""
+        self.held[self.inside], self.inside = self.now(), group
+        weights, states = self.held[group]
+        for p, values in weights.items():
+            p.detach().copy_(values)
+        self.optimizer.state.clear()
+        self.optimizer.state.update({p: dict(state) for p, state in states.items()})
+
+    def average(self) -> None:
+        self.enter(0)
+        mean: dict[Tensor, dict[str, Any]] = {}
+        for p in self.parameters:
+            of_all = [{"weight": weights[p], **states.get(p, {})} for weights, states in self.held]
+            mean[p] = {key: value if key == "step" else tree_sum([each[key].float() for each in of_all]) / self.count
+                       for key, value in of_all[0].items()}  # fmt: skip
+            weight = mean[p].pop("weight")
+            p.detach().copy_(mean[p].get("master", weight))
+        self.optimizer.state.update({p: state for p, state in mean.items() if state})
+        self.apart = False
+
+
+def gossip(group: int, count: int, step: int) -> list[int]:
+    """The groups whose gradient ``group`` of ``count`` steps with."""
+    return [group, (group - 2 ** (step % math.ceil(math.log2(count)))) % count]
+
+
 @dataclass
 class Trace:
-    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step; the rest after the last step.
+    """What the engine is compared with. ``losses[step][rank][micro]``; norms per step, of each rank where groups step
+    apart; the rest after the last step.
 
     shown: rank 0's state dict, so with tied names and buffers. trained: what the optimizer steps, used or not. scales:
     the loss scale after each step; skipped: the steps that were skipped; kept: the names of each parameter's states.
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    norms: list[Any] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     shown: dict[str, Tensor] = field(default_factory=dict)
@@ -593,6 +642,39 @@ class Scaler:
                 self.scale, self.left = self.scale * 2, self.hysteresis
 
 
+def clip_factor(limit: float, norm: Tensor) -> Tensor:
+    """What a gradient of this norm is multiplied with."""
+    return (torch.tensor(limit) / (norm + 1e-6)).clamp(max=1.0)
+
+
+def step_apart(
+    groups: Groups, window: Any, sums: Sums, exchanges: bool, step: int, trace: Trace, clips: Callable[..., Tensor]
+) -> None:
+    """One step of groups that step apart. window: (rank, micro-batch) → the gradients of each parameter."""
+    groups.begin()
+    size, used = groups.size, {p for row in window for micro in row for p in micro}
+    of_group: list[dict[Tensor, Tensor]] = []
+    for group in range(groups.count):
+        with_whom = gossip(group, groups.count, step) if exchanges else [group]
+        rows = [row for each in with_whom for row in window[each * size : (each + 1) * size]]
+        order = sums.order if exchanges or sums.order == "full" else "sharded"
+        how = replace(sums, order=order, divisor=len(rows), inside=size if exchanges else 0)
+        complete: dict[Tensor, Tensor] = {}
+        for p in (p for p in groups.parameters if p in used):
+            found = complete_gradient([[micro.get(p, []) for micro in row] for row in rows], p.detach(), how)
+            complete[p] = torch.zeros_like(p, dtype=torch.float32) if found is None else found
+        of_group.append(complete)
+    norms = [norm_of(list(complete.values())).float() for complete in of_group]
+    of_all = norm_of([g for complete in of_group for g in complete.values()]).float()
+    trace.norms.append([(norm if of_all.isfinite() else of_all).item() for norm in norms for _ in range(size)])
+    if not of_all.isfinite():
+        trace.skipped.append(step)
+        return
+    for group, complete in enumerate(of_group):
+        groups.enter(group)
+        groups.optimizer.step(complete, clips(norms[group]))
+
+
 def train(
     model: nn.Module,
     loss_of: Callable[[nn.Module, int, int, int], Tensor | list[Tensor]],
@@ -628,6 +710,7 @@ def train(
     earlier: Trace | None = None,
     has: Callable[[int, int, int], bool] = lambda step, rank, micro: True,
     by_active: bool = False,
+    apart: tuple[str, int, int] | None = None,
 ) -> Trace:
     """Train ``model`` in place as ``ranks`` data-parallel ranks would.
 
@@ -647,6 +730,7 @@ def train(
     earlier: training goes on from there up to ``steps``, with ``groups`` and trainable parameters as they are now;
     masters of those that join are the weights.
     has: (step, rank, micro) → whether there is such a micro-batch; by_active: the mean is over ranks that have any.
+    apart: "local" or "gossip", the steps before that, and steps from one average to the next (0: none).
     """
     stepped = {p for group in groups for p in group["params"]}
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p in stepped]
@@ -685,6 +769,8 @@ def train(
         fires.setdefault(p, []).append(p.grad.coalesce().to_dense() if p.grad.is_sparse else p.grad)
         p.grad = None
 
+    groups_of_ranks = Groups(optimizer, trained, ranks, inside or ranks)
+
     model.zero_grad()
     handles = [p.register_post_accumulate_grad_hook(collect) for p in trained]
     for step in range(len(trace.losses), steps):
@@ -701,6 +787,8 @@ def train(
         for rank in range(ranks):
             for b, old in zip(buffers, held[rank] if own_buffers else source, strict=True):
                 b.copy_(old)
+            if groups_of_ranks.apart:
+                groups_of_ranks.enter(rank // inside)
             for micro in (micro for micro in range(micros) if has(step, rank, micro)):
                 found = loss_of(model, step, rank, micro)
                 for number, loss in enumerate(found if isinstance(found, list) else [found]):
@@ -717,6 +805,13 @@ def train(
             b.copy_(new)
         for q, values in exact.items():
             q.data = values
+        if apart is not None and step >= apart[1]:
+            clips = functools.partial(clip_factor, clip) if clip else lambda norm: torch.tensor(1.0)
+            trace.losses.append(losses)
+            step_apart(groups_of_ranks, windows[0], sums, apart[0] == "gossip", step, trace, clips)
+            if (apart[2] and (step + 1 - apart[1]) % apart[2] == 0) or step == steps - 1:
+                groups_of_ranks.average()
+            continue
         complete: dict[Tensor, Tensor] = {}
         for p, window in itertools.product(trained, windows):
             sent = [[by_parameter.get(p, []) for by_parameter in row] for row in window]
@@ -743,7 +838,7 @@ def train(
         if overflow:
             trace.skipped.append(step)
         else:
-            factor = (torch.tensor(clip) / (norm + 1e-6)).clamp(max=1.0) if clip else torch.tensor(1.0)
+            factor = clip_factor(clip, norm) if clip else torch.tensor(1.0)
             for p in complete if ema is not None else ():
                 averages.setdefault(p, masters.get(p, p.detach()).clone())
             optimizer.step(complete, factor / scale)
@@ -759,7 +854,7 @@ def train(
     trace.shown = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     trace.trained = [names[p] for p in trained]
-    trace.gradients = {names[p]: g for p, g in complete.items()} if steps else {}
+    trace.gradients = {names[p]: g for p, g in complete.items()} if steps and apart is None else {}
     for p, average in averages.items():
         optimizer.state[p]["ema"] = average
     trace.kept = {names[p]: (*optimizer.names_of(p), *(["ema"] if ema is not None else [])) for p in trained}

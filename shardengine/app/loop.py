@@ -77,6 +77,7 @@ def train(settings: Settings, config: Config, rank_sums: RankSums) -> bool:
                 out.validation(progress.step, validate(engine, blocks.validation, rank_sums))
             checkpoints.after(progress)
 
+    engine.average_replicas()
     engine.save_pretrained(settings.output / "model")  # collective: rank 0 writes what the others send
     out.saved(tokenizer)
     out.summary(engine, progress)

@@ -275,6 +275,7 @@ class Checkpoints:
         if not every or not (progress.step % every == 0 or progress.stopped or last):
             return
         adapters_alone = self._settings.lora is not None
+        self._engine.average_replicas()
         self._engine.save_checkpoint(self._folder, client_state=self._facts, frozen=not adapters_alone)
         if progress.stopped:
             self._engine.wait_for_checkpoint()  # whoever asked may not wait for the model

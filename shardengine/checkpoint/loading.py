@@ -117,6 +117,8 @@ def load(engine: Inspection, folder: str | Path, tag: str | None, *, strict: boo
         engine.optimizer.end_window()
     counters = {name: chosen.saved["counters"][name] for name in index.COUNTERS}
     engine._go_on_from(None if weights_only else counters)
+    if strict and not weights_only:
+        core.step_state.replicas.note_alike()
     if rank == 0:
         _say(engine, chosen, weights_only=weights_only)
     plan = chosen.plan

@@ -30,6 +30,7 @@ class Purpose(enum.Enum):
     WEIGHTS = "weights: all-gather"
     MATRICES = "whole matrices of an update: all-to-all"
     SUMS = "sums over parameters of an update: all-to-all"
+    REPLICAS = "averages of shard groups: reduce-scatter, all-gather"
     EVALUATION = "weights without grad: all-gather"
     WHOLE_WEIGHTS = "full_params and state_dict"
     WHOLE_STATE = "full_grads and full_optimizer_state"
@@ -46,6 +47,7 @@ STEP = (
     Purpose.WEIGHTS,
     Purpose.MATRICES,
     Purpose.SUMS,
+    Purpose.REPLICAS,
 )
 
 

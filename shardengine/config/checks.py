@@ -10,7 +10,7 @@ from typing import Any
 
 from shardengine.config.kinds import check_table, nearest
 from shardengine.config.reader import Reader
-from shardengine.config.schema import COMM_HOOKS, TRIPLE, CommHookConfig, TopLevel
+from shardengine.config.schema import COMM_HOOKS, STEPPING_APART, TRIPLE, CommHookConfig, TopLevel
 
 EQUATION = f"{TRIPLE[0]} = {TRIPLE[1]} * {TRIPLE[2]} * world size must hold"
 MISSING_TRIPLE = (
@@ -160,6 +160,9 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
     hook, quantized = config.comm_hook, config.zero_optimization.zero_quantized_gradients
     if reader.usable("comm_hook.name"):
         _check_hook_params(hook, reader)
+    codes = hook.name not in STEPPING_APART
+    if not codes:
+        _check_stepping_apart(config, reader)
     zero = config.zero_optimization
     if zero.zero_quantized_weights and zero.stage != 3 and reader.usable("zero_optimization.stage"):
         reader.problem(
@@ -171,7 +174,7 @@ def _check_comm_hook(config: TopLevel, reader: Reader) -> None:
             "zero_optimization.zero_quantized_gradients",
             f"expected no comm_hook beside it, got {hook.name}: both say what travels; leave one of them out",
         )
-    if (hook.name != "none" or quantized) and config.communication_data_type is not None:
+    if ((codes and hook.name != "none") or quantized) and config.communication_data_type is not None:
         reader.problem(
             "communication_data_type",
             "expected none beside a comm_hook, which says what travels; leave one of them out",
@@ -206,6 +209,34 @@ def _check_sparse_gradients(config: TopLevel, reader: Reader) -> None:
         reader.problem(
             "sparse_gradients",
             "expected no comm_hook beside it, which says what travels of all gradients; leave one of them out",
+        )
+
+
+def _check_stepping_apart(config: TopLevel, reader: Reader) -> None:
+    hook, zero = config.comm_hook, config.zero_optimization
+    beside = f"beside comm_hook {hook.name}"
+    if zero.stage == 0 and reader.usable("zero_optimization.stage"):
+        reader.problem(
+            "zero_optimization.stage",
+            f"expected 1, 2 or 3 {beside}, whose groups are shard groups, got 0; take 1 with shard_group_size 1, where "
+            "each rank is a group and has all of everything, as at stage 0",
+        )
+    if zero.zero_hpz_partition_size != 1:
+        reader.problem(
+            "zero_optimization.zero_hpz_partition_size",
+            f"expected shard_group_size {beside}: with hpZ groups share the optimizer's states, and cannot step apart",
+        )
+    if config.gradient_accumulation == "sharded":
+        reader.problem(
+            "gradient_accumulation",
+            f'expected "full", or none, {beside}: "sharded" adds micro-batches up over all ranks before it is known '
+            "what a group's own gradient is",
+        )
+    if config.gradient_divide_factor is not None or config.gradient_allreduce_op != "mean":
+        reader.problem(
+            "comm_hook.name",
+            f"{hook.name} takes means, over the ranks of a group and over groups: expected gradient_allreduce_op "
+            '"mean" and no gradient_divide_factor; leave them out',
         )
 
 

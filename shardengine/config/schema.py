@@ -178,27 +178,34 @@ COMM_HOOKS: Mapping[str, Table] = {
         "min_compression_rate": (number(1), 2.0),
         "square": (BOOL, False),
     },
+    "post_local_sgd": {"start_step": (integer(0), 0), "period": (integer(1), 4)},
+    "gossip": {"start_step": (integer(0), 0), "period": (integer(0), 4)},
 }
 """Name → what its params may be."""
 _HOOKS = choice(*COMM_HOOKS)
+STEPPING_APART = ("post_local_sgd", "gossip")
+"""Those with which shard groups step apart from each other."""
 
 
 @dataclass(frozen=True)
 class CommHookConfig:
     """What travels when gradients are reduced."""
 
-    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4", "power_sgd"] = key(
+    name: Literal["none", "noop", "fp16", "bf16", "int8", "int4", "power_sgd", "post_local_sgd", "gossip"] = key(
         "none",
         _HOOKS,
         "fp16, bf16: in that dtype, the largest number where it would overflow; int8, int4: integers in blocks of 256 "
-        "elements; power_sgd: matrices as products of two thin ones; noop: nothing, to measure.",
+        "elements; power_sgd: matrices as products of two thin ones; post_local_sgd, gossip: nothing between shard "
+        "groups, or what one other needs, and averages of the groups now and then; noop: nothing, to measure.",
     )
     params: Mapping[str, Any] = key(
         FrozenMapping(),
         OBJECT,
         '"error_feedback": what a message could not say is added to the next one; not by default for fp16 and bf16. '
         'Of power_sgd also "rank" (1), "start_step" (1000: updates before the first that is sent so), "warm_start" '
-        '(true), "min_compression_rate" (2), "square" (false: of each parameter\'s elements in a square).',
+        '(true), "min_compression_rate" (2), "square" (false: of each parameter\'s elements in a square). '
+        'Of post_local_sgd and gossip "start_step" (0: steps that are as without) and "period" (4: steps from one '
+        "average to the next; gossip: 0 for none).",
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ comm_hooks        what travels when gradients are reduced
 early_use         gradients that are stepped in backward
 buffers           module buffers that are equal to rank 0's
 joining           ranks that have no more batches: what each says, what it hears
+replicas          shard groups that step apart from each other
 
 Must not know: stages by name, how modules run, where weights rest.
 """
@@ -21,6 +22,7 @@ from shardengine.ddp.gradient_bucket import GradientBucket, Rules
 from shardengine.ddp.gradient_views import GradientViews, ShardedGradient, taken
 from shardengine.ddp.joining import Attendance, Join
 from shardengine.ddp.reducer import ERROR, FACTOR, MAX_IN_FLIGHT, Payload, Reducer, no_payload
+from shardengine.ddp.replicas import Replicas, Step
 from shardengine.ddp.step_state import EarlySteps, Phase, StepState
 from shardengine.ddp.window import Forward, Window
 
@@ -39,8 +41,10 @@ __all__ = [
     "Payload",
     "Phase",
     "Reducer",
+    "Replicas",
     "Rules",
     "ShardedGradient",
+    "Step",
     "StepState",
     "Window",
     "comm_hooks",

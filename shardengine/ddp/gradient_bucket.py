@@ -10,6 +10,9 @@ Must not know: collectives, when something is sent, stages.
     whole      what this rank steps, full size or its shard group's slice: ``complete`` of all who step of that, where
                that is more than the slice
 
+Where shard groups step apart (replicas: [Note: Stepping apart]) ``complete`` is the group's slice of the group's own
+sum, divided and rounded, and all that a rank steps.
+
                        letter P                                 letter S
     micro-batch 1..k-1 partial += gradient                      partial = gradient → reduce-scatter → total += sum
     micro-batch k      … → reduce-scatter → complete            … → total += sum → complete
@@ -43,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +72,7 @@ class Rules:
     divisor: of sums over ranks, their number for a mean · wire: the dtype in which gradients are sent, None for each
     bucket's own · reduce: in which sums over ranks are rounded · accumulate: in which gradients wait for later
     micro-batches · scaled: the loss is, so that a bare backward is refused · static: which parameters a rank uses in a
-    window stays what it was in the first.
+    window stays what it was in the first · apart: each shard group steps with its own gradient.
     """
 
     gradients: Placement
@@ -80,6 +83,22 @@ class Rules:
     accumulate: torch.dtype = torch.float32
     scaled: bool = False
     static: bool = False
+    apart: bool = False
+
+    def apart_with(self, count: int, groups: int) -> Rules:
+        """Those of a window after which each shard group steps with a gradient of its own, that of ``count`` of all
+        ``groups``."""
+        return replace(self, apart=True, divisor=self.divisor * count / groups)
+
+    @property
+    def complete(self) -> Placement:
+        """Where the complete gradient is made."""
+        return Placement.SHARDED_INSIDE if self.apart else Placement.SHARDED
+
+    @property
+    def summed(self) -> Placement:
+        """Where the window's last reduction brings gradients."""
+        return Placement.PARTIAL_ACROSS if self.apart else Placement.SHARDED
 
     @property
     def sharded(self) -> bool:
@@ -88,8 +107,8 @@ class Rules:
 
     @property
     def gathers(self) -> bool:
-        """Whether a rank needs more of the complete gradient than its slice."""
-        return self.state is not Placement.SHARDED
+        """Whether a rank needs more of the complete gradient than is made there."""
+        return self.state is not self.complete
 
     @property
     def steps_everything(self) -> bool:
@@ -99,7 +118,7 @@ class Rules:
     @property
     def ends_across(self) -> bool:
         """Whether sums of shard groups wait for the last micro-batch, after which they are added up (SP)."""
-        return self.gradients is Placement.PARTIAL_ACROSS
+        return self.gradients is Placement.PARTIAL_ACROSS and not self.apart
 
 
 class LocalSum:
@@ -192,9 +211,9 @@ def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
 class GradientBucket:
     """One bucket's places ([Note: Gradients of a window]). ``wire``: the dtype in which its gradients are sent.
 
-    own: parameter → where its elements begin and end in this rank's slice, if any are there · leaves: what is summed
-    over ranks rests with the optimizer's state, which is away · spill: brings there what is stepped with, where that is
-    another device ([Note: Away]).
+    placed: where the complete gradient is made · own: parameter → where its elements begin and end in what this rank
+    has of that, if any are there · leaves: what is summed over ranks rests with the optimizer's state, which is away ·
+    spill: brings there what is stepped with, where that is another device ([Note: Away]).
     """
 
     def __init__(
@@ -211,9 +230,9 @@ class GradientBucket:
         self.wire = wire
         self.names = bucket.layout.names
         self.pieces = {piece.parameter: piece for piece in layout.pieces(bucket.layout)}
-        first, last = bucket.layout.interval(Placement.SHARDED, bucket.rank)
-        own = layout.pieces_within(bucket.layout, (first, last))
-        self.own = {piece.parameter: (piece.start - first, piece.end - first) for piece in own}
+        self.placed = Placement.SHARDED
+        self._own_in: dict[Placement, dict[int, tuple[int, int]]] = {}
+        self._layout = layout
         self.partial = LocalSum(bucket, layout, pool)
         self.late = LocalSum(bucket, layout, pool)
         self.ready: set[int] = set()
@@ -227,6 +246,15 @@ class GradientBucket:
         self._to_step = spill
         self._fetched: tuple[Tensor, Done] | None = None
         self._squares: Tensor | None = None
+
+    @property
+    def own(self) -> dict[int, tuple[int, int]]:
+        """Parameter → where its elements begin and end in ``complete``, if any are there."""
+        if self.placed not in self._own_in:
+            first, last = self.bucket.layout.interval(self.placed, self.bucket.rank)
+            own = self._layout.pieces_within(self.bucket.layout, (first, last))
+            self._own_in[self.placed] = {piece.parameter: (piece.start - first, piece.end - first) for piece in own}
+        return self._own_in[self.placed]
 
     @property
     def is_ready(self) -> bool:
@@ -248,8 +276,9 @@ class GradientBucket:
 
     def fetch(self) -> None:
         """It is stepped soon: begin to bring it where that is done. Until then nothing changes it."""
-        if self._to_step is not None and self.whole is not None and self._fetched is None:
-            self._fetched = self._to_step.bring(self.whole)
+        gradient = None if self.leaves else self.gradient
+        if self._to_step is not None and gradient is not None and self._fetched is None:
+            self._fetched = self._to_step.bring(gradient)
 
     @contextmanager
     def gradient_to_step(self) -> Iterator[Tensor]:
@@ -275,7 +304,7 @@ class GradientBucket:
     @property
     def gradient_interval(self) -> tuple[int, int]:
         """Where ``gradient`` lies in the flat buffer."""
-        placement = Placement.SHARDED if self.whole is None else self.bucket.state
+        placement = self.placed if self.whole is None else self.bucket.state
         return self.bucket.layout.interval(placement, self.bucket.rank)
 
     def name_of(self, parameter: int) -> str:
@@ -353,7 +382,7 @@ class GradientBucket:
     def finish(self, terms: Sequence[Tensor], rules: Rules, then: _Then) -> None:
         """The window's last terms: what they add up to is divided, rounded and ``complete``; ``then`` is called."""
         place, old = self._place_for_complete(rules), self.total
-        self.complete = place
+        self.complete, self.placed = place, rules.complete
         self._sum(terms, place, old, rules, then)
         if old is not None and old is not place and self._spill is None:
             self._pool.give(old)
@@ -368,7 +397,7 @@ class GradientBucket:
         if total is None:
             return
         fits = total.dtype in (torch.float32, self.wire)
-        self.complete = total if fits else self.take_slice(self.wire)
+        self.complete, self.placed = total if fits else self.take_slice(self.wire, rules.complete), rules.complete
         ordered_sum([total], self.complete, divisor=rules.divisor, rounded=self.wire)
         if not fits:
             self._pool.give(total)
@@ -414,14 +443,14 @@ class GradientBucket:
 
     def _place_for_complete(self, rules: Rules) -> Tensor:
         """``total`` or this rank's slice of ``partial`` where it can hold the wire's dtype, else new memory."""
-        partial, candidates = self.partial.tensor, [self.total]
-        sized = not rules.sharded or self.bucket.layout.ranks == 1  # else a slice would keep all of it alive
+        partial, candidates, layout = self.partial.tensor, [self.total], self.bucket.layout
+        sized = not rules.sharded or layout.elements(rules.complete) == layout.length  # else all of it is kept alive
         if partial is not None and sized and not self.leaves:
-            candidates.append(self.bucket.own_slice(partial, Placement.SHARDED))
+            candidates.append(self.bucket.own_slice(partial, rules.complete))
         for memory in candidates:
             if memory is not None and memory.dtype in (torch.float32, self.wire):
                 return memory
-        return self.take_slice(self.wire)
+        return self.take_slice(self.wire, rules.complete)
 
     def make_whole(self) -> Tensor:
         """What this rank steps, in the wire's dtype, with ``complete`` in its slice, ready to be gathered."""

@@ -33,7 +33,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from shardengine.comm import Collectives, OnComplete, Purpose, Way, Work
+from shardengine.comm import Collectives, OnComplete, Parts, Purpose, Way, Work
 from shardengine.ddp.comm_hooks import CommHook, FutureWork, GradBucket, Messages, Part, WholeGradients
 from shardengine.ddp.early_use import Consumer, EarlyUse
 from shardengine.ddp.gradient_bucket import GradientBucket, Rules, flat_gradient
@@ -44,7 +44,7 @@ from shardengine.errors import InternalError, UsageError
 from shardengine.kernels import flatten, join_powers, ordered_sum
 from shardengine.offload import BufferPool, CopyQueue
 from shardengine.sharding import Bucket, BucketLayout, FlatSlice, Layout, ParameterSpec, Targets, shaped, slices_of
-from shardengine.stages import Placement
+from shardengine.stages import Axis, Placement
 
 ERROR, FACTOR = "comm_error", "comm_factor"
 """Keys of flat slices of what messages have not said yet, and of what a hook goes on with from step to step."""
@@ -184,8 +184,8 @@ class Reducer:
     ) -> None:
         self.hook: CommHook | None = None
         self._step_number = 0
-        self.follow(rules)
         self.step_state = step_state
+        self.follow(rules)
         self.platform = collectives.mesh.platform
         self._spill = CopyQueue(self.platform, pool)
         self.way_back = CopyQueue(self.platform, pool)
@@ -218,7 +218,13 @@ class Reducer:
     def follow(self, rules: Rules) -> None:
         """Gradients are reduced by ``rules`` from now on; between two windows."""
         self.rules = replace(rules, divisor=1) if isinstance(self.hook, WholeGradients) else rules
+        self._apart = rules.apart_with(*self.step_state.replicas.part)
         self._rounds_before_sending = not rules.sharded and rules.accumulate is not torch.float32
+
+    @property
+    def _today(self) -> Rules:
+        """Those of this window."""
+        return self._apart if self.step_state.replicas.apart else self.rules
 
     @property
     def collectives(self) -> Collectives:
@@ -336,7 +342,7 @@ class Reducer:
 
     def finalize_backward(self) -> None:
         """After a backward: launch what is left (zeros for what this rank did not use) and wait."""
-        mode = self._mode
+        mode, rules = self._mode, self._today
         if mode.synchronise:
             for index in self._order.left():
                 self._launch(self.buckets[index])
@@ -344,13 +350,16 @@ class Reducer:
             self._adopt_order()
         self._order.restart()
         for state in self.buckets:
-            state.settle(self.rules.accumulate)
+            state.settle(rules.accumulate)
             if mode.final and state.complete is None and state.total is not None:
-                if self.rules.ends_across:
+                if rules.ends_across:
                     self._reduce_across(state)
                     continue
-                state.close(self.rules)
-                if self.rules.gathers:
+                if self.step_state.replicas.step.exchanges:
+                    self._exchange_total(state)
+                    continue
+                state.close(rules)
+                if rules.gathers:
                     self._fly(self._gather(state, state.make_whole()))
         self._finish(0)
         self.step_state.move(Phase.REDUCED if mode.final and self.buckets else Phase.ACCUMULATED)
@@ -472,7 +481,8 @@ class Reducer:
         for parameter, power in self.powers_here(order).items():
             values[parameter] = power
         nothing = torch.zeros(1, dtype=torch.uint8)
-        return join_powers(self._collectives.exchange_values(values, nothing, "norms of gradients")[0], order)
+        rows = self._collectives.exchange_values(values, nothing, "norms of gradients")[0]
+        return join_powers(rows[self.step_state.replicas.rows], order)
 
     def _exchange(
         self, payload: Payload | None, numbers: Collection[int], count: int | None = None
@@ -492,14 +502,15 @@ class Reducer:
         """Add the bucket's late gradients, completed on their own, then what was complete before this backward."""
         parameters = late.intersection(state.pieces)
         if parameters:
-            rules, summed = self.rules, self._pool.take(state.bucket.layout.slice_length, torch.float32)
+            rules = self._today
+            summed = self._pool.take(state.bucket.layout.elements(rules.complete), torch.float32)
 
             def on_complete(terms: Sequence[Tensor]) -> None:
                 ordered_sum(terms, summed, divisor=rules.divisor, rounded=state.wire, reduce_dtype=rules.reduce)
 
             local = state.late.settle(torch.float32)
             sent = self._to_wire(state, local)
-            self._reduce(state, sent, on_complete, Way(self._messages(None))).wait()
+            self._reduce_late(state, sent, on_complete).wait()
             state.add(parameters, summed)
             self._pool.give(summed)
             if sent is not local:
@@ -509,6 +520,13 @@ class Reducer:
             state.restore_earlier(self.touched, used)
         if state.whole is not None:
             self._fly(self._gather(state, state.whole))
+
+    def _reduce_late(self, state: GradientBucket, sent: Tensor, on_complete: OnComplete) -> Work:
+        if not self.step_state.replicas.step.exchanges:
+            return self._reduce(state, sent, on_complete, Way(self._messages(None)), self._today.summed)
+        work, second = self._reduce_with_partner(state, sent, on_complete)
+        work.wait()
+        return second()
 
     def _launch_ready(self) -> None:
         while (index := self._order.next()) is not None:
@@ -521,7 +539,7 @@ class Reducer:
         """Start the reduction of ``partial``, having finished the oldest ones; of rows alone, finish it, too."""
         by_rows = self.sends_rows(state.bucket.layout)
         self._finish(0 if by_rows else MAX_IN_FLIGHT - 1)
-        final, rules = self._mode.final, self.rules
+        final, rules = self._mode.final, self._today
         partial = state.partial.settle(self._dtype_of_partial(state))
         sent = self._to_wire(state, partial)
         if self._in_rounds:
@@ -543,8 +561,11 @@ class Reducer:
                 self._pool.give(sent)
             return self._gather(state, whole) if whole is not None and not brought else None
 
+        if final and self.step_state.replicas.step.exchanges:
+            self._in_flight.append(_Flight(*self._reduce_with_partner(state, sent, on_complete, then)))
+            return
         earlier = state.hand_over_total() if final and rules.ends_across else None
-        target = Placement.SHARDED if final else rules.gradients
+        target = rules.summed if final else rules.gradients
         way = Way(self._messages(state), earlier)
         self._in_flight.append(_Flight(self._reduce(state, sent, on_complete, way, target), then))
         if by_rows:
@@ -640,6 +661,49 @@ class Reducer:
         work = self._collectives.move(*moved, on_complete, Way(self._messages(None)))
         self._in_flight.append(_Flight(work, then))
 
+    def _reduce_with_partner(
+        self, state: GradientBucket, sent: Tensor, on_complete: OnComplete, then: Callable[[], object] = lambda: None
+    ) -> tuple[Work, Callable[[], Work]]:
+        """``sent`` is added up inside of the group, what waits in ``total`` joins; what then begins brings another
+        group's sum beside it, and hands both to ``on_complete``. then: ``sent`` is not used any more."""
+        rules, earlier = self._today, state.hand_over_total()
+        summed = self._pool.take(state.bucket.layout.elements(rules.complete), rules.reduce)
+
+        def add_up(terms: Sequence[Tensor]) -> None:
+            ordered_sum(terms, summed, total=earlier, reduce_dtype=rules.reduce)
+            if earlier is not None:
+                self._pool.give(earlier)
+
+        def second() -> Work:
+            then()
+            return self._exchange_sums(state, summed, on_complete)
+
+        return self._reduce(state, sent, add_up, Way(), rules.summed), second
+
+    def _exchange_total(self, state: GradientBucket) -> None:
+        """The window ends without another reduction inside of the shard groups."""
+        self._finish(MAX_IN_FLIGHT - 1)
+        rules, total = self._today, state.hand_over_total(self.rules.reduce)
+        if total is not None:
+            self._fly(self._exchange_sums(state, total, lambda terms: state.finish(terms, rules, lambda: None)))
+
+    def _exchange_sums(self, state: GradientBucket, summed: Tensor, on_complete: OnComplete) -> Work:
+        """Begin to bring another group's sum; ``on_complete`` is given both. summed: a buffer of the pool, which is
+        the caller's no longer."""
+        to, source = self.step_state.replicas.partners
+        count, groups = summed.numel(), range(self._collectives.mesh.replicas)
+        received = self._pool.take(count, summed.dtype)
+        to_each, from_each = ([count * (group == other) for group in groups] for other in (to, source))
+        parts = Parts(summed, to_each, received, from_each, summed.nbytes * len(groups))
+
+        def end() -> None:
+            on_complete([summed, received])
+            self._pool.give(summed)
+            self._pool.give(received)
+
+        work = self._collectives.deliver(parts, state.bucket.layout, Purpose.GRADIENTS, Axis.ACROSS)
+        return work.ending_with(end)
+
     def _dtype_of_partial(self, state: GradientBucket) -> torch.dtype:
         """Of a sum that is begun now: the wire's where it is sent at once, else what gradients wait in; fp32 for a
         hook that makes something else of it."""
@@ -671,7 +735,7 @@ class Reducer:
         full: Tensor,
         on_complete: OnComplete,
         way: Way,
-        target: Placement = Placement.SHARDED,
+        target: Placement,
     ) -> Work:
         bucket, hook = state.bucket, self.hook
         if isinstance(hook, WholeGradients):

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from shardengine.ddp.joining import Join
+from shardengine.ddp.replicas import Replicas
 from shardengine.ddp.window import Window
 from shardengine.errors import InternalError, UsageError
 
@@ -75,10 +76,10 @@ class StepState:
     quiet: ``engine.reset()`` could not finish the update; no collective is under way, so that it, or a load, may
     follow · summoned: how many ``full_params`` are open · edited: how many ``full_optimizer_state`` that may be written
     to · averaged: whether the weights are their averages now · offloaded: what ``offload_states`` has moved to the
-    host's memory · join: whether ranks may run out of data, and who has.
+    host's memory · join: whether ranks may run out of data, and who has · replicas: whether shard groups step apart.
     """
 
-    def __init__(self, window: Window, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, window: Window, rank: int = 0, ranks: int = 1, replicas: Replicas | None = None) -> None:
         self.window = window
         self.rank = rank
         self.ranks = ranks
@@ -90,6 +91,7 @@ class StepState:
         self.averaged = False
         self.offloaded: set[str] = set()
         self.join = Join(rank, ranks)
+        self.replicas = replicas or Replicas()
 
     @property
     def early(self) -> EarlySteps:
@@ -248,6 +250,35 @@ def _outside_ema(state: StepState, call: str) -> str | None:
     )
 
 
+def _replicas_alike(state: StepState, call: str) -> str | None:
+    if not state.replicas.since:
+        return None
+    return (
+        f"{call} while shard groups have different weights (rank {state.rank}): comm_hook {state.replicas.name} has "
+        f"let them step apart {state.replicas.since} times since they were averaged; expected "
+        "engine.average_replicas() on every rank first"
+    )
+
+
+def _one_gradient(state: StepState, call: str) -> str | None:
+    if not state.replicas.apart:
+        return None
+    return (
+        f"{call} in a step in which shard groups step apart (rank {state.rank}; comm_hook {state.replicas.name}), each "
+        "with its own gradient, which rank 0's would replace: expected full_grads() without writable, which shows each "
+        "rank its group's"
+    )
+
+
+def _never_apart(state: StepState, call: str) -> str | None:
+    if not state.replicas.name:
+        return None
+    return (
+        f"{call} with comm_hook {state.replicas.name} (rank {state.rank}), which takes means over the ranks of a group "
+        "and not over those that have data: expected as many batches on every rank, or another comm_hook"
+    )
+
+
 def _outside_no_sync(state: StepState, call: str) -> str | None:
     if state.window.synchronises:
         return None
@@ -377,6 +408,7 @@ def _untorn(state: StepState, _call: str) -> str | None:
 _NOTHING_STEPPED = (_not_updating, _not_stepping_early)
 _ALONE = (_outside_join, _outside_full_params, _outside_editing, _outside_ema)
 """Not in the middle of something that other ranks have open, too."""
+_WHOLE = (*_ALONE, *_NOTHING_STEPPED, _replicas_alike)
 _AT_REST = (*_ALONE, *_NOTHING_STEPPED, _between_steps)
 
 Call = Literal[
@@ -386,7 +418,7 @@ Call = Literal[
     "load_checkpoint", "load_checkpoint after an interrupted step", "reset()",
     "add_param_group()", "unfreezing", "offload_states", "close()", "close(restore=False)",
     "optimizer.train() or eval()", "engine.ema()", "engine.join()", "a call of every rank", "saving",
-    "step(flush=True)", "another setting",
+    "step(flush=True)", "another setting", "average_replicas()",
 ]  # fmt: skip
 """What the user calls; "any" of it, and what the engine does on the way: begin "another backward", bring the ranks'
 "agreement" on gradients about, and "update" buckets. What a call needs before its first collective is asked there."""
@@ -407,36 +439,39 @@ NEEDS: dict[Call, tuple[_Need, ...]] = {
     "update": (_untorn,),
     "zero_grad()": (_joined_window_whole, *_NOTHING_STEPPED),
     "clip_grad_norm_": (_clipped_by_config, _complete, _not_updating),
-    "full_params(writable=True)": (*_ALONE, *_NOTHING_STEPPED),
+    "full_params(writable=True)": _WHOLE,
     "full_grads": (_complete,),
-    "full_grads(writable=True)": (_complete, _not_updating),
-    "full_optimizer_state": (*_ALONE, *_NOTHING_STEPPED),
+    "full_grads(writable=True)": (_complete, _not_updating, _one_gradient),
+    "full_optimizer_state": _WHOLE,
     "state_dict": (
         _outside_join,
         _not_updating,
+        _replicas_alike,
     ),
     "save_pretrained": (
         _outside_join,
         _not_updating,
+        _replicas_alike,
     ),
-    "optimizer.state_dict()": (*_ALONE, *_NOTHING_STEPPED),
-    "optimizer.load_state_dict()": _AT_REST,
-    "load_state_dict": (*_ALONE, *_NOTHING_STEPPED),
-    "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params),
+    "optimizer.state_dict()": _WHOLE,
+    "optimizer.load_state_dict()": (*_AT_REST, _replicas_alike),
+    "load_state_dict": _WHOLE,
+    "save_checkpoint": (_outside_ema, *_NOTHING_STEPPED, _outside_full_params, _replicas_alike),
     "load_checkpoint": (*_ALONE, _not_stepping_early, _between_steps),
     "load_checkpoint after an interrupted step": _ALONE,
     "reset()": _ALONE,
     "add_param_group()": (*_AT_REST, _outside_no_sync),
     "unfreezing": (*_AT_REST, _outside_no_sync),
     "optimizer.train() or eval()": (*_AT_REST, _outside_no_sync),
-    "engine.ema()": (*_AT_REST, _outside_no_sync),
+    "engine.ema()": (*_AT_REST, _outside_no_sync, _replicas_alike),
+    "average_replicas()": (*_AT_REST, _outside_no_sync),
     "another setting": _AT_REST,
     "offload_states": _AT_REST,
-    "engine.join()": (*_AT_REST, _outside_no_sync),
+    "engine.join()": (*_AT_REST, _outside_no_sync, _never_apart),
     "a call of every rank": (_outside_join,),
     "saving": (_nobody_gone,),
     "step(flush=True)": (_outside_join,),
     "close()": (_outside_ema, _outside_full_params),
-    "close(restore=False)": (*_ALONE, *_NOTHING_STEPPED),
+    "close(restore=False)": _WHOLE,
 }
 """What each call needs; the first that is missing says so."""

@@ -27,8 +27,9 @@ from shardengine.comm import (
     run_on_all_ranks,
     settle_kernels,
 )
-from shardengine.config import Config
-from shardengine.ddp import BufferSync, CommHook, Reducer, Rules, StepState, Window, comm_hooks
+from shardengine.config import STEPPING_APART, Config
+from shardengine.ddp import BufferSync, CommHook, Reducer, Replicas, Rules, StepState, Window, comm_hooks
+from shardengine.engine import replicas
 from shardengine.engine.core import Core
 from shardengine.engine.kernel_trial import KernelTrial
 from shardengine.errors import ConfigError, UsageError
@@ -140,7 +141,6 @@ def build(
     """
     zero = config.zero_optimization
     stage = stages.select(config, mesh.replicas)
-    which = precision.of(config)
     pool = BufferPool(mesh.platform, pins=zero.offload_optimizer.pin_memory)
     on_nccl = mesh.backend == "nccl"
     collectives = Collectives(
@@ -150,7 +150,7 @@ def build(
         debug=config.debug,
         direct=not on_nccl if config.reproducible is None else config.reproducible,
         hierarchical=on_nccl if config.hierarchical_reduce is None else config.hierarchical_reduce,
-        reduce_dtype=which.reduce,
+        reduce_dtype=precision.of(config).reduce,
     )
     by_kernel = [groups[number] for number in needs.by_kernel]
     trial = KernelTrial.of(
@@ -170,6 +170,7 @@ def build(
     sizes = _choose_sizes(config, stage, found, collectives)
     config = sizes.put_into(config)
     plan = lay_out(config, mesh, found, needs)
+    replicas.check(config, needs, plan, kind)
     footprint = _footprint(config, stage, found, plan, needs, collectives)
     dtypes = sent(footprint.rules, plan)
     if mesh.rank == 0:
@@ -269,9 +270,9 @@ def _assemble(
         buffers.broadcast(persistent_only=False)
         found = replace(found, source=None)  # which knows how the model was made
         collectives.mesh.platform.free_cached()  # where the model lay, and between what lies there now
-    step_state = StepState(
-        Window(config.gradient_accumulation_steps or 1), collectives.mesh.rank, collectives.mesh.ranks
-    )
+    mesh = collectives.mesh
+    groups = Replicas(config.comm_hook, mesh.rank, mesh.ranks, mesh.replicas)
+    step_state = StepState(Window(config.gradient_accumulation_steps or 1), mesh.rank, mesh.ranks, groups)
     reducer, schedule = _drive(config, stage, collectives, pool, plan, units, step_state)
     deferred_gather, blocks = _expect(config, stage, collectives, model, found, units)
     driven = (units, reducer, schedule, step_state, buffers, deferred_gather)
@@ -348,6 +349,7 @@ def _footprint(
         nodes=collectives.nodes,
         message=comm_hooks.buffers_per_element(hook),
         coded=comm_hooks.bytes_per_element(weight_coding_of(config)),
+        averages=config.comm_hook.name in STEPPING_APART and plan.replicas > 1,
     )
 
 

@@ -23,6 +23,10 @@ from shardengine.runtime import hooks
 from shardengine.sharding import Elsewhere, LeftShards, inner
 
 _log = logging.getLogger(__name__)
+_APART = (
+    "engine.close(): shard groups have stepped apart since they were averaged, so that the module has other weights on "
+    "the ranks of another group; engine.average_replicas() before it makes them the same"
+)
 
 
 def part(core: Core, *, saves: bool) -> str:
@@ -49,6 +53,8 @@ def dissolve(core: Core, model: nn.Module, *, restore: bool = True, ends_groups:
     let go of before the error is raised. ends_groups: owned process groups end, too. alone: why the other ranks are not
     here; ``CommunicationError`` where weights would have to be gathered.
     """
+    if core.step_state.replicas.since and core.mesh.rank == 0:
+        _log.warning(_APART)
     core.attachments.unhook()
     core.reducer.early_use.wait()
     orderly = left = False

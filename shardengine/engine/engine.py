@@ -40,6 +40,7 @@ from shardengine.engine import (
     overflow,
     rebuild,
     recovery,
+    replicas,
     settings_between_steps,
 )
 from shardengine.engine.core import Core
@@ -416,8 +417,7 @@ class Engine(Inspection):
         core.schedule.reshard_all()
         core.await_weights()
         core.adopt_written_weights()
-        with torch.no_grad():
-            core.publish(optimizer.step_buckets())
+        replicas.step_buckets(core, optimizer)
         self._end_step()
         self._core = rebuild.recut(self._core, self.module, self.config, optimizer)
 
@@ -476,6 +476,7 @@ class Engine(Inspection):
         micro_batches = core.step_state.close()
         self.global_steps += 1
         core.reducer.begin_step(self.global_steps)
+        core.step_state.replicas.note_step(self.global_steps)
         of_all = micro_batches * self.world_size if heard is None else heard.micro_batches(micro_batches)
         self.global_samples += of_all * self.train_micro_batch_size_per_gpu()
         own = micro_batches if heard is None else heard.micro_batches_of(self.rank, micro_batches)
@@ -527,6 +528,19 @@ class Engine(Inspection):
         found.check()
         self.zero_grad()
         recovery.compare_options(core, optimizer)
+
+    @reports_failure("average_replicas")
+    def average_replicas(self) -> None:
+        """Where comm_hook post_local_sgd or gossip lets shard groups step apart, average them now; collective.
+
+        The weights that are stepped and the optimizer's states become the mean over the groups. Between two steps.
+        Nothing happens where they are the same, as after every ``period`` steps. What gives weights or states away
+        (``save_checkpoint``, ``state_dict``, …) asks for it where they are not.
+        """
+        core = self._need_core()
+        if self.optimizer is not None and core.step_state.replicas.since:
+            replicas.average(core, self.optimizer)
+            self._report.leave_out(core.sent())
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the complete gradient before clipping, of the last finished window; None before the first.

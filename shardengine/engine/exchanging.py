@@ -24,8 +24,8 @@ def call_class(core: Core, optimizer: ShardedOptimizer, method: str) -> None:
     if optimizer.begin_exchange(method):
         call = f"optimizer.{method}()"
         core.step_state.require("optimizer.train() or eval()", call)
-        _agree(core, call)
-        _exchange(core, optimizer.exchange_buckets())
+        agree(core, call)
+        exchange(core, optimizer.exchange_buckets())
 
 
 @contextmanager
@@ -38,26 +38,27 @@ def averaged(core: Core, optimizer: ShardedOptimizer) -> Iterator[None]:
     core.schedule.finish_open_backward()
     core.step_state.require("engine.ema()")
     optimizer.settle()
-    _agree(core, "engine.ema()")
-    _exchange(core, optimizer.swap_averages())
+    agree(core, "engine.ema()")
+    exchange(core, optimizer.swap_averages())
     try:
         with core.step_state.averaging():
             yield
     finally:
         try:
-            _agree(core, "the end of engine.ema()")
+            agree(core, "the end of engine.ema()")
         except BaseException:
             core.step_state.lose()  # the weights are averages still
             raise
-        _exchange(core, optimizer.swap_averages())
+        exchange(core, optimizer.swap_averages())
 
 
-def _agree(core: Core, call: str) -> None:
+def agree(core: Core, call: str) -> None:
     """Every rank makes ``call``: where shards are stepped nothing else would be sent."""
     compare(core.collectives, {"call": [call]})
 
 
-def _exchange(core: Core, buckets: Iterable[Bucket]) -> None:
+def exchange(core: Core, buckets: Iterable[Bucket]) -> None:
+    """What of ``buckets``, one by one, is written is published; after an error the update is lost."""
     core.schedule.reshard_all()
     core.await_weights()
     core.adopt_written_weights()

@@ -42,6 +42,7 @@ def footprint_of(
         nodes=core.collectives.nodes,
         message=comm_hooks.buffers_per_element(core.reducer.hook),
         coded=comm_hooks.bytes_per_element(core.schedule.coding),
+        averages=bool(core.step_state.replicas.name),
     )
 
 
@@ -54,7 +55,7 @@ def predicted_traffic(core: Core, needs: Needs, micro_batches: int) -> float:
     """The stage's formula for bytes sent per rank and step, padding included; beside it, what this rank sends of whole
     matrices, or of sums. Without gradients that travel as rows, which depend on the data."""
     whole = needs.bytes_sent(core.layout, core.stage.state, core.mesh.rank)
-    return float(whole) + sum(predicted_by_axis(core, micro_batches).values())
+    return float(whole) + sum(predicted_by_axis(core, needs, micro_batches).values())
 
 
 def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
@@ -63,9 +64,12 @@ def _coded_bytes(core: Core, flat_buffer: FlatBufferLayout) -> float | None:
     return comm_hooks.bytes_per_element(core.schedule.coding) if floats else None
 
 
-def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
-    """The same without whole matrices and sums, inside of shard groups and across them."""
+def predicted_by_axis(core: Core, needs: Needs, micro_batches: int) -> Counter[str]:
+    """The same without whole matrices and sums, inside of shard groups and across them; where these step apart, of the
+    last step."""
     sent, once, hook = Counter[str](), core.schedule.unsharded_once, core.reducer.hook if core.mesh.ranks > 1 else None
+    replicas = core.step_state.replicas
+    step = replicas.last or replicas.step
     for flat_buffer in core.layout.flat_buffers:
         wire, coded = wire_of(core.reducer.rules, flat_buffer), hook is not None and hook.makes_messages
         by_rows = core.reducer.sends_rows(flat_buffer.buckets[0])  # as many as there are
@@ -76,6 +80,9 @@ def predicted_by_axis(core: Core, micro_batches: int) -> Counter[str]:
             message=comm_hooks.said_per_element(hook, flat_buffer.buckets) if flat_buffer.trainable else None,
             coded=_coded_bytes(core, flat_buffer),
             brought=hook is not None and (hook.in_rounds or isinstance(hook, comm_hooks.WholeGradients)),
+            apart=step.apart,
+            exchanges=step.exchanges,
+            averaged=4 + needs.bytes_of(flat_buffer.family) if step.averaged else 0,
         )
         by_axis = core.stage.bytes_by_axis(
             volume,

@@ -247,7 +247,7 @@ class Inspection:
                 self._core, self._needs, self._report.micro_batches or self._window.size
             ),
             "formula_bytes_by_axis": formulas.predicted_by_axis(
-                self._core, self._report.micro_batches or self._window.size
+                self._core, self._needs, self._report.micro_batches or self._window.size
             ),
             "measured_bytes_last_step": self._report.data_bytes(),
             "by_purpose_last_step": {purpose.value: count for purpose, count in self._report.last_step.items()},
@@ -263,6 +263,7 @@ class Inspection:
         if counters is not None:
             self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
             self._core.reducer.begin_step(self.global_steps)
+            self._core.step_state.replicas.foresee(self.global_steps)
 
     def _save_behind(self, make: Callable[[], Any]) -> Any:
         """What writes behind training; made by the first save that asks for it."""

@@ -49,6 +49,11 @@ def set_divide_factor(core: Core, config: Config, call: str, factor: Any) -> Con
             raise UsageError(
                 f"{call}: expected a finite number above 0, got {factor!r} (rank {core.mesh.rank}); nothing has changed"
             )
+        if core.step_state.replicas.name:
+            raise UsageError(
+                f"{call}: expected no comm_hook {core.step_state.replicas.name}, which takes means (rank "
+                f"{core.mesh.rank}); nothing has changed"
+            )
         if isinstance(core.reducer.hook, comm_hooks.WholeGradients):
             raise UsageError(
                 f"{call}: expected no function from engine.register_comm_hook, which brings a mean that is not divided "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardengine import stages
 from shardengine.comm import Collectives, Mesh, compare
-from shardengine.config import Config
+from shardengine.config import STEPPING_APART, Config
 from shardengine.errors import ConfigError
 
 _AT_ONCE = {"power_sgd": "it brings the sum of all ranks at once", "noop": "it leaves every rank its own gradient"}
@@ -18,6 +18,11 @@ def group_size(config: Config, mesh: Mesh) -> int:
     asked = zero.zero_hpz_partition_size if hpz else zero.shard_group_size
     given = mesh.ranks // mesh.replicas
     if asked == "all":
+        if config.comm_hook.name in STEPPING_APART and mesh.ranks > mesh.replicas == 1:
+            raise ConfigError(
+                f"{name}: expected several shard groups beside comm_hook {config.comm_hook.name}, which lets them step "
+                'apart, got "all" ranks in one; 1 makes a group of each rank, "node" of each node'
+            )
         if mesh.replicas > 1 and stages.select(config).state.sharded_over is None:
             raise ConfigError(
                 f"zero_optimization.stage: expected 1, 2 or 3 on a mesh of {mesh.replicas} replicas, got 0, which "

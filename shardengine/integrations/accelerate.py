@@ -391,7 +391,10 @@ class ShardAccelerator(Accelerator):
         engine = self._engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)
-        return {} if self._saving is not None else engine.state_dict()
+        if self._saving is not None:
+            return {}
+        engine.average_replicas()
+        return engine.state_dict()
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what was prepared. Engines among ``objects`` are closed and gather nothing: their models keep
@@ -420,6 +423,7 @@ class ShardAccelerator(Accelerator):
     def _save_engines(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         """The last one of accelerate's hooks: what it would save for engines is no state."""
         for number, engine in enumerate(self._engines()):
+            engine.average_replicas()
             engine.save_checkpoint(output_dir, _tag(number), **(self._saving or {}))
         weights[:] = [each for each in weights if each]
 

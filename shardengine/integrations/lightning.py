@@ -232,6 +232,7 @@ class ShardStrategy(DDPStrategy):
         if self._engine is None:
             return dict(super().lightning_module_state_dict())
         try:
+            self._engine.average_replicas()
             return self._engine.state_dict() if self._full_weights else {}
         except CommunicationError as error:
             raise CommunicationError(
@@ -258,6 +259,7 @@ class ShardStrategy(DDPStrategy):
                 checkpoint[_KEY] = {"tag": None, "full_weights": True}
         elif resumes or not self._full_weights:
             tag = f"step-{self._engine.global_steps:08d}"
+            self._engine.average_replicas()
             self._engine.save_checkpoint(_beside(path), tag)
             self._engine.wait_for_checkpoint()
             checkpoint[_KEY] = {"tag": tag, "full_weights": self._full_weights}

@@ -150,6 +150,7 @@ class ShardTrainerMixin:
         if engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
+        engine.average_replicas()
         state = engine.state_dict(trainable_only=self._has_adapters)
         trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
         with engine.full_params(trained) if self._has_adapters else nullcontext():  # prompts are computed from them
@@ -160,6 +161,7 @@ class ShardTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._need_engine()
+        engine.average_replicas()
         engine.save_checkpoint(output_dir, f"global_step{engine.global_steps}", frozen=not self._has_adapters)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)

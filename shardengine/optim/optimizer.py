@@ -240,24 +240,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"engine.{way}. A scheduler that is stepped with a metric (ReduceLROnPlateau) needs the same one on "
                 "every rank: average it over the ranks first" + self._told_of_gone()
             )
-        known = 1 + len(self._layout.parameters)
-        if self.norm_type == 2:
-            self.norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.gradient_scale)
-        else:
-            power = kernels.join_powers(sums[:, known], self.norm_type)
-            self.norm = kernels.norm_from_powers(power, self.norm_type, self.gradient_scale)
-        if self.settings.fp16:  # inf - inf on the way is an overflow, too
-            self.norm = self.norm.nan_to_num(nan=math.inf, posinf=math.inf)
+        norm, squares = self._norm_of(sums[(replicas := self._step_state.replicas).rows])
+        if replicas.apart:  # one that is not finite is everybody's
+            of_all, squares_of_all = self._norm_of(sums)
+            norm = torch.where(of_all.isfinite(), norm, of_all)
+            squares = torch.where(of_all.isfinite(), squares, squares_of_all)
+        self.norm = norm
         self.update = Update() if self.update is None else Update(self.update.max_norm, self.update.norm_type)
         self._reducer.views.show(
             self._reducer.touched,
-            sums[:, 1:known].sum(dim=0),
+            squares,
             self._reducer.finish_gradients,
             powers=self._reducer.powers,
             scale=self.gradient_scale,
             by_squares=self.norm_type == 2,
             fixed=_JOINED if self._step_state.join.is_open else self._stepped_with,
         )
+
+    def _norm_of(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the complete gradient, and the squares of each parameter's, from what some ranks have sent."""
+        known = 1 + len(self._layout.parameters)
+        if self.norm_type == 2:
+            norm = kernels.norm_from_squares(sums[:, 0].contiguous(), self.gradient_scale)
+        else:
+            power = kernels.join_powers(sums[:, known], self.norm_type)
+            norm = kernels.norm_from_powers(power, self.norm_type, self.gradient_scale)
+        if self.settings.fp16:  # inf - inf on the way is an overflow, too
+            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
+        return norm, sums[:, 1:known].sum(dim=0)
 
     def _told_of_gone(self) -> str:
         gone = self._step_state.join.gone
@@ -266,6 +276,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _stepped_with(self) -> str:
         """Why gradients may not be changed after backward; "" where they may."""
+        if self._step_state.replicas.apart:
+            return _APART
         return _STEPPED_WITH if self._step_state.must_be_stepped else ""
 
     @property
@@ -858,6 +870,10 @@ _GONE = (
 _JOINED = (
     'inside engine.join() ranks that have run out of data would not change theirs; expected "gradient_clipping" in '
     "the config, or a hook before the optimizer's step"
+)
+_APART = (
+    'shard groups step apart, each with its own gradient: expected "gradient_clipping" in the config, '
+    "engine.clip_grad_norm_(...), or changes before the window's last backward ends"
 )
 _STEPPED_WITH = (
     "buckets are stepped with it in backward already: expected offload_optimizer.step_in_backward to be false"

@@ -3,18 +3,19 @@
 Owns: the formula of model state by tier, the bound of what the device holds beside it, and what is said of a ratio
 that was chosen and of the live window. Must not know: what is measured, how a choice of tiers is made.
 
-[Note: Buffers] The pool keeps a buffer for its next use, so the bound adds up what each length of buffer needs at most
-at one moment: the gradients that a window holds beyond ``at_rest``, which counts complete ones, and of each length of
-bucket the three that may be under way (``ddp/reducer.py``), with what is received and two slices in fp32. With it goes
-the live window of stages whose weights move. What depends on the model's code is not in it: gradients that wait for
-their bucket, ``no_sync()``, several backwards in one window, units that are kept because an output is a view.
+[Note: Buffers] The pool keeps a buffer for its next use, so the bound adds up what each length of buffer needs at
+most at one moment: the gradients that a window holds beyond ``at_rest``, which counts complete ones, and of each
+length of bucket the three that may be under way (``ddp/reducer.py``), with what is received and two slices in fp32;
+where shard groups are averaged, what one bucket of each length receives for that. With it goes the live window of
+stages whose weights move. What depends on the model's code is not in it: gradients that wait for their bucket,
+``no_sync()``, several backwards in one window, units that are kept because an output is a view.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Footprint:
     nodes: as ``Collectives.nodes`` · message: bytes per element of what a communication hook sends · coded: of what
     weights travel as, if not as they are · beside: bytes that whole matrices, or sums, take in the step, at
     most, and errors of a communication hook · kept_whole: bytes of optimizer state that every rank keeps of parameters
-    as a whole.
+    as a whole · averages: shard groups are averaged now and then.
     """
 
     stage: Stage
@@ -52,6 +53,7 @@ class Footprint:
     coded: float | None = None
     beside: int = 0
     kept_whole: int = 0
+    averages: bool = False
 
     def at_rest(self, homes: Homes) -> defaultdict[str, float]:
         """The stage's formula for model state, by tier, at the end of a window of micro-batches.
@@ -98,6 +100,7 @@ class Footprint:
                 found += self._held_beyond_rest(flat_buffer, bucket, away=bucket.index in homes.state)
                 lengths[bucket.length, wire_of(self.rules, flat_buffer)] += 1
         ranks = self.layout.ranks
+        found += self._taken_by_averages(homes, {length for length, _ in lengths})
         for (length, wire), count in lengths.items():
             whole = length * wire.itemsize * (1.0 if ranks == 1 else 2.0)
             if self.message is not None and ranks > 1:  # fp32 before and after, messages sent and received
@@ -106,6 +109,14 @@ class Footprint:
                 whole += 2 * self.rules.reduce.itemsize * length * nodes // ranks
             found += min(count, MAX_IN_FLIGHT) * (whole + 2 * 4 * length * self.layout.replicas // ranks)
         return found + self.beside
+
+    def _taken_by_averages(self, homes: Homes, lengths: Collection[int]) -> float:
+        """Bytes of what is received of each bucket's weights and states, a slice of the group for each of them, and of
+        copies of those that rest in another tier."""
+        if not self.averages:
+            return 0.0
+        kept = 4 + max((self.state(each.family) for each in self.layout.flat_buffers if each.trainable), default=0)
+        return sum(lengths) * self.layout.replicas / self.layout.ranks * kept * (2 if homes.state else 1)
 
     def on_device(self, homes: Homes) -> int:
         """Bytes of the device that the engine needs, at most."""

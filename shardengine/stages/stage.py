@@ -24,7 +24,9 @@ class Volume:
     backward again · once: of the root, of the unit with which forward ends and backward begins, and of those whose
     backward does not read them (embeddings). Both with frozen ones · message: bytes per element of what a communication
     hook sends in a reduction, coded: of weights that are gathered from where they rest; None: they travel as they are ·
-    brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum of a micro-batch.
+    brought: a reduction ends with a gather of such messages, so that all ranks have the whole sum of a micro-batch ·
+    apart: each shard group steps with its own gradient; exchanges: which is the mean with another group's · averaged:
+    bytes per trainable element of what groups are averaged of after the step.
     """
 
     trainable: int
@@ -33,6 +35,9 @@ class Volume:
     message: float | Fraction | None = None
     coded: float | None = None
     brought: bool = False
+    apart: bool = False
+    exchanges: bool = False
+    averaged: float = 0
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,8 @@ class Stage:
                     sent[axis] += size * elements / group * wire_fraction(op, groups)
 
         reductions = micro_batches if self.reduces_every_micro_batch else 1
-        each = self.gradients if self.reduces_every_micro_batch else Placement.SHARDED
+        whole = Placement.PARTIAL_ACROSS if volume.apart else Placement.SHARDED
+        each = self.gradients if self.reduces_every_micro_batch else whole
         if volume.brought and message is not None:
             move(Placement.PARTIAL, Placement.SHARDED, volume.trainable * reductions, message)
             move(Placement.SHARDED, Placement.REPLICATED, volume.trainable * reductions, message)
@@ -195,8 +201,12 @@ class Stage:
                 move(Placement.SHARDED, self.state, volume.trainable, gradient)
         else:
             move(Placement.PARTIAL, each, volume.trainable * reductions, gradient)
-            move(each, Placement.SHARDED, volume.trainable, gradient)
-            move(Placement.SHARDED, self.state, volume.trainable, gradient)
+            if not volume.apart:
+                move(each, Placement.SHARDED, volume.trainable, gradient)
+                move(Placement.SHARDED, self.state, volume.trainable, gradient)
+        sent[Axis.ACROSS] += partial * volume.trainable * replicas / ranks * volume.exchanges
+        for op in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER):
+            sent[Axis.ACROSS] += volume.averaged * volume.trainable * replicas / ranks * wire_fraction(op, replicas)
         if self.publishes_after_step:
             move(self.state, self.weights_after_backward, volume.trainable, weight)
         for resting, elements in (

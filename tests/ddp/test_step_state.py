@@ -83,7 +83,7 @@ def refusals(state: StepState) -> dict[Call, str]:
 GRADIENTS: set[Call] = {"full_grads", "full_grads(writable=True)", "clip_grad_norm_"}
 BETWEEN: set[Call] = {
     "load_checkpoint", "optimizer.load_state_dict()", "add_param_group()", "unfreezing", "offload_states",
-    "optimizer.train() or eval()", "engine.ema()", "another setting", "engine.join()",
+    "optimizer.train() or eval()", "engine.ema()", "another setting", "engine.join()", "average_replicas()",
 }  # fmt: skip
 NOTHING_STEPPED: set[Call] = {
     "backward", "another backward", "zero_grad()", "full_optimizer_state", "full_params(writable=True)",
@@ -152,7 +152,7 @@ def test_after_a_backward_that_may_step_the_window_can_only_be_stepped(phase: Ph
             "no_sync",
             {
                 *("step()", "add_param_group()", "unfreezing", "optimizer.train() or eval()", "engine.ema()"),
-                "engine.join()",
+                *("engine.join()", "average_replicas()"),
             },
         ),
         ("offloaded", {"any", "another backward"}),

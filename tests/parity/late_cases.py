@@ -60,6 +60,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks computed again": {"activation_checkpointing": {"enabled": True, "cpu_offload": True}},
     "no overlap": {"overlap_comm": False},
 }
+APART = {"groups step apart": ("local", 0, 2), "groups gossip": ("gossip", 0, 2)}
+"""On hybrid meshes: what the oracle is told."""
+OPTIONS |= {
+    option: {"comm_hook": {"name": name, "params": {"start_step": 0, "period": 2}}}
+    for option, name in zip(APART, ("post_local_sgd", "gossip"), strict=True)
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,8 @@ class Case:
 
     def truth(self, ranks: int, steps: int) -> oracle.Trace:
         """The oracle's answer."""
-        alike = replace(self, place="device", options="plain", stream=DEFAULT, around=(), compiled=None)
+        options = self.options if self.options in APART else "plain"
+        alike = replace(self, place="device", options=options, stream=DEFAULT, around=(), compiled=None)
         return _truth(alike, ranks, steps, self.clip)
 
     @property
@@ -111,10 +118,11 @@ def _truth(case: Case, ranks: int, steps: int, clip: float) -> oracle.Trace:
     model, told = case.special.make(), {**PRECISIONS[case.precision][1]}
     if (scaling := told.pop("scaling", None)) is not None:
         told["scaler"] = oracle.Scaler(*scaling)
+    order = cases.LETTER[case.stage] if case.micros > 1 else "full"
+    told |= {"inside": 2, "apart": APART[case.options]} if case.options in APART else cases.groups_told(order)
     return oracle.train(
         model, case.special.loss, ranks=ranks, micros=case.micros, steps=steps, kind="AdamW",
-        groups=cases.groups_of(model, "AdamW"), order=cases.LETTER[case.stage] if case.micros > 1 else "full",
-        clip=clip, **cases.groups_told(cases.LETTER[case.stage] if case.micros > 1 else "full"), **told,
+        groups=cases.groups_of(model, "AdamW"), order=order, clip=clip, **told,
     )  # fmt: skip
 
 
@@ -176,7 +184,9 @@ def run_one(case: Case, steps: int, folder: str) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "get_global_grad_norm", norm_unseen)
             patch.setattr(engine, "was_step_applied", not_asked)
-            result = cases.run_steps(engine, steps, case.special.loss, micro_batch, before)
+            result = cases.run_steps(
+                engine, steps, case.special.loss, micro_batch, before, after=engine.average_replicas
+            )
         result["skipped"] = [step for step, verdict in enumerate(verdicts) if not verdict.applied]
         for tag, digest in saved.items():
             engine.load_checkpoint(folder, tag)

@@ -159,11 +159,13 @@ def counted() -> Iterator[Counter[str]]:
         return counting
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in {
+        sizes: dict[str, Callable[..., int]] = {
             "broadcast": lambda tensor, source, group: tensor.nbytes if dist.get_rank(group) == source else 0,
             "all_gather": lambda out, own, group: own.nbytes * (dist.get_world_size(group) - 1),
             "all_to_all": lambda out, full, group: full.nbytes // 2,
-        }.items():
+            "all_to_all_of": lambda out, come, full, go, group: full.nbytes,  # nothing stays here
+        }
+        for name, size in sizes.items():
             patch.setattr(Wire, name, wrapped(name, size))
         yield found
 

@@ -71,6 +71,9 @@ SAVED = Case("2", 1, "bf16", around=("saved",))
 TWO_STEPS, WRITTEN, FETCHED = "a reduction in two steps", "a file is written", "what CUDA is told of fetches"
 BOTH_AXES = "a gather along both axes"
 COPIED, TIMED = "what CUDA is told of copies", "what CUDA is told of times"
+APART = Case("1 hybrid", 1, "fp32", options="groups step apart")
+HOST_APART = Case("1 hybrid", 1, "fp32", "states on the host", "groups step apart")
+TWICE_APART = Case("2 hybrid", 1, "fp32", options="groups gossip", model="gradients twice")
 CAUGHT = [
     Mutation("comm/collectives.py", "Collectives.broadcast", ".wait()", Case("2"), "", ranks=2),
     Mutation("comm/collectives.py", "Collectives.exchange", ".wait()", "ranks exchange", ""),
@@ -92,7 +95,12 @@ CAUGHT = [
     Mutation("comm/work.py", "wait_for", "_wait_under_watchdog(work, record, failures)", "ranks exchange"),
     Mutation("comm/work.py", "_wait_under_watchdog", "work.wait(_SLICE)", "ranks exchange"),
     Mutation("ddp/reducer.py", "Reducer._join", ".wait()", Case("3", 1, "fp32", model="gradients twice"), ""),
+    Mutation("ddp/reducer.py", "Reducer._reduce_late", "work.wait()", TWICE_APART, ranks=4),
     Mutation("ddp/reducer.py", "Reducer._finish", "flight.work.wait()", Case("2"), ranks=2),
+    Mutation("engine/replicas.py", "_take_means", "summing.wait()", APART, ranks=4),
+    Mutation("engine/replicas.py", "_take_means", "gathering.wait()", APART, ranks=4),
+    Mutation("engine/replicas.py", "_take_means", "loading.wait()", HOST_APART, ranks=4),
+    Mutation("engine/replicas.py", "_take_means", "saving.wait_on_host()", HOST_APART, ranks=4),
     Mutation("ddp/reducer.py", "Reducer._finish", "self._spill.settle(leave)", HOST),
     Mutation("ddp/gradient_bucket.py", "GradientBucket.gradient_to_step", "end.wait_on_host()",
              Case("0", 1, "bf16", "states on the host")),
@@ -431,6 +439,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("ddp/comm_hooks/whole_gradients.py", "WholeGradients.result", "future.wait()"): "the value of the user's future",
     ("ddp/reducer.py", "Reducer._reduce_by", "hook.result(future, full)"): "no wait: the value, which exists by then",
     ("ddp/reducer.py", "Reducer._reduce_by", "works[0].wait()"): "the user's function waits for what it has begun",
+    ("engine/replicas.py", "average", "optimizer.await_reader()"): PASSES_ON,
     ("engine/rebuild.py", "recut", "optimizer.await_reader()"): "a thread that saves; tests/parity/test_recut.py",
     ("trace.py", "Trace.begin", "zero.wait_on_host()"): TRACE,
     ("trace.py", "Trace._settle", "end.wait_on_host()"): TRACE,
@@ -470,7 +479,7 @@ NOT_AN_ORDER: dict[tuple[str, str, str], str] = {
     ("engine/closing.py", "_leave_shards", "core.await_weights()"): FIFO,
     ("engine/engine.py", "Engine.step", "core.await_weights()"): FIFO,
     ("engine/full_access.py", "full_optimizer_state", "core.await_weights()"): FIFO,
-    ("engine/exchanging.py", "_exchange", "core.await_weights()"): FIFO,
+    ("engine/exchanging.py", "exchange", "core.await_weights()"): FIFO,
     ("engine/optimizer_dict.py", "load", "core.await_weights()"): FIFO,
     ("engine/optimizer_dict.py", "state_dict", "core.await_weights()"): FIFO,
     ("engine/optimizer_dict.py", "load", "optimizer.await_reader()"): PASSES_ON,

@@ -91,6 +91,18 @@ def test_both_axes_of_a_hybrid_mesh(pools: Pools, tmp_path: Path, stage: str) ->
     assert_right(pools, 4, [case for case in HYBRID if case.stage == stage], tmp_path)
 
 
+STEPPING_APART = [
+    Case("1 hybrid", 1, "bf16", options="groups step apart", stream=USER),
+    Case("2 hybrid", 3, "fp32", "states on the host", "groups gossip"),
+    Case("3k hybrid", 3, "fp32", options="groups gossip", model="gradients twice"),
+    Case("3 hybrid", 3, "bf16", "all on the host", "groups step apart", stream=LEAVES),
+]
+
+
+def test_groups_that_step_apart(pools: Pools, tmp_path: Path) -> None:
+    assert_right(pools, 4, STEPPING_APART, tmp_path)
+
+
 COMPILED = [
     Case("0", 3, "fp32", stream=USER, compiled=("blocks", "eager")),
     Case("1", 1, "bf16", "states on the host", "weights later", compiled=("blocks", "aot_eager")),

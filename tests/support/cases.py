@@ -232,10 +232,12 @@ def run_steps(
     loss_of: LossOf = loss_of,
     run: Callable[[Any, LossOf, int, int], float] = run_micro_batch,
     before: Callable[[int], None] = lambda step: None,
+    after: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Train, in one rank: losses of all micro-batches, norms, weights (whole, rank 0), this rank's optimizer state.
 
-    run: one micro-batch, as ``run_micro_batch`` does it · before: called with the number of each step before it.
+    run: one micro-batch, as ``run_micro_batch`` does it · before: called with the number of each step before it ·
+    after: called when all are done.
     """
     losses: list[list[float]] = []
     norms: list[float | None] = []
@@ -247,6 +249,7 @@ def run_steps(
         norms.append(engine.get_global_grad_norm())
         scales.append(engine.get_loss_scale())
         skipped += [] if engine.was_step_applied() else [step]
+    after()
     weights = {name: copy_out(value).float().numpy() for name, value in engine.state_dict().items()}
     scaling = {"scales": scales, "skipped": skipped}
     return {"losses": losses, "norms": norms, "weights": weights, "state": local_state(engine), **scaling}

@@ -282,6 +282,7 @@ class DeepSpeedEngine(nn.Module):
             return self.module.state_dict(*args, **kwargs)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        self._live.average_replicas()
         return self._live.state_dict(trainable_only=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -290,6 +291,7 @@ class DeepSpeedEngine(nn.Module):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Rank 0 writes the whole state dict with torch.save; collective. True."""
+        self._live.average_replicas()
         state = self._live.state_dict(trainable_only=exclude_frozen_parameters)
         if self._engine.rank == 0:
             os.makedirs(save_dir, exist_ok=True)
@@ -311,6 +313,7 @@ class DeepSpeedEngine(nn.Module):
         """
         name = f"global_step{self._live.global_steps}" if tag is None else str(tag)
         with client_states.kept(save_dir, name, client_state) as kept:
+            self._live.average_replicas()
             self._live.save_checkpoint(save_dir, name, kept, frozen=not exclude_frozen_parameters)
         if self._engine.rank == 0:
             checkpoints.write_script(save_dir)

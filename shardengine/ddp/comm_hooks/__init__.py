@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardengine.comm import Coding
+from shardengine.config import STEPPING_APART
 from shardengine.ddp.comm_hooks.blocks import BLOCK, BlockHook
 from shardengine.ddp.comm_hooks.error_feedback import ErrorFeedback
 from shardengine.ddp.comm_hooks.floats import FloatHook
@@ -29,8 +30,9 @@ from shardengine.sharding import BucketLayout, Layout
 
 
 def by_name(name: str, params: Mapping[str, Any], seed: int = 0) -> CommHook | None:
-    """The hook that the config names, with all of its params; None for none. seed: of what it draws."""
-    if name == "none":
+    """The hook that the config names, with all of its params; None for none, and where it says what shard groups do
+    (ddp/replicas). seed: of what it draws."""
+    if name == "none" or name in STEPPING_APART:
         return None
     if name == "noop":
         return NoopHook()
