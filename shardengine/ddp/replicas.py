@@ -29,9 +29,6 @@ from dataclasses import dataclass
 from shardengine.config import STEPPING_APART, CommHookConfig
 from shardengine.errors import InternalError
 
-PERIOD = 4
-"""Unless the config says another one."""
-
 
 @dataclass(frozen=True)
 class Step:
@@ -53,8 +50,8 @@ class Replicas:
     def __init__(self, hook: CommHookConfig | None = None, rank: int = 0, ranks: int = 1, groups: int = 1) -> None:
         """groups: of the ``ranks``."""
         self.name = hook.name if hook is not None and hook.name in STEPPING_APART and groups > 1 else ""
-        params = {} if hook is None else hook.params
-        self._start, self._period = params.get("start_step", 0), params.get("period", PERIOD)
+        params = hook.filled if hook is not None and self.name else {"start_step": 0, "period": 0}
+        self._start, self._period = params["start_step"], params["period"]
         self._size = ranks // groups
         self._group, self._groups = rank // self._size, groups
         self.since = 0

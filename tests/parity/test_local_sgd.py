@@ -417,8 +417,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one group": ({"zero_optimization": {"stage": 2}}, "expected several shard groups beside comm_hook"),
     "sums": ({"gradient_divide_factor": 3.0}, "takes means, over the ranks of a group"),
     "order": ({"gradient_accumulation": "sharded"}, 'expected "full", or none'),
-    "period": ({"comm_hook": {"name": "post_local_sgd", "params": {"period": 0}}}, '"period", 1 or more, got period 0'),
-    "a word": ({"comm_hook": {"name": "gossip", "params": {"periods": 4}}}, '"period", 0 or more, got periods 4'),
+    "period": ({"comm_hook": {"name": "post_local_sgd", "params": {"period": 0}}}, "comm_hook.params.period: expected"),
+    "a word": ({"comm_hook": {"name": "gossip", "params": {"periods": 4}}}, "did you mean 'period'?"),
     "no masters": ({"bf16": {"enabled": True, "master_weights": False}}, "with weights or states in bfloat16"),
     "8 bits": ({"data_types": {"optimizer_state_dtype": "8bit"}}, "with weights or states in uint8"),
 }

@@ -366,7 +366,8 @@ def test_autocast_around_a_step_changes_no_bit(pools: Pools) -> None:
 def interrupted() -> list[float]:
     """The second round of step 2 raises on rank 1; all ranks go on after ``reset``."""
     said = {"name": "power_sgd", "params": DEFAULTS}
-    engine = cases.make_engine(cases.make_mlp(), cases.config_of("2", zero={"reduce_bucket_size": 1}, comm_hook=said))
+    config, model = cases.config_of("2", zero={"reduce_bucket_size": 1}, comm_hook=said), cases.make_mlp()
+    engine = shardengine.initialize(model, config, optimizer=cases.make_optimizer(model, "AdamW"))  # groups of its own
     hook = engine._core.reducer.hook
     assert isinstance(hook, PowerSGD)
     for step in range(2):
