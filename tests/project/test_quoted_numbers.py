@@ -71,6 +71,39 @@ def versions(variant: str) -> str:
     return interval(result("versions-epyc-2core")["variants"][variant]["ratio"], 3)
 
 
+def buckets() -> str:
+    """The table of "auto" beside the best sizes of buckets."""
+    lines = []
+    for run in result("ddp-xeon-2core")["runs"]:
+        for whose, of in run.get("targets", {}).items():
+            lines.append(
+                f"| {run['ranks']} | {whose}, {of['point']} | {interval(of['ratio'], 3)} | {of['target']:.2f}: "
+                f"{of['verdict']} |"
+            )
+    return " ".join(lines)
+
+
+CODED = {
+    "ours auto": "no hook",
+    "ours fp16": "fp16",
+    "ours int8": "int8",
+    "ours int4": "int4",
+    "ours power_sgd": "power_sgd, rank 4",
+    "ours noop": "noop",
+    "torch fp16": "torch DDP, fp16",
+    "torch power_sgd": "torch DDP, PowerSGD of rank 4",
+}
+
+
+def coded() -> str:
+    """The table of steps with hooks."""
+    runs = [run["rows"] for run in result("ddp-xeon-2core")["runs"] if run["sweep"] == "hooks"]
+    return " ".join(
+        f"| {label} | {' | '.join(interval(rows[name]['of_base'], 2) for rows in runs)} |"
+        for name, label in CODED.items()
+    )
+
+
 HOOKS = {
     "fp16": "fp16",
     "bf16": "bf16",
@@ -293,6 +326,8 @@ QUOTES: list[tuple[str, Callable[[], str]]] = [
     (PRECISION, lambda: convergence("bf16-pure-stochastic", "bf16 without master weights, stochastic rounding")),
     (PRECISION, lambda: convergence("bf16-pure", "bf16 without master weights, rounded to nearest")),
     (PRECISION, hooks),
+    (BENCHMARKS, buckets),
+    (BENCHMARKS, coded),
     (PRECISION, lambda: convergence("states-bf16", "bf16", "convergence_states-epyc-2core")),
     (PRECISION, lambda: convergence("states-8bit", "8 bits", "convergence_states-epyc-2core")),
     (
