@@ -83,9 +83,10 @@ class _Mode:
 
 @dataclass(frozen=True)
 class _Static:
-    """The parameters that this rank uses in every window, and those that some rank does ([Note: Static graph])."""
+    """The parameters that this rank uses in every window (None: it had no data yet), and those that some rank does
+    ([Note: Static graph])."""
 
-    here: frozenset[int]
+    here: frozenset[int] | None
     anywhere: frozenset[int]
 
 
@@ -266,7 +267,7 @@ class Reducer:
             for state in self.buckets:
                 state.set_aside()
             self.used.clear()
-        elif self._static is not None:
+        elif self._static is not None and self._static.here is not None:
             for state in self.buckets:
                 state.expect_only(self._static.here)
         if self.hook is not None:
@@ -420,12 +421,14 @@ class Reducer:
         late = {parameter for state in self.buckets for parameter in state.late.filled}
         reopened = any(state.earlier is not None for state in self.buckets)
         known = None if reopened else self._static
-        here = frozenset(self.used)
+        here, serves = frozenset(self.used), self.step_state.join.serves
         if known is None:
             values, rows, found = self._exchange_all(payload, here | ({self._parameters} if late else set()))
         else:
             flags = {0} if late else set[int]()
-            flags |= {1} if here != known.here and not self.step_state.join.serves else set[int]()
+            if known.here is None and here <= known.anywhere and not serves:
+                known = self._static = replace(known, here=here)
+            flags |= {1} if here != known.here and not serves else set[int]()
             values, rows, found = self._exchange_all(payload, flags, 2)
             if 1 in found:
                 self._refuse_change(known)
@@ -442,7 +445,7 @@ class Reducer:
         self.touched = used
         self.step_state.join.hear(rows[:, 0].tolist())
         if self.rules.static and not reopened and self._static is None:
-            self._static = _Static(here, used)
+            self._static = _Static(None if serves else here, used)
         return values, rows[:, 1:]
 
     def _exchange_all(
@@ -455,7 +458,8 @@ class Reducer:
 
     def _refuse_change(self, known: _Static) -> None:
         """``UsageError`` on every rank: on some, the used parameters are not those of the first window; collective."""
-        new, gone = sorted(self.used - known.here), sorted(known.here - self.used)
+        before = known.here if known.here is not None else known.anywhere if self.used else frozenset[int]()
+        new, gone = sorted(self.used - before), sorted(before - self.used) if known.here is not None else []
         name = [self.views.layout.parameters[index].name for index in (*new, *gone)][:1]
         places = self._collectives.exchange_objects([name[0], bool(new), len(new) + len(gone)] if name else None)
         rank, (first, added, count) = next((r, place) for r, place in enumerate(places) if place is not None)

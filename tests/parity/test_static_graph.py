@@ -180,3 +180,21 @@ def other_ends(stage: str) -> list[float]:
 def test_other_ends_of_windows(pools: Pools, stage: str) -> None:
     first, second = pools(2).run(other_ends, stage)
     assert first == second
+
+
+def in_two_epochs() -> list[int]:
+    """Rank 0 has no data in the first one, and uses then what others use."""
+    engine = cases.make_engine(make(), cases.config_of("2", static_graph=True))
+    steps = []
+    for epoch in range(2):
+        with engine.join():
+            for step in range(3 if engine.rank or epoch else 0):
+                engine.backward(loss_of(engine, step, 1, 0))
+                engine.step()
+        steps.append(engine.global_steps)
+    engine.close()
+    return steps
+
+
+def test_a_rank_that_had_no_data_in_the_first_window_tells_in_its_own_first(pools: Pools) -> None:
+    assert pools(2).run(in_two_epochs) == [[3, 6]] * 2
